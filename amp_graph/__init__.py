@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.numerics.bisect import bisect as bisect
+    from amp_graph.numerics.calibrate import calibrate as calibrate
+    from amp_graph.numerics.compare import compare as compare
+    from amp_graph.passes.calibration.calibration import Calibration as Calibration
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
     from amp_graph.report.metrics import metrics as metrics
@@ -37,7 +41,11 @@ _HOME |= {
     "GradScaler": "scaling.grad_scaler",
     "LossScale": "scaling.loss_scale",
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
+    "Calibration": "passes.calibration.calibration",
     "TrainStep": "step.train_step",
+    "bisect": "numerics.bisect",
+    "calibrate": "numerics.calibrate",
+    "compare": "numerics.compare",
     "memory": "",  # modules
     "metrics": "report.metrics",
     "optim": "",

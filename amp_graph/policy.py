@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from amp_graph.lists import OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
 
@@ -73,11 +76,16 @@ class Policy:
     skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
     escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
-    "fp32" if the policy has what autocast cannot express: lists in files, ``deny`` or ``opaque``.
+    "fp32" if the policy has what autocast cannot express: lists in files, ``deny``, ``opaque``, ``calibration`` or
+    ``keep_ops``.
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
     or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
+    calibration: the path of a file of ``amp_graph.calibrate``; operations whose values or gradients the low precision
+    cannot hold stay in fp32. See docs/numerics.md.
+    keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
+    module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """
@@ -105,6 +113,8 @@ class Policy:
     escaped: str = ""
     replay: str = ""
     widen: bool = False
+    calibration: str = ""
+    keep_ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -123,6 +133,7 @@ class Policy:
         _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         _check("escaped", self.escaped, ("", *ESCAPED))
         _check("replay", self.replay, ("", *REPLAY))
+        _check_path(self.calibration)
         if self.widen and self.level == "O0":
             raise PolicyError(
                 "policy: widen=true with level O0, which leaves the model as it is\n  legal: levels O1, O2, O3\n"
@@ -165,7 +176,8 @@ class Policy:
     @property
     def runs_escaped(self) -> str:
         """How code that escapes capture runs: ``escaped``, or its default."""
-        own = self.deny or self.opaque or any(name.endswith(".toml") for name in self.lists)
+        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops)
+        own = own or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
 
     @property
@@ -262,6 +274,16 @@ class Policy:
             return torch.float16
         return torch.bfloat16
 
+    def measured_ranges(self) -> Calibration | None:
+        """Return the calibration that the policy names; None without one. Raises CalibrationError for a bad file."""
+        if not self.calibration:
+            return None
+        try:
+            changed = os.stat(self.calibration).st_mtime_ns
+        except (OSError, ValueError):
+            changed = 0
+        return _calibration(self.calibration, changed)
+
     def op_list(self, device: str) -> OpList:
         """Return the lists in force for ``device``. Raises ListError, and PolicyError if they contradict the policy."""
         where = self.device or device
@@ -270,6 +292,7 @@ class Policy:
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
         }
         where = where if where in ("cpu", "cuda") else "cuda"
+        self.measured_ranges()  # a bad file raises here, not at the first capture
         found = effective(self.lists, dtype=dtype, device=where, accuracy=self.accuracy, **classes)
         if self.skip_unprofitable in ("true", "graphs"):
             self._check_skips(found)
@@ -318,6 +341,8 @@ class Policy:
             training=torch.is_grad_enabled(),
             portable=portable,
             measured=measured,
+            calibration=self.measured_ranges(),
+            keep_ops=self.keep_ops,
             copies=copies,
             user=user,
         )
@@ -333,6 +358,12 @@ class Policy:
             "  legal: planner=mincut, with the default lists or others over them\n"
             "  fix:   Policy.parse('bf16,skip_unprofitable=true')"
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _calibration(path: str, changed: int) -> Calibration:
+    """Read a calibration once for each time that it is written."""
+    return Calibration.load(path)
 
 
 def word_of(dtype: torch.dtype) -> str:
@@ -446,6 +477,14 @@ def _of_type(name: str, default: Any, value: Any) -> Any:
     raise PolicyError(
         f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {legal}\n  fix:   {fix[:300]}"
     )
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str) or "\0" in path:
+        raise PolicyError(
+            f"policy: calibration={shortened(path)} is no path\n  legal: a file of amp_graph.calibrate\n"
+            "  fix:   policy='fp16,calibration=run.json'"
+        )
 
 
 def _check(name: str, value: Any, legal: tuple[str, ...]) -> None:

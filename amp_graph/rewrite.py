@@ -25,7 +25,17 @@ from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.inline_modules import inline_modules
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CLASSIFIED, GIVEN, IDENTITY, MARK, PIECE, UNPLANNED
+from amp_graph.passes.graph.meta_keys import (
+    CAPTURED,
+    CAST,
+    CLASSIFIED,
+    GIVEN,
+    IDENTITY,
+    MARK,
+    PIECE,
+    UNCALIBRATED,
+    UNPLANNED,
+)
 from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
@@ -158,6 +168,8 @@ def rewrite_in_place(
         given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict, portable)
+        if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
+            warn(told)
     log_graph(gm, before, done, str(policy))
     return Rewritten(gm, policy, dtype, before, done, bodies)
 
@@ -224,7 +236,9 @@ def _rewrite_bodies(
 ) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators; their inputs and outputs keep the captured dtypes."""
     done: dict[str, Rewritten] = {}
-    inside = replace(policy, keep_outputs=True)
+    inside_of: set[str] = set()
+    # A calibration measures the operator as a whole, and keys of operations are those of the outer graph.
+    inside = replace(policy, keep_outputs=True, calibration="", keep_ops=())
     for node in gm.graph.nodes:
         if not is_higher_order(node) or getattr(node.target, "__name__", "") not in REWRITTEN_BODIES:
             continue
@@ -234,6 +248,13 @@ def _rewrite_bodies(
                 adopt_values(body)
                 if any(tensors(value(n)) for n in body.graph.nodes):
                     done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict, portable=portable)
+                    inside_of.add(str(getattr(node.target, "__name__", node.target)))
+    if inside_of and policy.calibration:
+        warn(
+            f"amp_graph: calibration {policy.calibration} has no record of the operations inside of "
+            f"{', '.join(sorted(inside_of))}: they are planned without it\n"
+            "  fix:   @amp_graph.precision('full') on the module, if its values may be out of range"
+        )
     return done
 
 

@@ -14,6 +14,7 @@ import torch
 from amp_graph.lists import OpList
 
 if TYPE_CHECKING:  # only types of fields: creating a policy does not load the passes
+    from amp_graph.passes.calibration.calibration import Calibration
     from amp_graph.passes.precision.measure_sensitivity import Measured
     from amp_graph.passes.weights.cast_cache import WeightCopies
 
@@ -32,6 +33,7 @@ class PipelineOptions:
     training: gradients are recorded.
     portable: other programs will load the graph: ATen operators and plain casts only.
     measured: the measured influence of roundings in graphs like this one, for an error budget.
+    calibration: the measured ranges of values. keep_ops: keys of operations that stay in full precision.
     copies: the cached low-precision copies of weights; None if there are none.
     user: the owner of the memory that compiled graphs keep.
     """
@@ -55,5 +57,7 @@ class PipelineOptions:
     training: bool = True
     portable: bool = False
     measured: tuple[Measured, ...] = ()
+    calibration: Calibration | None = None
+    keep_ops: tuple[str, ...] = ()
     copies: WeightCopies | None = None
     user: object = None

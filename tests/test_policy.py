@@ -34,6 +34,8 @@ OTHER = {
     "escaped": "fp32",
     "replay": "auto",
     "widen": True,
+    "calibration": "run.json",
+    "keep_ops": ("layers.3.fc:linear", ":add.1"),
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

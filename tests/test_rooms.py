@@ -18,7 +18,7 @@ ROOMS = (
     ("passes/graph",),
     ("passes/op_args",),
     ("passes/autocast_regions",),
-    ("passes/profitability",),
+    ("passes/profitability", "passes/calibration"),
     ("passes/precision",),
     ("passes/casts", "passes/loss_scaling"),
     ("passes/step",),

@@ -32,7 +32,8 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
             if node.op == "placeholder":
                 node.meta[INPUT] = _input_name(node, arguments)
             stack = node.meta.get("nn_module_stack") or {}
-            paths = [names[key] for key in stack if key in names]
+            # The key of a module is its id; that of its second call, the id and "@1".
+            paths = [names[own] for key in stack if (own := str(key).partition("@")[0]) in names]
             node.meta[MODULE] = paths[-1] if paths else clean_path(_last_path(stack))
             wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
             if wish:

@@ -1,4 +1,7 @@
-"""``amp-graph calibrate``: measures this machine's rates and writes the file that the planner reads."""
+"""``amp-graph calibrate``: measures this machine's rates and writes the file that the planner reads.
+
+With a TARGET it measures the ranges of that model's values instead, as ``amp_graph.calibrate`` does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from amp_graph.cli.calibrate_model import calibrate_model
 from amp_graph.cli.calibration import calibrate
 from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.errors import AmpGraphError
@@ -21,6 +25,13 @@ COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print beside the built-in rates, and write the file."""
+    if args.target is not None:
+        return calibrate_model(args.target, args.input, args.policy, args.training, args.output, args.json)
+    if args.input or args.policy or args.training is not None:
+        raise AmpGraphError(
+            "calibrate: --input, --policy, --train and --eval are for a TARGET, and there is none\n"
+            "  legal: amp-graph calibrate, for this machine\n  fix:   amp-graph calibrate model.py:build --policy fp16"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise AmpGraphError("calibrate: torch finds no CUDA device\n  legal: cpu\n  fix:   --device cpu")
     path = Path(args.output) if args.output else place_of_own_file()

@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     _add_explain(commands.add_parser("explain", help="print all that is known about one node", epilog=EPILOG))
     _add_lists(commands.add_parser("lists", help="print which class an operation is in, and why", epilog=EPILOG))
     _add_passes(commands.add_parser("passes", help="print all passes in order: which are on, and why others are off"))
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine's rates for plans", epilog=EPILOG))
+    _add_calibrate(
+        commands.add_parser("calibrate", help="measure this machine's rates, or a model's ranges", epilog=EPILOG)
+    )
     _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
     _add_export(
@@ -115,8 +117,8 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(module="amp_graph.cli.command_export")
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help=TARGET)
+def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument("target", metavar="TARGET", nargs="?" if optional else None, help=TARGET)
     parser.add_argument("--input", metavar="SPEC", action="append", default=[], help=INPUT)
     _add_common(parser)
     mode = parser.add_mutually_exclusive_group()
@@ -146,9 +148,10 @@ def _add_passes(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure this machine's rates; with TARGET, the ranges of that model's values (see --output)."
+    _add_target(parser, optional=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
-    parser.add_argument("--output", metavar="FILE", help="write to FILE instead of the planner's default file")
-    parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+    parser.add_argument("--output", metavar="FILE", help="default: the planner's file; with TARGET: calibration.json")
     _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_calibrate")
 

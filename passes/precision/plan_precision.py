@@ -14,11 +14,25 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.calibration.calibration import Calibration
+from amp_graph.passes.calibration.kept_full import kept_full, unmatched
+from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import BUDGET, LEFT_ALONE, LOW_DTYPE, MARK, PIECE, PREDICTED, RAISES, REGION, WISH
+from amp_graph.passes.graph.meta_keys import (
+    BUDGET,
+    LEFT_ALONE,
+    LOW_DTYPE,
+    MARK,
+    PIECE,
+    PREDICTED,
+    RAISES,
+    REGION,
+    UNCALIBRATED,
+    WISH,
+)
 from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
@@ -69,6 +83,7 @@ class PlanPrecision(Pass):
     is at most that many times the error of accuracy "autocast", whatever the rule-based planner permits.
     ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
     packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
+    ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of others that stay full.
     """
 
     lists: OpList
@@ -82,6 +97,8 @@ class PlanPrecision(Pass):
     keeps_weights: bool = False
     counts: bool = False
     in_step: bool = False
+    calibration: Calibration | None = None
+    keep_ops: tuple[str, ...] = ()
     name: ClassVar[str] = "plan-precision"
     required: ClassVar[bool] = True
 
@@ -93,10 +110,20 @@ class PlanPrecision(Pass):
         gm.meta[LOW_DTYPE] = self.dtype
         gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
-        for node, choice in self._worth_it(problem, self._choices(problem)).items():
+        chosen = self._worth_it(problem, self._choices(problem))
+        for node, choice in chosen.items():
             node.meta[MARK] = _mark(node, choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
-        return PassResult(gm, tuple(changes))
+        return PassResult(gm, tuple(changes), tuple(self._uncalibrated(gm, chosen)))
+
+    def _uncalibrated(self, gm: GraphModule, chosen: Mapping[Node, Choice]) -> list[Skip]:
+        """Return the operations that are low without a record of their range; leave a warning of them."""
+        if self.calibration is None:
+            return []
+        keys = node_keys(gm)
+        low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
+        nodes, gm.meta[UNCALIBRATED] = unmatched(low, frozenset(keys.values()), self.calibration)
+        return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
 
     def problem(self, gm: GraphModule) -> Problem:
         """Return the planning problem of a graph that contains tensors."""
@@ -146,6 +173,7 @@ class PlanPrecision(Pass):
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
         strided = strided_views.read_by_strides(classes)
+        kept = self._kept(gm)
         done: dict[Node, Classification] = {}
         for node, found in classes.items():
             path = node_info.module_path(node)
@@ -156,6 +184,8 @@ class PlanPrecision(Pass):
             elif wish or rule:
                 precision, why = wish or rule  # type: ignore[misc]
                 done[node] = _by_wish(found, precision, f"{why} (module {path})")
+            elif node in kept:
+                done[node] = replace(found, cls=OpClass.DENY, why=kept[node], listed=True)
             elif node in held:
                 done[node] = replace(found, cls=OpClass.DENY, why=position_encodings.WHY)
             elif node in strided:
@@ -168,8 +198,16 @@ class PlanPrecision(Pass):
             else:
                 done[node] = found
         for node in transposed_weights.views_of_weights(gm, done) if ours else ():
+            if node in kept:
+                continue
             done[node] = replace(done[node], cls=OpClass.ALLOW, why=transposed_weights.WHY)
         return done
+
+    def _kept(self, gm: GraphModule) -> dict[Node, str]:
+        """Return the operations that stay full by a calibration or by name, with the reasons."""
+        if self.calibration is None and not self.keep_ops:
+            return {}
+        return kept_full(node_keys(gm), self.calibration, frozenset(self.keep_ops), self.dtype)
 
 
 def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 """What is fuzzed: how an input is made, what is done with it, and which errors are promised."""
 
+import json
 import random
 import tempfile
 from collections.abc import Callable
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from amp_graph.cli.input_spec import SpecError, make_inputs, parse_inputs
-from amp_graph.errors import ListError, PolicyError
+from amp_graph.errors import CalibrationError, ListError, PolicyError
 from amp_graph.lists import dump, effective
 from amp_graph.lists.files import FOLDER
 from amp_graph.lists.parse import parse
 from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text
+from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
@@ -243,9 +245,70 @@ def use_machine(data: bytes) -> None:
     formulate(problem, found, dtype, True)
 
 
+# -- calibrations -------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _calibration() -> str:
+    """A file as ``amp_graph.calibrate`` writes it."""
+    import torch
+
+    from amp_graph.passes.calibration.calibration import NodeRange
+    from amp_graph.passes.calibration.ranges import range_of
+
+    found = [range_of([torch.randn(64) * 10.0**e]) for e in (-6, 0, 6)]
+    small, plain, large = (one for one in found if one is not None)
+    values = {"fc:linear": NodeRange(plain, large.peak, small, plain.peak, 64), ":mul.1": NodeRange(large + large)}
+    return json.dumps(Calibration(values, "Model", "fp16-O1", 2, True).to_dict(), indent=1)
+
+
+def calibration_file(rng: random.Random) -> bytes:
+    data: Any = json.loads(_calibration())
+    for _ in range(rng.choice((0, 1, 1, 2, 5))):
+        _change(rng, data)
+    text = json.dumps(data)
+    if rng.random() < 0.3:
+        text = text.replace(str(rng.randrange(10)), word(rng, (*ODD, "1e999", "-1", "NaN", "{}", "[" * 5000)), 1)
+    return encoded(rng, mutated(rng, text) if rng.random() < 0.3 else text)
+
+
+def _change(rng: random.Random, data: Any) -> None:
+    """Change one place of a JSON value: set, drop, copy or rename."""
+    while True:
+        keys = list(data) if isinstance(data, dict) else [*range(len(data))]
+        if not keys:
+            return
+        key = rng.choice(keys)
+        if isinstance(data[key], (dict, list)) and rng.random() < 0.8:
+            data = data[key]
+            continue
+        kind = rng.random()
+        if kind < 0.6:
+            odd = (None, True, 0, 1, -1, 2.5, 1e308, -(10**400), 1 << 62, "x", [], {}, {"max": 1}, 65504.0, 1e5)
+            data[key] = rng.choice(odd)
+        elif kind < 0.8:
+            del data[key]
+        elif isinstance(data, dict):
+            data[word(rng, ("max", "over", "999", "-127", "\ud800", "", "values", "fc:linear"))] = data[key]
+        return
+
+
+def use_calibration(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        file.write(data)
+        file.flush()
+        found = Calibration.load(file.name)
+        found.merge(found).save(file.name)
+        assert Calibration.load(file.name).batches == 2 * found.batches
+    for dtype in ("float16", "bfloat16"):
+        found.out_of_range(dtype)
+        found.text(dtype)
+
+
 SUBJECTS = {
-    "policies": Subject(policy, use_policy, (PolicyError, ListError)),
+    "policies": Subject(policy, use_policy, (PolicyError, ListError, CalibrationError)),
     "lists": Subject(list_file, use_list, (ListError,)),
     "input specs": Subject(spec, use_spec, (SpecError,)),
+    "calibrations": Subject(calibration_file, use_calibration, (CalibrationError,), _calibration),
     "machine files": Subject(machine_file, use_machine, (ListError,), _problem),
 }

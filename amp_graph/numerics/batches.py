@@ -1,0 +1,122 @@
+"""Runs the batches of a user, each checked: its structure, and a loss that is finite in fp32.
+
+A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function, which is called as
+``loss_fn(model(inputs), *targets)``; without one, the arguments of a model that may return its loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from amp_graph.errors import CalibrationError
+from amp_graph.step.step_arguments import call_model, loss_of
+
+LossFn = Callable[..., Any]
+
+
+def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield each batch with its number, as a tuple.
+
+    Raises CalibrationError if there is none, or one whose structure, dtypes or dimensions are not those of the first.
+    """
+    if isinstance(batches, (Tensor, str, dict)) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"{caller}: a {type(batches).__name__} is no iterable of batches\n  legal: a list, a DataLoader\n"
+            f"  fix:   amp_graph.{caller}(model, [batch])"
+        )
+    first: Any = None
+    count = 0
+    for number, batch in enumerate(shown(caller, batches) if progress else batches):
+        found = _structure(batch)
+        first = found if number == 0 else first
+        if found != first:
+            raise CalibrationError(
+                f"{caller}: batch {number} has another structure than batch 0: {found} instead of {first}\n"
+                "  legal: batches of one structure, with the dtypes and numbers of dimensions of the first\n"
+                f"  fix:   one call of amp_graph.{caller} for each kind of batch"
+            )
+        count = number + 1
+        yield number, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if not count:
+        raise CalibrationError(
+            f"{caller}: there are no batches\n  legal: at least one; a generator can be used once only\n"
+            f"  fix:   amp_graph.{caller}(model, list(batches))"
+        )
+
+
+def _structure(batch: Any) -> str:
+    """Return the structure of a batch as text: ``(float32[2d], int64[1d])``."""
+    leaves, spec = tree_flatten(list(batch) if isinstance(batch, tuple) else batch)
+    told = [
+        f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.dim()}d]" if isinstance(leaf, Tensor) else type(leaf).__name__
+        for leaf in leaves
+    ]
+    keys = sorted(map(str, batch)) if isinstance(batch, dict) else []
+    kind = type(batch).__name__ if not isinstance(batch, (tuple, list)) else ""
+    return f"{kind}({', '.join(told)}){' with ' + ', '.join(keys) if keys else ''}" + _depth(spec)
+
+
+def _depth(spec: Any) -> str:
+    children = [_depth(child) for child in spec.children()] if hasattr(spec, "children") and not spec.is_leaf() else []
+    return f" nested {children}" if any(children) else ""
+
+
+def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) -> tuple[Any, Tensor | None]:
+    """Return what ``model`` returns for a batch, and its loss; None if there is no loss function, and no loss in it."""
+    if loss_fn is not None:
+        out = call_model(model, batch[0])
+        loss = loss_fn(out, *batch[1:])
+        return out, _scalar(loss)
+    out = call_model(model, *batch)
+    try:
+        found = loss_of(out)
+    except (TypeError, KeyError, IndexError, AttributeError):
+        return out, None
+    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
+    return out, found if is_loss else None
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CalibrationError(
+            f"loss_fn: it returned {shown}, which is not a loss\n  legal: a tensor of one element\n"
+            "  fix:   loss_fn=lambda out, y: torch.nn.functional.mse_loss(out, y)"
+        )
+    return loss
+
+
+def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
+    """Raise CalibrationError for a loss that is not finite in fp32."""
+    if loss is not None and not bool(torch.isfinite(loss.detach()).all()):
+        raise CalibrationError(
+            f"{caller}: the loss of batch {number} is {float(loss.detach()):g} in fp32, before any precision is "
+            "lowered\n  legal: batches and weights whose loss is finite\n"
+            "  fix:   check the batch, the loss function and the learning rate in fp32 first"
+        )
+
+
+def shown(caller: str, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches with a progress bar of tqdm, or lines without it, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield from batches
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield from _with_lines(caller, batches)
+    else:
+        yield from tqdm(batches, desc=caller, unit="batch")
+
+
+def _with_lines(caller: str, batches: Iterable[Any]) -> Iterator[Any]:
+    total = f" of {len(batches)}" if isinstance(batches, Sized) else ""
+    for number, batch in enumerate(batches, 1):
+        print(f"{caller}: batch {number}{total}", file=sys.stderr)
+        yield batch

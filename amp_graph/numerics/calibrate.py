@@ -1,0 +1,177 @@
+"""Measures the ranges of a model's values and gradients in fp32, on batches.
+
+Before: a model and forty batches. After: ``calibrate(model, batches, loss_fn)``, a ``Calibration``; a policy that names
+its file keeps in fp32 what the low precision cannot hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.capture.dynamo_backend import Runner
+from amp_graph.devices import device_of_model
+from amp_graph.errors import CaptureError
+from amp_graph.lists import OpClass
+from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
+from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
+from amp_graph.numerics.depths import depth_of
+from amp_graph.numerics.observe import Observer
+from amp_graph.passes.calibration.calibration import Calibration, NodeRange
+from amp_graph.passes.calibration.node_keys import node_keys
+from amp_graph.passes.calibration.ranges import Peak, Range, range_of
+from amp_graph.passes.graph.fake_values import tensors
+from amp_graph.policy import Policy
+from amp_graph.rewrite import ready_to_plan
+
+FREE = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE, OpClass.PROMOTE)
+
+
+def calibrate(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn | None = None,
+    *,
+    policy: Policy | str | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """Measure the range of every value, and of its gradient, over ``batches`` in fp32; return a ``Calibration``.
+
+    model: any model that ``convert`` takes, not converted; it is as before afterwards: parameters, gradients, buffers,
+    random state, mode. Its mode (train or eval) is the one that is measured.
+    batches: an iterable of batches as ``TrainStep`` takes them, ``(inputs, *targets)``, at any sizes that the model
+    takes. loss_fn: called as ``loss_fn(model(inputs), *targets)``, returns a tensor of one element. Without it a batch
+    is the model's arguments, and the loss is what the model returns, or has in ``.loss`` or ``["loss"]``; if there is
+    none, only forward is measured.
+    policy: the policy for which the graphs are prepared; None for "fp16". progress: a bar on a terminal's stderr.
+
+    The loss is not scaled, so gradients are as in fp32 training. Save the result with ``.save("run.json")``, and name
+    it in a policy: ``"fp16,calibration=run.json"``. ``.merge`` joins those of several processes.
+
+    Raises CalibrationError (no batches, batches of another structure, a loss that is not finite), CaptureError (the
+    model is converted, or nothing of it was captured), PolicyError, ListError. Source of the idea: the statistics of
+    Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
+    """
+    model = plain_model("calibrate", model)
+    asked = Policy.parse("fp16" if policy is None else policy)
+    measuring = _Measuring(in_fp32(asked), device_of_model(model))
+    with captured_by(model, asked, measuring.take):
+        for number, batch in checked("calibrate", batches, progress):
+            _, loss = output_and_loss(model, loss_fn, batch)
+            refuse_infinite("calibrate", loss, number)
+            measuring.differentiate(loss)
+            measuring.end_batch()
+    if not measuring.values:
+        raise CaptureError(
+            f"calibrate: no graph of {type(model).__name__} was captured, so nothing was measured\n"
+            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
+        )
+    return Calibration(measuring.values, type(model).__name__, str(asked), measuring.batches, measuring.has_gradients)
+
+
+@dataclass(eq=False)
+class _Found:
+    """What one batch has shown of one operation."""
+
+    value: Range | None = None
+    reads: Peak | None = None
+    gradient: Range | None = None
+    gives: Peak | None = None
+    depth: int = 1
+    free: bool = True
+
+
+@dataclass(eq=False)
+class _Measuring:
+    """Measures the graphs of a model: the ranges of the batch so far, and of the batches before it."""
+
+    policy: Policy
+    device: str | None
+    values: dict[str, NodeRange] = field(default_factory=dict)
+    batches: int = 0
+    has_gradients: bool = False
+    _now: dict[str, _Found] = field(default_factory=dict)
+    _leaves: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, gm: GraphModule) -> Runner:
+        """Prepare a captured graph as for planning; return what runs and measures it."""
+        problem = ready_to_plan(gm, self.policy, self.device)
+        free = {node: kind.cls in FREE for node, kind in problem.classes.items()}
+        sink = _GraphSink(self._now, node_keys(gm), free)
+        observer = Observer(gm, problem.memory, sink)
+
+        def run(*args: Any) -> Any:
+            sink.begin()
+            result = observer.run(*args)
+            self._leaves += observer.leaves
+            return result
+
+        return run
+
+    def differentiate(self, loss: torch.Tensor | None) -> None:
+        """Run backward, without touching ``.grad``."""
+        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
+        if loss is not None and loss.requires_grad and leaves:
+            torch.autograd.grad(loss, leaves, allow_unused=True)
+            self.has_gradients = True
+
+    def end_batch(self) -> None:
+        """Add what the batch has shown."""
+        self.batches += 1
+        for key, found in self._now.items():
+            if found.value is not None:
+                one = NodeRange(found.value, found.reads, found.gradient, found.gives, found.depth, found.free)
+                self.values[key] = self.values[key] + one if key in self.values else one
+        self._now.clear()
+
+
+@dataclass(eq=False)
+class _GraphSink:
+    """Takes the values and gradients of one graph."""
+
+    now: dict[str, _Found]
+    keys: dict[Node, str]
+    free: dict[Node, bool]
+    shapes: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    peaks: dict[Node, Peak] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        self.shapes.clear()
+        self.peaks.clear()
+
+    def value(self, node: Node, result: Any) -> None:
+        found = range_of(tensors(result))
+        if isinstance(result, torch.Tensor):
+            self.shapes[node] = tuple(result.shape)
+        if found is not None:
+            self.peaks[node] = found.peak
+        key = self.keys.get(node)
+        if key is None:
+            return
+        one = self.now.setdefault(key, _Found())
+        one.value = found if one.value is None or found is None else one.value.beside(found)
+        one.depth = max(one.depth, depth_of(node, self.shapes))
+        one.free = self.free.get(node, False)
+        for source in node.all_input_nodes:
+            if source in self.peaks:
+                one.reads = _beside(one.reads, self.peaks[source])
+
+    def gradient(self, node: Node, grad: torch.Tensor) -> None:
+        found = range_of([grad])
+        if node in self.keys and found is not None:
+            one = self.now.setdefault(self.keys[node], _Found())
+            one.gradient = found if one.gradient is None else one.gradient.beside(found)
+
+    def returned(self, reader: Node, source: Node, grad: torch.Tensor) -> None:
+        found = range_of([grad])
+        if reader in self.keys and found is not None:
+            one = self.now.setdefault(self.keys[reader], _Found())
+            one.gives = _beside(one.gives, found.peak)
+
+
+def _beside(a: Peak | None, b: Peak) -> Peak:
+    return b if a is None else a.beside(b)

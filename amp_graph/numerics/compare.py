@@ -1,0 +1,244 @@
+"""Compares a plan with fp64, fp32 and autocast, operation by operation, on batches.
+
+Before: a model whose loss is worse in bf16. After: ``compare(model, batches, loss_fn).text()``, whose first line names
+the layer and the operation that introduce most of the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.capture.dynamo_backend import Runner
+from amp_graph.devices import device_of_model
+from amp_graph.errors import CalibrationError, CaptureError
+from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
+from amp_graph.numerics.capture import captured_by, plain_model, unchanged
+from amp_graph.numerics.comparison import Comparison, Operation
+from amp_graph.numerics.differences import Against, Differences, Reference
+from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
+from amp_graph.passes.calibration.node_keys import module_of, node_keys
+from amp_graph.passes.graph.node_info import source_line
+from amp_graph.policy import Policy
+
+ROOM = 16.0  # by which the scaled gradients stay below the largest number of fp16
+
+
+def compare(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn | None = None,
+    *,
+    policy: Policy | str | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Return the errors of ``policy``'s plan, layer by layer, worst first, beside those of autocast and of fp32.
+
+    model, batches, loss_fn, progress: as for ``amp_graph.calibrate``. Without a loss, the outputs are summed with fixed
+    random weights, so that gradients exist. policy: as for ``convert``.
+
+    Each batch runs forward and backward four times through the captured graphs, node by node: in fp64 (the reference;
+    fp32 if an operation has no fp64 kernel, which the result says), in fp32, with the plan's precisions and casts, and
+    under torch.autocast. All values and gradients of one batch are in memory at once, in fp64. The passes of one device
+    (``skip=backend``) are left out of the plan: their kernels compute the same. Errors are relative L2 errors.
+
+    An operation *introduces* the error of its result less what the errors of its inputs cause: the difference from the
+    same operation in fp64 on the same inputs, weighted by the gradients of the loss, relative to the outputs; and the
+    same for the gradients that its backward returns. The model is unchanged afterwards.
+
+    Raises CalibrationError (no batches, batches of another structure, a loss that is not finite), CaptureError,
+    PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values unweighted; the
+    first-order weights are those of P. Molchanov et al., CVPR 2019.
+    """
+    model = plain_model("compare", model)
+    asked = Policy.parse(policy)
+    comparing = _Comparing(asked, device_of_model(model))
+    count = 0
+    with captured_by(model, asked, comparing.take):
+        for number, batch in checked("compare", batches, progress):
+            _compare_batch(model, loss_fn, batch, number, comparing)
+            count += 1
+    if not comparing.graphs:
+        raise CaptureError(
+            f"compare: no graph of {type(model).__name__} was captured, so nothing was compared\n"
+            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
+        )
+    found = comparing.operations()
+    return Comparison(
+        found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale, comparing.autocast_failed
+    )
+
+
+def _compare_batch(
+    model: torch.nn.Module, loss_fn: LossFn | None, batch: tuple[Any, ...], number: int, comparing: _Comparing
+) -> None:
+    """Run one batch in all modes, each from the same buffers and random state."""
+    for mode in MODES:
+        if mode == AUTOCAST and comparing.autocast_failed:
+            return
+        comparing.begin(mode)
+        with unchanged(model):
+            try:
+                comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+                continue
+            except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+                if not comparing.has_another_way(error):
+                    raise
+        if mode == AUTOCAST:
+            return
+        comparing.begin(mode)
+        with unchanged(model):
+            comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+
+
+def _loss(
+    model: torch.nn.Module, loss_fn: LossFn | None, batch: tuple[Any, ...], number: int, mode: str
+) -> torch.Tensor | None:
+    out, loss = output_and_loss(model, loss_fn, batch)
+    if mode in (FP64, FP32):
+        refuse_infinite("compare", loss, number)
+    return _projected(out) if loss is None else loss
+
+
+def _projected(out: Any) -> torch.Tensor | None:
+    """Return a sum of outputs with fixed random weights; None if no output requires gradients."""
+    leaves = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
+    total: torch.Tensor | None = None
+    for leaf in leaves:
+        seeded = torch.Generator().manual_seed(leaf.numel())
+        weights = torch.randn(leaf.shape, generator=seeded).to(leaf.device, leaf.dtype)
+        part = (leaf * weights).sum() / math.sqrt(leaf.numel())
+        total = part if total is None else total + part
+    return total
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One captured graph: its forms, and what was found of it."""
+
+    forms: Variants
+    keys: dict[Node, str]
+    written: frozenset[str]
+    outputs: tuple[str, ...]
+    ref: Reference = field(default_factory=Reference)
+    found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
+
+
+@dataclass(eq=False)
+class _Comparing:
+    """Takes the graphs of a model, and runs them in the mode of the moment."""
+
+    policy: Policy
+    device: str | None
+    graphs: list[_Graph] = field(default_factory=list)
+    mode: str = FP64
+    wide: str = FP64  # the mode of the reference
+    reference: str = "fp64"
+    scale: float = 1.0
+    autocast_failed: str = ""  # why torch.autocast could not run it
+    needs_kernels: bool = False  # whether the plan runs with the passes of the device only
+    _leaves: list[torch.Tensor] = field(default_factory=list)
+    _unit: float = 1.0
+
+    def take(self, gm: GraphModule) -> Runner:
+        """Prepare the four forms of a captured graph; return what runs that of the mode."""
+        forms = Variants(gm, self.policy, self.device)
+        keys = node_keys(forms.prepared)
+        written = frozenset(n.name for n in forms.prepared.graph.nodes if forms.memory.is_written(n))
+        outputs = tuple(n.name for n in forms.prepared.graph.output_node().all_input_nodes)
+        graph = _Graph(forms, keys, written, outputs)
+        if self.needs_kernels:
+            forms.plan()
+        self.graphs.append(graph)
+        return partial(self._run, graph)
+
+    def begin(self, mode: str) -> None:
+        """Start a mode; of the reference, forget the batch before."""
+        if mode == FP64:
+            for graph in self.graphs:
+                graph.ref = Reference(graph.written)
+        elif self.mode == FP64:
+            self._unit = math.hypot(*(graph.ref.weight(graph.outputs) for graph in self.graphs)) or 1.0
+            self.scale = self._scale()
+        self.mode = mode
+
+    def _scale(self) -> float:
+        """Return a loss scale for fp16 with which no gradient of this batch overflows."""
+        largest = max((graph.ref.largest_gradient() for graph in self.graphs), default=0.0)
+        if self.policy.torch_dtype(self.device or "cpu") != torch.float16 or not 0.0 < largest < math.inf:
+            return 1.0
+        return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / ROOM / largest))))
+
+    def _run(self, graph: _Graph, *args: Any) -> Any:
+        if self.mode == FP64:
+            if not graph.ref.written:
+                graph.ref.written = graph.written
+            result, leaves = graph.forms.run(self.wide, graph.ref, args)
+        else:
+            scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
+            sink = Against(graph.ref, graph.found[self.mode], scale, self._unit)
+            result, leaves = graph.forms.run(self.mode, sink, args)
+        self._leaves += leaves
+        return result
+
+    def differentiate(self, loss: torch.Tensor | None) -> None:
+        """Run backward with the mode's loss scale, without touching ``.grad``."""
+        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
+        if loss is None or not loss.requires_grad or not leaves:
+            return
+        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
+        torch.autograd.grad(loss * scale, leaves, allow_unused=True)
+
+    def has_another_way(self, error: Exception) -> bool:
+        """Say whether the mode that failed can go on: fp32 as the reference, a device's kernels, no autocast."""
+        self._leaves = []
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if self.mode == FP64 and self.wide == FP64:
+            self.wide, self.reference = FP32, f"fp32, as fp64 failed: {first}"
+            return True
+        if self.mode == AUTOCAST:
+            self.autocast_failed = first
+            for graph in self.graphs:
+                graph.found[AUTOCAST] = Differences()
+            return True
+        if self.mode == PLAN and not self.needs_kernels:
+            self.needs_kernels = True
+            for graph in self.graphs:
+                graph.forms.plan()
+                graph.found[PLAN] = Differences()
+            return True
+        return False
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Return what was found, by operation, worst first; operations of several graphs with one key join."""
+        found: dict[str, Operation] = {}
+        for graph in self.graphs:
+            precisions = graph.forms.precisions()
+            for node, key in graph.keys.items():
+                one = _operation(node, key, graph, precisions.get(node.name, ("captured", "")))
+                if one is not None and (key not in found or one.introduced > found[key].introduced):
+                    found[key] = one
+        if not found:
+            raise CalibrationError("compare: no operation has a floating-point value\n  fix:   compare another model")
+        return tuple(sorted(found.values(), key=lambda one: (-one.introduced, -(one.error or 0.0))))
+
+
+def _operation(node: Node, key: str, graph: _Graph, planned: tuple[str, str]) -> Operation | None:
+    plan = graph.found[PLAN]
+    if node.name not in plan.values:
+        return None
+    errors = [_error(graph.found[mode].values, node) for mode in (PLAN, AUTOCAST, FP32)]
+    gradients = [_error(graph.found[mode].gradients, node) for mode in (PLAN, AUTOCAST, FP32)]
+    introduced = max(plan.forward.get(node.name, 0.0), plan.backward.get(node.name, 0.0))
+    return Operation(key, module_of(key), *planned, source_line(node), introduced, *errors, *gradients)
+
+
+def _error(found: Any, node: Node) -> float | None:
+    return found[node.name].error if node.name in found else None

@@ -1,0 +1,135 @@
+"""One captured graph in four precisions, each run node by node: fp64, fp32, planned, and under torch.autocast.
+
+Before: a captured graph. After: ``Variants(gm, policy, device)``, whose ``run(mode, sink, args)`` returns outputs in
+their captured dtypes, whatever ran inside. The nodes of all four have the same names as far as they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.numerics.exact_operations import exact_result, origin, wide, wide_dtypes
+from amp_graph.numerics.observe import Observer, Sink
+from amp_graph.passes.graph.aliasing import observe
+from amp_graph.passes.graph.fake_values import captured, is_eligible
+from amp_graph.passes.graph.meta_keys import CAST, MARK
+from amp_graph.passes.precision.plan_precision import marks
+from amp_graph.policy import Policy
+from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
+
+FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
+MODES = (FP64, FP32, PLAN, AUTOCAST)
+
+
+class Variants:
+    """The four forms of one captured graph. ``prepared``: as it is when it is planned, whose nodes are compared.
+
+    The planned form has the plan's precisions and casts, without the passes of one device, whose kernels compute the
+    same with other code.
+    """
+
+    def __init__(self, gm: GraphModule, policy: Policy, device: str | None) -> None:
+        self.prepared = copy_graph(gm)
+        problem = ready_to_plan(self.prepared, policy, device)
+        self._captured, self._policy = copy_graph(gm), policy
+        self.dtype, self.device = policy.torch_dtype(device or "cpu"), device or "cpu"
+        self.memory = problem.memory
+        self.classes = problem.classes
+        self._forms = {
+            FP64: (self.prepared, problem.memory),
+            FP32: (self.prepared, problem.memory),
+            AUTOCAST: (gm, observe(gm, {})),
+        }
+        self.plan(replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend")))))
+
+    def plan(self, policy: Policy | None = None) -> None:
+        """Make the planned form; without ``policy``, with the passes of the device, whose kernels may be needed."""
+        self.planned = copy_graph(self._captured)
+        rewrite_in_place(self.planned, policy or self._policy, self.device)
+        self._forms[PLAN] = self.planned, observe(self.planned, marks(self.planned))
+
+    def run(self, mode: str, sink: Sink, args: Sequence[Any]) -> tuple[Any, list[torch.Tensor]]:
+        """Run one form; return its outputs, and the inputs to differentiate for."""
+        gm, memory = self._forms[mode]
+        kind = {FP64: Widened, PLAN: Checked}.get(mode, Restoring)
+        observer = kind(gm, memory, sink)
+        region: AbstractContextManager[Any] = nullcontext()
+        if mode == AUTOCAST:
+            region = torch.autocast(self.device, self.dtype, cache_enabled=False)
+        with region:
+            return observer.run(*args), observer.leaves
+
+    def precisions(self) -> dict[str, tuple[str, str]]:
+        """Return the planned precision of each operation, and its reason, by the name of its node."""
+        return {n.name: (m.precision, m.reason) for n in self.planned.graph.nodes if (m := n.meta.get(MARK))}
+
+
+class Restoring(Observer):
+    """Runs a graph; its outputs get their captured dtypes."""
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
+        """Cast what the graph returns to the dtype that was captured."""
+        if n.op == "output":
+            for source in n.all_input_nodes:
+                found = self.env[source]
+                if is_eligible(captured(source)) and isinstance(found, torch.Tensor) and found.is_floating_point():
+                    self.env[source] = found.float()
+        return super().fetch_args_kwargs_from_env(n)
+
+
+class Widened(Restoring):
+    """Runs a graph in float64: its float32 inputs, parameters, constants and conversions are widened."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, in which new tensors without a dtype are float64 as well."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Widen an input."""
+        return wide(super().placeholder(target, args, kwargs))
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Widen a constant."""
+        return wide(super().get_attr(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call with float64 in the place of float32."""
+        return super().call_function(target, *wide_dtypes(args, kwargs))
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call with float64 in the place of float32."""
+        return super().call_method("double" if target == "float" else target, *wide_dtypes(args, kwargs))
+
+
+class Checked(Restoring):
+    """Runs a planned graph, and each of its operations once more in float64, on the same inputs."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph; results are kept until its end, as casts of them are read later than they are."""
+        self._kept: dict[Node, Any] = {}
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self._kept = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Run ``n``, and tell the sink what it returns in float64."""
+        inputs = {origin(s).name: self._kept[origin(s)] for s in n.all_input_nodes if origin(s) in self._kept}
+        exact = exact_result(n, inputs) if MARK in n.meta else None
+        result = super().run_node(n)
+        if CAST not in n.meta and n.op != "output":
+            self._kept[n] = result
+        if exact is not None:
+            self.sink.local(n, result, exact)  # type: ignore[attr-defined]
+        return result

@@ -1,0 +1,231 @@
+"""The ranges of a model's values and gradients, measured on batches: what is out of range, and which loss scale fits.
+
+Before: forty batches. After: ``calibration.out_of_range("float16")``, and ``calibration.save("run.json")``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from amp_graph.lists.errors import shortened
+from amp_graph.passes.calibration.calibration_file import NodeRange, from_json, read_file, to_json, write_file
+from amp_graph.passes.calibration.errors import CalibrationError
+from amp_graph.passes.calibration.node_keys import few
+from amp_graph.passes.calibration.ranges import LIMITS, Peak, Range
+
+LARGEST_SCALE = 2.0**24  # a loss scale's default ceiling
+COLUMNS = ("operation", "max", "min normal", "overflow", "underflow", "max gradient", "loss scale", "depth")
+
+
+@dataclass(frozen=True)
+class ScaleAdvice:
+    """A loss scale for a dtype.
+
+    ``scale``: the largest power of two with which no gradient in low precision overflows. ``underflow``: the share of
+    their nonzero elements that it still makes 0. ``full``: operations whose gradients it leaves out, as they would
+    overflow with any scale that the others need.
+    """
+
+    scale: float
+    underflow: float
+    full: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Ranges by operation (``layers.3.fc:linear``), as ``amp_graph.calibrate`` measures them in float32.
+
+    ``model``: the class name of the model. ``policy``: what it was planned for. ``batches``: their number, over all
+    runs and processes. ``gradients``: whether backward was measured as well.
+    """
+
+    values: Mapping[str, NodeRange]
+    model: str = ""
+    policy: str = ""
+    batches: int = 0
+    gradients: bool = False
+    where: str = field(default="", compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    # -- files ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Calibration:
+        """Read a file of ``save``. Raises CalibrationError if it cannot be read, or is no calibration."""
+        return Calibration(**from_json(read_file(path), os.fspath(path)), where=os.fspath(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, as a whole or not at all. Raises CalibrationError if it cannot be written."""
+        write_file(path, self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of the file: ``schema``, ``version``, and plain values."""
+        return to_json(self.values, self.model, self.policy, self.batches, self.gradients)
+
+    def merge(self, *others: Calibration) -> Calibration:
+        """Return the calibration of the batches of all, such as those of several processes.
+
+        Raises CalibrationError if two of them are of different models.
+        """
+        return functools.reduce(_merged, others, self)
+
+    # -- what follows -----------------------------------------------------------------------------------
+
+    def loss_scale(self, dtype: str = "float16") -> ScaleAdvice:
+        """Return the loss scale for ``dtype``, and how much underflows with it; 1 without measured gradients."""
+        key = ("scale", dtype)
+        if key not in self._cache:
+            self._cache[key] = advice(self.values, _known(dtype))
+        found: ScaleAdvice = self._cache[key]
+        return found
+
+    def out_of_range(self, dtype: str = "float16") -> dict[str, str]:
+        """Return the operations that ``dtype`` cannot hold, with the reason: "max 1.2e5 > 65504 in 3 of 40 batches".
+
+        An operation is out of range if its value, a value that it reads, or a gradient of either is.
+        """
+        key = ("out", dtype)
+        if key not in self._cache:
+            scale = self.loss_scale(dtype)
+            found = {name: _reason(name, one, dtype, scale) for name, one in self.values.items()}
+            self._cache[key] = {name: why for name, why in found.items() if why}
+        return dict(self._cache[key])
+
+    def rows(self, dtype: str = "float16") -> list[dict[str, Any]]:
+        """Return a row per operation, largest value first: range, shares out of ``dtype``, its own loss scale."""
+        limit, out = LIMITS[_known(dtype)], self.out_of_range(dtype)
+        found = []
+        for name, one in sorted(self.values.items(), key=lambda item: -item[1].value.peak.largest):
+            gradient = one.gradient.peak.largest if one.gradient else 0.0
+            own = _power_below(limit / gradient) if gradient else None
+            shares = one.value.fractions(dtype)
+            found.append({
+                "operation": name, "max": one.value.peak.largest, "min normal": one.value.least, **shares,
+                "max gradient": gradient if one.gradient else None, "loss scale": own, "depth": one.depth,
+                "kept full": out.get(name, ""),
+            })  # fmt: skip
+        return found
+
+    def text(self, dtype: str = "float16", most: int = 20) -> str:
+        """Return a table of the ``most`` largest values, and the operations that stay full."""
+        rows = self.rows(dtype)
+        lines = [COLUMNS, *([_cell(row[name]) for name in COLUMNS] for row in rows[:most])]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        advised = self.loss_scale(dtype)
+        said = f"{self.model}: {len(rows)} operations over {self.batches} batches, against {dtype}"
+        scale = f"loss scale {advised.scale:g}, with which {advised.underflow:.2%} of nonzero gradients become 0"
+        kept = [f"stays full: {name}: {why}" for name, why in self.out_of_range(dtype).items()]
+        return "\n".join([said, scale if self.gradients else "no gradients were measured", *kept, "", *table])
+
+
+def _known(dtype: str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in LIMITS:
+        raise CalibrationError(f"calibration: unknown dtype {shortened(dtype)}\n  legal: {', '.join(LIMITS)}")
+    return name
+
+
+def _cell(found: Any) -> str:
+    return "-" if found is None else number(found) if isinstance(found, float) else str(found)
+
+
+def number(found: float) -> str:
+    """Format a number shortly: ``1.2e5``, ``65504``, ``0.031``."""
+    if found == int(found) and abs(found) < 1e5:
+        return str(int(found))
+    text = f"{found:.2g}"
+    return text.replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+
+
+def _merged(a: Calibration, b: Calibration) -> Calibration:
+    """Merge two calibrations of one model."""
+    if not isinstance(b, Calibration):
+        raise CalibrationError(f"merge: a {type(b).__name__} is no Calibration\n  fix:   Calibration.load(path)")
+    missing = [key for key in a.values if key not in b.values]
+    if a.values and b.values and len(missing) == len(a.values):
+        raise CalibrationError(
+            f"merge: {a.where or 'one'} is of {a.model}, with {few(list(a.values))}, and {b.where or 'the other'} of "
+            f"{b.model}, with {few(list(b.values))}: they have no operation in common\n"
+            "  legal: calibrations of one model\n  fix:   merge the files of one model's processes"
+        )
+    values = {key: one + b.values[key] if key in b.values else one for key, one in a.values.items()}
+    values |= {key: one for key, one in b.values.items() if key not in values}
+    return replace(
+        a, values=values, batches=a.batches + b.batches, gradients=a.gradients or b.gradients, where="", _cache={}
+    )
+
+
+def _reason(name: str, one: NodeRange, dtype: str, scale: ScaleAdvice) -> str:
+    """Return why an operation must stay full; "" if nothing of it is out of range."""
+    told = ((one.value.peak, "its value"), (one.reads, "what it reads"))
+    for peak, what in told:
+        if peak is not None and peak.over[dtype]:
+            return f"{what}: {_over(peak, dtype)}"
+    gradient = one.gradient.peak if one.gradient is not None else None
+    for peak, what in ((gradient, "its gradient"), (one.gives, "the gradient that it returns")):
+        if peak is not None and peak.over[dtype]:
+            return f"{what}: {_over(peak, dtype)}"
+    if name in scale.full:
+        largest = max(p.largest for p in (gradient, one.gives) if p is not None)
+        return (
+            f"its gradient: max {number(largest)} > {number(LIMITS[dtype])} with any loss scale that keeps the other "
+            "gradients from becoming 0"
+        )
+    return ""
+
+
+def _over(peak: Peak, dtype: str) -> str:
+    return f"max {number(peak.largest)} > {number(LIMITS[dtype])} in {peak.over[dtype]} of {peak.batches} batches"
+
+
+# -- the loss scale -----------------------------------------------------------------------------------------
+
+
+def advice(values: Mapping[str, NodeRange], dtype: str) -> ScaleAdvice:
+    """Choose the loss scale with the least loss: the share of gradients that become 0, and of operations kept full."""
+    limit = LIMITS[dtype]
+    peaks = {key: p for key, one in values.items() if one.free and (p := _gradient_peak(one)) is not None and p > 0.0}
+    fits = {key: p for key, p in peaks.items() if p <= limit}
+    if not fits:
+        return ScaleAdvice(1.0, 0.0, frozenset())
+    best: tuple[float, float] | None = None
+    scale = min(_power_below(limit / max(fits.values())), LARGEST_SCALE)
+    chosen = scale
+    while scale <= LARGEST_SCALE:
+        kept = [key for key, p in fits.items() if p * scale <= limit]
+        lost = underflow(values, kept, dtype, scale)
+        total = lost + (len(fits) - len(kept)) / len(fits)
+        if best is None or total < best[0] - 1e-6:
+            best, chosen = (total, lost), scale
+        if not lost:
+            break
+        scale *= 2.0
+    full = frozenset(key for key, p in fits.items() if p * chosen > limit)
+    rest = [p for key, p in fits.items() if key not in full]
+    final = min(_power_below(limit / max(rest)), LARGEST_SCALE) if rest else chosen
+    return ScaleAdvice(final, underflow(values, [k for k in fits if k not in full], dtype, final), full)
+
+
+def underflow(values: Mapping[str, NodeRange], keys: Iterable[str], dtype: str, scale: float) -> float:
+    """Return the mean share, over operations, of nonzero gradient elements that become 0."""
+    found = [g.fractions(dtype, scale)["underflow"] for k in keys if (g := values[k].gradient) is not None]
+    return sum(found) / len(found) if found else 0.0
+
+
+def _gradient_peak(one: NodeRange) -> float | None:
+    found = [p.largest for p in (one.gradient.peak if one.gradient else None, one.gives) if p is not None]
+    return max(found) if found else None
+
+
+def _power_below(number: float) -> float:
+    """Return the largest power of two that is at most ``number``."""
+    return 2.0 ** (math.frexp(min(number, 2.0**100))[1] - 1)
+
+
+__all__ = ["Calibration", "NodeRange", "Range", "ScaleAdvice"]

@@ -1,0 +1,42 @@
+"""Keys of operations that every capture of a model shares: module path, operation, and its number there.
+
+Before: node ``linear_7``, whose number changes with the code around it. After: ``layers.3.fc:linear``, and
+``layers.3:add.1`` for the second addition in that module.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of
+from amp_graph.passes.graph.node_info import module_path
+
+
+def node_keys(gm: GraphModule) -> dict[Node, str]:
+    """Return the key of every operation on tensors in ``gm``, in graph order; the keys of a graph are distinct."""
+    counts: dict[str, int] = {}
+    found: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        if not is_tensor_call(node):
+            continue
+        stem = f"{module_path(node)}:{operation_name(node)}"
+        number = counts.get(stem, 0)
+        counts[stem] = number + 1
+        found[node] = f"{stem}.{number}" if number else stem
+    return found
+
+
+def operation_name(node: Node) -> str:
+    """Return the name of the node's operation, such as ``linear``; of several, joined by ``+``."""
+    names = names_of(node) or (str(getattr(node.target, "__name__", node.target)),)
+    return "+".join(name.removeprefix("aten.") for name in names)
+
+
+def module_of(key: str) -> str:
+    """Return the module path of a key; "" for the model itself."""
+    return key.rpartition(":")[0]
+
+
+def few(names: list[str]) -> str:
+    """Return a list of names for a message, of which all but three are counted only."""
+    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

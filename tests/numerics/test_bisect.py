@@ -1,0 +1,114 @@
+"""A bisection finds what must stay in fp32, in few runs, and its policy meets the tolerance when run from scratch."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import CalibrationError, CaptureError, PolicyError
+from amp_graph.numerics.errors_of_run import ErrorMetric
+from amp_graph.numerics.search import smallest
+from tests.numerics.planted import COARSE, MODELS, made
+
+SLOW = ("CNN", "GPT", "LSTM", "BERT")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_one_bad_operation_is_found_within_the_bound_and_the_policy_meets_the_tolerance(name):
+    model, batches, loss_fn = made(name, "coarse", count=2)
+    found = amp_graph.bisect(model, batches, loss_fn, tolerance=0.03, policy="bf16")
+    assert found.kept == (COARSE,)
+    assert found == f"bf16-O1,keep_ops={COARSE}"
+    assert found.runs <= math.ceil(math.log2(found.candidates)) + 3
+    metric = ErrorMetric(model, batches, loss_fn, amp_graph.Policy.parse("bf16"))
+    assert metric(amp_graph.convert(copy.deepcopy(model), found), batches) == found.error <= 0.03
+    assert metric(amp_graph.convert(copy.deepcopy(model), "bf16"), batches) > 0.03, "the control"
+
+
+def test_an_overflow_is_found_in_fp16():
+    model, batches, loss_fn = made("MLP", "forward", count=2)
+    found = amp_graph.bisect(model, batches, loss_fn, tolerance=0.01, policy="fp16")
+    assert 1 <= len(found.kept) <= 2
+    assert found.error <= 0.01
+
+
+def test_a_metric_of_the_users_own_trains_a_copy():
+    model, batches, _ = made("MLP", "coarse", count=2)
+    before = copy.deepcopy(model.state_dict())
+
+    def metric(model, batches):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x, y in batches:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    exact = float(metric(copy.deepcopy(model), batches))
+    found = amp_graph.bisect(
+        model, batches, tolerance=0.005, metric=lambda m, b: abs(metric(m, b) - exact), policy="bf16"
+    )
+    assert COARSE in found.kept
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_plan_that_is_good_enough_is_kept_as_it_is():
+    model, batches, loss_fn = made("MLP", "none", count=1)
+    found = amp_graph.bisect(model, iter(batches), loss_fn, tolerance=0.1, policy="bf16")
+    assert (str(found), found.kept, found.runs) == ("bf16-O1", (), 2)
+
+
+def test_what_is_wrong_is_said():
+    model, batches, loss_fn = made("MLP", "none", count=1)
+    with pytest.raises(PolicyError, match="fp32 itself misses the tolerance"):
+        amp_graph.bisect(model, batches, loss_fn, tolerance=1e-12, policy="bf16")
+    with pytest.raises(PolicyError, match="no tolerance"):
+        amp_graph.bisect(model, batches, loss_fn, tolerance=float("nan"))
+    with pytest.raises(PolicyError, match="the metric returned a str"):
+        amp_graph.bisect(model, batches, tolerance=0.1, metric=lambda model, batches: "good")
+    with pytest.raises(CalibrationError, match="no batches"):
+        amp_graph.bisect(model, [], loss_fn, tolerance=0.1)
+    with pytest.raises(CaptureError, match="is converted"):
+        amp_graph.bisect(amp_graph.convert(nn.Sequential(nn.Linear(4, 2))), batches, tolerance=0.1)
+
+
+# -- the search -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 64, 100, 1000])
+def test_each_single_candidate_is_found_in_few_trials(count):
+    names = [str(i) for i in range(count)]
+    for bad in (names[0], names[count // 3], names[-1]):
+        trials = []
+
+        def meets(kept, bad=bad, trials=trials):
+            trials.append(kept)
+            return bad in kept
+
+        found = smallest(names, meets, 1000)
+        assert found.chosen == (bad,)
+        assert len(trials) + 1 <= math.ceil(math.log2(count)) + 3, "and one run in fp32"
+
+
+def test_several_are_found_and_none_too_many():
+    names = [str(i) for i in range(50)]
+    for bad in ({"3", "17", "49"}, {"0", "1"}, set(names[:4]), set()):
+        found = smallest(names, bad.issubset, 1000)
+        assert set(found.chosen) == bad
+        assert len(found.chosen) == len(bad)
+
+
+def test_what_cannot_be_met_is_none_and_a_limit_ends_with_a_sufficient_set():
+    names = [str(i) for i in range(50)]
+    assert smallest(names, lambda kept: False, 1000) is None
+    assert smallest([], lambda kept: False, 1000) is None
+    found = smallest(names, lambda kept: len(kept) >= 20, 6)
+    assert not found.is_minimal
+    assert len(found.chosen) >= 20
+    assert len(smallest(names, lambda kept: len(kept) >= 5, 1000).chosen) == 5

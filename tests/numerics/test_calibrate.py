@@ -1,0 +1,375 @@
+"""A calibration finds what fp16 cannot hold, keeps exactly that in fp32, and says so; its file is read as promised."""
+
+import copy
+import io
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import AmpGraphWarning, CalibrationError, CaptureError
+from amp_graph.passes.calibration.calibration import Calibration, NodeRange
+from amp_graph.passes.calibration.node_keys import node_keys
+from amp_graph.passes.calibration.ranges import range_of
+from amp_graph.passes.graph.identify_ops import IdentifyOps
+from amp_graph.passes.graph.meta_keys import MARK
+from tests.numerics.planted import KEPT, MODELS, Plant, made
+from tests.passes.graphs import capture_function
+
+SLOW = ("GPT", "LSTM", "BERT")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
+
+
+def trained(model, batches, loss_fn, policy, scale, steps=6, lr=0.002):
+    """Train a copy in a plain loop with a fixed loss scale; return losses, and whether gradients were finite."""
+    model = copy.deepcopy(model)
+    if policy:
+        amp_graph.convert(model, policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses, finite = [], True
+    for i in range(steps):
+        x, y = batches[i % len(batches)]
+        loss = loss_fn(model(x), y)
+        (loss * scale).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.div_(scale)
+                finite = finite and bool(p.grad.isfinite().all())
+                p.grad.clamp_(-1.0, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, finite, model
+
+
+def planned_full(model):
+    """Return the reasons of operations that the calibration keeps, by name, and the classes of those that are low."""
+    (graph,) = conversion_of(model).graphs
+    marks = {n: n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta}
+    return [m for m in marks.values() if "run.json" in m.reason], [m for m in marks.values() if m.precision == "low"]
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("name", EACH)
+def test_exactly_what_is_out_of_range_stays_full_and_fp16_trains(name, kind, tmp_path):
+    model, batches, loss_fn = made(name, kind)
+    found = amp_graph.calibrate(model, batches, loss_fn)
+    assert set(found.out_of_range("float16")) == KEPT[kind]
+    assert all("> 65504 in " in why and why.endswith(" of 3 batches") for why in found.out_of_range().values())
+    assert found.out_of_range("bfloat16") == {}
+    scale = found.loss_scale().scale
+    found.save(tmp_path / "run.json")
+    expected, _, _ = trained(model, batches, loss_fn, None, 1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not know.*")
+        losses, finite, converted = trained(model, batches, loss_fn, f"fp16,calibration={tmp_path}/run.json", scale)
+    assert finite
+    assert losses == pytest.approx(expected, rel=0.02)
+    kept, low = planned_full(converted)
+    assert len(kept) == len(KEPT[kind])
+    assert len(low) >= 2
+    _, finite, _ = trained(model, batches, loss_fn, "fp16", scale, steps=1)
+    assert not finite, "the control: without the calibration, gradients are infinite"
+
+
+def test_a_model_within_range_keeps_nothing_and_is_as_before():
+    model, batches, loss_fn = made("CNN", "none")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = amp_graph.calibrate(model, batches, loss_fn)
+    assert found.out_of_range() == {}
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert conversion_of(model) is None
+    assert "forward" not in model.__dict__
+
+
+def test_the_record_is_that_of_eager():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    batches = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(2)]
+    found = amp_graph.calibrate(model, batches, F.mse_loss)
+    values, gradients = [], []
+    for x, y in batches:
+        hidden = model[0](x)
+        hidden.retain_grad()
+        F.mse_loss(model[2](model[1](hidden)), y).backward()
+        values.append(hidden.detach())
+        gradients.append(hidden.grad)
+    one = found.values["0:linear"]
+    assert one.value.peak.largest == torch.stack(values).abs().max()
+    assert one.value.least == torch.stack(values).abs().min()
+    assert one.gradient.peak.largest == pytest.approx(float(torch.stack(gradients).abs().max()))
+    assert one.gradient.zeros == sum(int((g == 0).sum()) for g in gradients)
+    assert (one.value.elements, one.depth, found.values["2:linear"].depth) == (2 * 4 * 16, 8, 16)
+    assert found.batches == one.value.peak.batches == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_shares_are_those_of_torchs_casts(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(20_000) * 2.0 ** torch.randint(-40, 20, (20_000,))
+    low = x.to(getattr(torch, dtype)).float()
+    tiny = torch.finfo(getattr(torch, dtype)).tiny
+    found = range_of([x]).fractions(dtype)
+    assert found["overflow"] == pytest.approx(float(low.isinf().float().mean()), abs=1e-3)
+    assert found["underflow"] == pytest.approx(float((low == 0).float().mean()), abs=1e-3)
+    assert found["subnormal"] == pytest.approx(float(((low != 0) & (low.abs() < tiny)).float().mean()), abs=1e-3)
+
+
+def test_masks_are_no_overflow():
+    x = torch.tensor([1.0, -float("inf"), torch.finfo(torch.float32).min, float("nan"), 0.0, -3.0])
+    found = range_of([x])
+    assert (found.peak.largest, found.least, found.masked, found.zeros, found.elements) == (3.0, 1.0, 3, 1, 3)
+
+
+def gradients_of(*tensors):
+    return {
+        str(i): NodeRange(range_of([torch.ones(1)]), gradient=range_of([t]), gives=range_of([t]).peak)
+        for i, t in enumerate(tensors)
+    }
+
+
+def test_the_loss_scale_is_the_largest_without_overflow():
+    found = Calibration(gradients_of(torch.tensor([3.0, 1e-4]), torch.tensor([1e-3])))
+    assert found.loss_scale().scale == 2.0**14  # 3 * 2**14 = 49152; twice that overflows
+    assert found.loss_scale().underflow == 0.0
+    assert found.out_of_range() == {}
+    assert [row["loss scale"] for row in found.rows()] == [2.0**14, 2.0**25]
+    assert found.loss_scale("bfloat16").scale == 2.0**24
+    assert Calibration(gradients_of(torch.zeros(3))).loss_scale().scale == 1.0
+
+
+def test_a_gradient_that_would_force_all_others_to_underflow_stays_full():
+    small = [torch.full((100,), 1e-8) for _ in range(9)]
+    found = Calibration(gradients_of(torch.tensor([6e4]), *small), gradients=True)
+    advised = found.loss_scale()
+    assert (advised.full, advised.underflow, advised.scale) == (frozenset({"0"}), 0.0, 2.0**24)
+    assert "with any loss scale that keeps the other gradients" in found.out_of_range()["0"]
+    few = Calibration(gradients_of(*[torch.tensor([6e4])] * 9, small[0]))
+    assert (few.loss_scale().scale, few.loss_scale().full) == (1.0, frozenset()), "the many win"
+
+
+def test_a_wrapped_model_is_measured_as_the_model():
+    model, batches, loss_fn = made("MLP")
+    wrapped = nn.DataParallel(model)
+    assert amp_graph.calibrate(wrapped, batches, loss_fn) == amp_graph.calibrate(model, batches, loss_fn)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
+    amp_graph.calibrate(model, [x, x])
+    assert capsys.readouterr() == ("", "")
+    for module, expected in (("tqdm", "2/2"), ("none", "calibrate: batch 2 of 2")):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        if module == "none":
+            monkeypatch.setitem(sys.modules, "tqdm", None)
+        else:
+            pytest.importorskip("tqdm")
+        amp_graph.calibrate(model, [x, x])
+        assert expected in sys.stderr.getvalue()
+        before = sys.stderr.getvalue()
+        amp_graph.calibrate(model, [x, x], progress=False)
+        assert sys.stderr.getvalue() == before
+
+
+# -- files and merging ------------------------------------------------------------------------------------------
+
+
+def test_batches_of_two_processes_merge_to_one_run(tmp_path):
+    model, batches, loss_fn = made("MLP", count=4)
+    parts = [amp_graph.calibrate(model, batches[i : i + 2], loss_fn) for i in (0, 2)]
+    for i, part in enumerate(parts):
+        part.save(tmp_path / f"{i}.json")
+    merged = amp_graph.Calibration.load(tmp_path / "0.json").merge(amp_graph.Calibration.load(tmp_path / "1.json"))
+    whole = amp_graph.calibrate(model, batches, loss_fn)
+    assert merged == whole
+    assert merged.out_of_range()["plant:div"].endswith("> 65504 in 4 of 4 batches")
+    with pytest.raises(CalibrationError, match="no operation in common"):
+        whole.merge(amp_graph.calibrate(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)), [torch.ones(1, 2)]))
+
+
+def test_a_file_has_a_schema_and_a_version_and_a_newer_one_is_refused(tmp_path):
+    model, batches, loss_fn = made("MLP", count=1)
+    path = tmp_path / "run.json"
+    found = amp_graph.calibrate(model, batches, loss_fn)
+    found.save(path)
+    data = json.loads(path.read_text())
+    assert (data["schema"], data["version"], data["model"]) == ("amp_graph.calibration", 1, "MLP")
+    assert amp_graph.Calibration.load(path) == found
+    path.write_text(json.dumps(data | {"version": 2}))
+    with pytest.raises(CalibrationError, match="version 2 of the file"):
+        amp_graph.convert(copy.deepcopy(model), f"fp16,calibration={path}")
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        amp_graph.convert(copy.deepcopy(model), f"fp16,calibration={path}.none")
+
+
+def test_nothing_is_half_written(tmp_path):
+    model, batches, loss_fn = made("MLP", count=1)
+    found = amp_graph.calibrate(model, batches, loss_fn)
+    with pytest.raises(CalibrationError, match="cannot write"):
+        found.save(tmp_path / "none" / "run.json")
+    with pytest.raises(CalibrationError, match="cannot write"):
+        found.save(tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_a_file_of_another_graph_says_which_operations_differ(tmp_path):
+    model, batches, loss_fn = made("MLP", count=1)
+    amp_graph.calibrate(model, batches, loss_fn).save(tmp_path / "run.json")
+    other = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    amp_graph.convert(other, f"fp16,calibration={tmp_path}/run.json")
+    with pytest.warns(AmpGraphWarning, match=r"made of MLP, does not know 2 of 2 .*: 0:linear, 1:linear; it has \d"):
+        out = other(batches[0][0])
+    assert out.isfinite().all()
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_a_train_step_reads_the_same_file(tmp_path):
+    model, batches, _ = made("MLP", count=2)
+    amp_graph.calibrate(model, batches, F.mse_loss).save(tmp_path / "run.json")
+
+    def losses(policy):
+        own = copy.deepcopy(model)
+        step = amp_graph.TrainStep(own, F.mse_loss, torch.optim.SGD(own.parameters(), lr=0.01), policy)
+        return [float(step(*batches[i % 2])) for i in range(4)]
+
+    assert losses(f"fp16,calibration={tmp_path}/run.json") == pytest.approx(losses("bf16-O0"), rel=0.01)
+    assert not any(map(torch.isfinite, torch.tensor(losses("fp16")))), "the control"
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_operations_stay_full_by_name():
+    model, batches, _ = made("MLP", "none")
+    amp_graph.convert(model, "bf16,keep_ops=last:linear|:relu")
+    model(batches[0][0])
+    (graph,) = conversion_of(model).graphs
+    marks = {n.name: n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta}
+    full = {name for name, mark in marks.items() if "kept by keep_ops" in mark.reason}
+    assert len(full) == 2
+    assert [m.precision for name, m in marks.items() if name not in full and "linear" in m.ops[0]] == ["low"]
+
+
+def test_keys_do_not_depend_on_what_surrounds_an_operation():
+    def alone(s, x):
+        return torch.relu(x + 1.0) + x
+
+    keys = []
+    for function in (alone, lambda s, x: alone(s, torch.tanh(x)).exp()):
+        gm, _ = capture_function(function, torch.randn(4)).through([IdentifyOps()])
+        keys.append([*node_keys(gm).values()])
+    assert keys[0] == [":add", ":relu", ":add.1"]
+    assert [k for k in keys[1] if "add" in k or "relu" in k] == keys[0]
+
+
+class Twice(nn.Module):
+    """A module that is called twice; only the second call is out of range."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.fc.weight)
+        self.fc.weight.data.mul_(600.0)
+
+    def forward(self, x):
+        return self.fc(self.fc(x)) / 600.0 / 600.0
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_calls_of_one_module_are_told_apart_also_by_a_step(tmp_path):
+    model, x = Twice(), torch.rand(4, 8) + 0.5
+    found = amp_graph.calibrate(model, [(x, x)], F.mse_loss)
+    assert set(found.out_of_range()) == {"fc:linear.1", ":div"}
+    found.save(tmp_path / "run.json")
+    policy = f"fp16,calibration={tmp_path}/run.json"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not know.*")
+        step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), policy)
+        assert float(step(x, x)) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_keep_fp32_keeps_every_call_of_a_module():
+    model = amp_graph.convert(Twice(), "bf16,keep_fp32=fc")
+    model(torch.randn(4, 8))
+    (graph,) = conversion_of(model).graphs
+    marks = [n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta]
+    assert [m.precision for m in marks if "aten.linear" in m.ops] == ["full", "full"]
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.cond(x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.first(h) * 2.0,), (x,))[0]
+        return self.last(h) * 2.0
+
+
+@pytest.mark.filterwarnings(SILENT)
+def test_operations_inside_of_a_branch_are_planned_without_a_record_and_said_so(tmp_path):
+    torch.manual_seed(0)
+    model, x = Branching(), torch.randn(4, 8)
+    amp_graph.calibrate(model, [(x, x)], F.mse_loss).save(tmp_path / "run.json")
+    expected = model(x)
+    amp_graph.convert(model, f"bf16,calibration={tmp_path}/run.json")
+    with pytest.warns(AmpGraphWarning, match="no record of the operations inside of cond"):
+        out = model(x)
+    assert torch.allclose(out, expected, atol=0.05)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def refused(batches, loss_fn=F.mse_loss, model=None):
+    model = model or nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises((CalibrationError, CaptureError)) as error:
+        amp_graph.calibrate(model, batches, loss_fn)
+    assert "\n  fix:   " in str(error.value)
+    assert "forward" not in model.__dict__, "the model is as it was"
+    return str(error.value)
+
+
+def test_what_is_wrong_is_said_once_and_clearly():
+    x, y = torch.randn(3, 4), torch.randn(3, 2)
+    assert "there are no batches" in refused([])
+    assert "a Tensor is no iterable of batches" in refused(x)
+    assert "batch 1 has another structure than batch 0" in refused([(x, y), (x, y, y)])
+    assert "float64[2d]" in refused([(x, y), (x.double(), y)])
+    assert "the loss of batch 1 is nan in fp32" in refused([(x, y), (x * float("nan"), y)])
+    assert "it returned a tensor of [3, 2]" in refused([(x, y)], lambda out, y: out - y)
+    converted = amp_graph.convert(nn.Sequential(nn.Linear(4, 2)), "bf16")
+    with pytest.raises(CaptureError, match="the model is converted"):
+        amp_graph.calibrate(converted, [x])
+
+
+def test_batches_of_other_sizes_and_dicts_are_legal():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.plant = nn.Linear(4, 2), Plant("forward", 2)
+
+        def forward(self, x, labels=None):
+            out = self.plant(self.fc(x))
+            return {"out": out, "loss": F.mse_loss(out, labels)}
+
+    batches = [({"x": torch.randn(n, 4), "labels": torch.randn(n, 2)},) for n in (3, 5, 2)]
+    found = amp_graph.calibrate(Own(), batches)
+    assert found.gradients
+    assert found.batches == 3
+    assert {"plant:mul.1", "plant:div"} <= set(found.out_of_range())

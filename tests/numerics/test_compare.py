@@ -1,0 +1,152 @@
+"""A comparison names the operation that spoils a result first, beside autocast's error and fp32's."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
+from amp_graph.numerics.differences import Against
+from tests.numerics.planted import COARSE, MODELS, made
+
+SLOW = ("CNN", "GPT", "LSTM", "BERT")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+
+
+@torch.library.custom_op("amp_graph_tests::only_fp32", mutates_args=())
+def only_fp32(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype != torch.float32:
+        raise RuntimeError("only float32")
+    return x * 2.0
+
+
+only_fp32.register_fake(torch.empty_like)
+only_fp32.register_autograd(lambda ctx, grad: grad * 2.0)
+FIRST = {"coarse": {COARSE}, "forward": {"plant:mul.1"}, "backward": {"plant:mul.1"}}
+
+
+def compared(name, kind, policy, **kwargs):
+    model, batches, loss_fn = made(name, kind, count=2)
+    return amp_graph.compare(model, batches, loss_fn, policy=policy, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "policy"), [("coarse", "bf16"), ("forward", "fp16"), ("backward", "fp16")])
+@pytest.mark.parametrize("name", EACH)
+def test_what_spoils_the_result_is_first(name, kind, policy):
+    found = compared(name, kind, policy)
+    first, second = found.operations[:2]
+    assert first.key in FIRST[kind]
+    assert first.introduced > 10 * second.introduced
+    assert found.rows()[0]["by"] == first.key
+    assert "planted.py" in first.where
+    assert found.reference == "fp64"
+    assert all(one.fp32 < 1e-4 for one in found.operations if one.fp32 is not None)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_without_a_fault_errors_are_those_of_autocast(name):
+    found = compared(name, "none", "bf16")
+    for one in found.operations:
+        if one.autocast is not None and one.autocast > 1e-3:
+            assert one.error < 1.5 * one.autocast
+    assert found.operations[0].introduced < 0.05
+
+
+def test_errors_are_those_of_the_models_own_runs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    own = amp_graph.convert(copy.deepcopy(model), "bf16")(x).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(x).detach()
+    last = found["2:linear"]
+    assert last.error == pytest.approx(float((own - exact).norm() / exact.norm()), rel=0.3)
+    assert last.autocast == pytest.approx(float((theirs - exact).norm() / exact.norm()), rel=1e-3)
+    assert last.fp32 == pytest.approx(float((model(x).detach() - exact).norm() / exact.norm()), rel=1e-3)
+
+
+def test_the_model_is_as_before_and_dropout_is_no_error():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))
+    batches = [torch.randn(6, 8) for _ in range(2)]
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = amp_graph.compare(model, batches, policy="bf16")
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert max(one.error for one in found.operations if one.error is not None) < 0.05
+
+
+def test_an_operation_without_fp64_makes_fp32_the_reference():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.ops.amp_graph_tests.only_fp32(self.fc(x))
+
+    found = amp_graph.compare(Own(), [(torch.randn(3, 4), torch.randn(3, 4))] * 2, F.mse_loss, policy="bf16")
+    assert found.reference == "fp32, as fp64 failed: only float32"
+    assert found.autocast_failed == "only float32"
+    assert found.operations[0].key == "fc:linear"
+    assert 0 < found.operations[0].error < 0.01
+    assert found.operations[0].fp32 == 0.0
+
+
+def test_an_operation_in_place_is_blamed_for_its_own_error():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            h = self.first(x)
+            h.mul_(600.0).mul_(600.0)
+            h /= 600.0
+            h /= 600.0
+            return self.last(h)
+
+    torch.manual_seed(0)
+    found = amp_graph.compare(Own(), [(torch.randn(4, 8), torch.randn(4, 4))], F.mse_loss, policy="fp16")
+    assert found.operations[0].key == ":mul_.1"
+    assert found.operations[0].introduced == float("inf") > found.operations[1].introduced
+
+
+def test_the_file_is_json_with_a_schema_and_the_text_starts_with_the_worst(tmp_path):
+    found = compared("MLP", "forward", "fp16")
+    found.save(tmp_path / "errors.json")
+    data = json.loads((tmp_path / "errors.json").read_text(), parse_constant=pytest.fail)
+    assert (data["schema"], data["version"]) == ("amp_graph.comparison", 1)
+    assert data["layers"][0]["introduced"] == "inf"
+    assert [row["layer"] for row in data["layers"]] == [row["layer"] for row in found.rows()]
+    lines = found.text().splitlines()
+    assert lines[3].startswith("plant ")
+    assert "introduced by" in lines[2]
+    with pytest.raises(AmpGraphError, match="cannot write"):
+        found.save(tmp_path / "none" / "errors.json")
+
+
+def test_what_is_wrong_is_said():
+    model, (x, y) = nn.Linear(4, 2), (torch.randn(3, 4), torch.randn(3, 2))
+    model = nn.Sequential(model)
+    for batches, expected in (
+        ([], "no batches"),
+        ([(x, y), (x,)], "another structure"),
+        ([(x * float("nan"), y)], "nan"),
+    ):
+        with pytest.raises(CalibrationError, match=expected):
+            amp_graph.compare(model, batches, F.mse_loss)
+    with pytest.raises(CaptureError, match="is converted"):
+        amp_graph.compare(amp_graph.convert(nn.Sequential(nn.Linear(4, 2))), [x])
+
+
+def test_control_without_the_local_error_another_operation_is_first(monkeypatch):
+    monkeypatch.setattr(Against, "local", lambda self, node, result, exact: None)
+    assert compared("MLP", "coarse", "bf16").operations[0].introduced == 0.0

@@ -21,6 +21,7 @@ from amp_graph.report.report_text import accuracy_text, graph_lines, predicted_l
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
+    from amp_graph.report.records import GraphReport
 
 HERE = Path(__file__).parent
 STYLES = ("page.css", "tree.css", "graph.css", "table.css")
@@ -41,6 +42,7 @@ def html_page(report: Report, chosen: str = "") -> str:
             summary=summary_of(report),
             chart=chart_of(report.loss_scale),
             accuracy=accuracy_text(report.policy.accuracy),
+            slow=list(dict.fromkeys(line.strip() for graph in report.graphs for line in predicted_lines(graph))),
             facts=[_facts(graph) for graph in report.graphs],
             data={**page_data(report), "chosen": chosen},
             styles="\n".join(map(_asset, STYLES)),
@@ -50,10 +52,10 @@ def html_page(report: Report, chosen: str = "") -> str:
     )
 
 
-def _facts(graph: Any) -> list[str]:
+def _facts(graph: GraphReport) -> list[str]:
     """Return what is said of a graph as a whole: its breaks, failures, budget, and what passes skipped."""
-    lines = [*predicted_lines(graph), *graph_lines(graph, None)]
-    return [line.removeprefix("  ") for line in lines[: lines.index("")] if line] if "" in lines else lines
+    lines = graph_lines(graph, None)
+    return [line.removeprefix("  ") for line in (lines[: lines.index("")] if "" in lines else lines)]
 
 
 def notebook_frame(report: Report) -> str:

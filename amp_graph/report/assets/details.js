@@ -15,7 +15,7 @@ function detailsOf(node, other, go) {
   const casts = node.cast ? [node.cast] : node.badges;
   return [
     el("h3", {}, `${node.op} `, el("span", { class: `tag ${node.look}` }, LOOKS[node.look] ?? node.look)),
-    el("p", { class: "why" }, whyOf(node), node.figures && el("span", { class: "price" }, el("br"), `Price: ${node.figures}`)),
+    el("p", { class: "why" }, whyOf(node), node.figures && el("span", { class: "price" }, el("br"), node.kind === "cast" ? node.figures : `Price: ${node.figures}`)),
     el("dl", {},
       entry("value", changed), entry("module", node.module || "(root)"), entry("source", node.line),
       entry("node", `${node.number} ${node.name}`), entry("calls", node.ops !== node.op && node.ops),

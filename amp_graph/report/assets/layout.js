@@ -1,21 +1,24 @@
 // Places boxes with dagre: from top to bottom along the data flow, those of one module side by side.
 
-const LETTER = 7.25, WIDEST = 30;
+const LETTER = 7.25, WIDEST = 30, TITLE = 15;
 
 function textsOf(item) {
   if (item.kind === "module") return [item.module.name, `${item.module.operations} operations`];
-  if (item.kind === "outside") return [item.way + cut(item.path, WIDEST - 5)];
+  if (item.kind === "outside") return [item.way + shortPath(item.path)];
   const { node } = item;
   if (node.kind === "cast") return [node.cast ? `cast to ${node.cast.to}` : node.op, node.cast ? shapeOf(node.type) : node.type];
   return [node.op, node.type];
 }
+
+// The last name of a path, and the one before it where that is a number: layer.0
+const shortPath = (path) => /[^.]+(\.\d+)*$/.exec(path)?.[0] ?? path;
 
 const shapeOf = (type) => /\[[^\]]*\]/.exec(type)?.[0] ?? type;
 
 // Sets x, y, width and height of each item and cluster, and the points of each edge; returns the whole size.
 function place(model, side) {
   const graph = new dagre.graphlib.Graph({ compound: true });
-  graph.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 26, edgesep: 8, marginx: 14, marginy: 26 });
+  graph.setGraph({ rankdir: "TB", nodesep: 18, ranksep: 28, edgesep: 8, marginx: 14, marginy: 14 + 2 * TITLE });
   graph.setDefaultEdgeLabel(() => ({}));
   for (const item of model.items) {
     item.texts = textsOf(item).map((text) => cut(text, WIDEST)).filter(Boolean);
@@ -34,6 +37,7 @@ function place(model, side) {
   for (const edge of model.edges) graph.setEdge(edge.from.key, edge.to.key);
   dagre.layout(graph);
   for (const item of [...model.items, ...model.clusters]) Object.assign(item, graph.node(item.key));
+  for (const cluster of model.clusters) roomForTitle(cluster, model.clusters);
   for (const edge of model.edges) edge.points = graph.edge(edge.from.key, edge.to.key).points;
   return graph.graph();
 }
@@ -68,4 +72,12 @@ function around(path, chosen) {
   const paths = [];
   for (; path && path !== chosen; path = path.slice(0, Math.max(0, path.lastIndexOf(".")))) paths.push(path);
   return paths;
+}
+
+// Makes a frame higher for its title, and for those of the frames at its top.
+function roomForTitle(cluster, clusters) {
+  const titles = (one) => 1 + Math.max(0, ...clusters.filter((other) => other.outer === one.key).map(titles));
+  const more = TITLE * titles(cluster);
+  cluster.y -= more / 2;
+  cluster.height += more;
 }

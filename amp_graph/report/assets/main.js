@@ -1,5 +1,7 @@
 // Puts the page together: what is chosen in one of tree, drawing, search, reasons and table is shown in all of them.
 
+const FEW = 8; // operations: so small a module is shown within the one around it
+
 class Page {
   constructor(report) {
     this.report = report;
@@ -71,10 +73,9 @@ class Page {
 
   // Shows a node in the drawing of its module; `scrolls`: asked for from further down the page.
   go(node, scrolls = false) {
-    const path = isOperation(node) ? node.module : "";
-    const module = findModule(this.graph.after.tree, path);
-    const isAlone = module && module.path && operationsIn(module).length < 4;
-    const wanted = isAlone ? module.parent.path : path;
+    let module = findModule(this.graph.after.tree, isOperation(node) ? node.module : "") ?? this.graph.after.tree;
+    while (module.parent && operationsIn(module).length < FEW) module = module.parent;
+    const wanted = module.path;
     if (wanted !== this.path) {
       this.path = wanted;
       for (const panel of Object.values(this.panels)) panel.from = 0;

@@ -7,7 +7,7 @@ const COLUMNS = [
   ["value", (node) => node.type, "mono"], ["reason", (node) => (node.figures ? `${node.words} (${node.figures})` : node.words), ""],
   ["FLOPs", (node) => (node.flops ? quantity(node.flops) : ""), "figure", (node) => node.flops],
   ["writes", (node) => (node.bytes ? size(node.bytes) : ""), "figure", (node) => node.bytes],
-  ["source", (node) => node.line, "mono"],
+  ["source", (node) => node.line.replace(/^[^:]*\//, ""), "mono", (node) => node.line],
 ];
 
 class OperationTable {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOW = ("bf16", "f16")
 FULL, AUTOCAST, OURS = "fp32", "torch.autocast", "amp_graph"
+AS_WRITTEN = "as written"  # of a script, in its own precision
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class Summary:
     memory: dict[str, int]
     written: int
     captured_bytes: int
+
+    @property
+    def reference(self) -> Time | None:
+        """The measured time that others are compared with: fp32's, or else that of the script as written."""
+        known = {time.name: time for time in self.times if time.measured is not None}
+        return known.get(FULL) or known.get(AS_WRITTEN)
 
 
 def summary_of(told: Report) -> Summary:

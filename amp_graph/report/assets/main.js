@@ -20,7 +20,16 @@ class Page {
     this.table = new OperationTable(byId("table"), controls, (node) => this.go(node, true));
     this.listen();
     this.view(innerWidth > 1300 ? "both" : "after", false);
-    this.open(0);
+    const graph = Number.parseInt(report.chosen, 10) || 0;
+    byId("graph-choice").value = graph;
+    this.open(graph);
+    setTimeout(() => this.each((panel) => this.fit(panel))); // Panzoom moves to its own start a moment after it is made
+  }
+
+  fit(panel) {
+    const item = this.chosen && panel.model.of.get(this.chosen.side === panel.name ? this.chosen : this.otherSide(this.chosen));
+    if (item) panel.centre(item);
+    else panel.fit();
   }
 
   listen() {

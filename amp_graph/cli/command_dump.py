@@ -48,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
             out.write(json.dumps(diff.to_dict(), indent=2) + "\n" if args.format == "json" else diff.text())
     if args.report:
         times = measured_times(args.target, args.input, args.policy, args.training) if args.measure else {}
-        write_page(replace(told, times=times), args.report)
+        write_page(replace(told, times=times), args.report, "dump")
     return 0
 
 
-def write_page(told: Report, path: str, chosen: str = "") -> None:
+def write_page(told: Report, path: str, command: str, chosen: str = "") -> None:
     """Write the HTML page of a report, opened at the node ``chosen``; AmpGraphError if that is not possible."""
-    _write_file(path, html_page(told, chosen), "--report report.html")
+    _write_file(path, html_page(told, chosen), command, "--report report.html")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -90,15 +90,15 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         return
     out = io.StringIO()
     yield out
-    _write_file(path, out.getvalue(), "--output graphs.txt")
+    _write_file(path, out.getvalue(), "dump", "--output graphs.txt")
 
 
-def _write_file(path: str, text: str, fix: str) -> None:
+def _write_file(path: str, text: str, command: str, fix: str) -> None:
     try:
         write_atomically(path, text)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise AmpGraphError(
-            f"cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
+            f"{command}: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
             f"  legal: a file in a directory that exists\n  fix:   {fix}"
         ) from error
 

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise AmpGraphError(_unknown(args.node, nodes))
     if args.report:
-        write_page(report(conversion.model), args.report, f"{chosen[0].index}:{chosen[0].names[0]}")
+        write_page(report(conversion.model), args.report, "explain", f"{chosen[0].index}:{chosen[0].names[0]}")
     if args.json:
         write_json([_as_dict(one) for one in chosen], sys.stdout)
         return 0

@@ -37,9 +37,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Casts:
-    """Numbers of casts: ``captured`` are the user's own; the others are in the rewritten graphs.
+    """Numbers of casts: ``captured`` are the user's own, of which ``own`` are still in the rewritten graphs.
 
-    ``kept``: those of ``weights`` whose result stays between calls. ``removed``: the user's that the passes removed.
+    ``kept``: those of ``weights`` whose result stays between calls.
     """
 
     captured: int
@@ -47,7 +47,6 @@ class Casts:
     activations: int
     weights: int
     kept: int
-    removed: int
 
     @property
     def after(self) -> int:
@@ -116,11 +115,10 @@ def _flops(told: Report) -> Share:
 def _casts(told: Report) -> Casts:
     casts = [cast for graph in told.graphs for cast in graph.casts]
     weights = sum(cast.of == WEIGHT for cast in casts)
-    captured = [{n.name for n in nodes if n.kind == "cast"} for nodes in told.captured]
-    own = sum(map(_still_there, told.graphs, told.flows, captured))
-    removed = sum(len(graph.removed) for graph in told.graphs)
+    names = [{n.name for n in nodes if n.kind == "cast"} for nodes in told.captured]
+    own = sum(map(_still_there, told.graphs, told.flows, names))
     kept = sum(cast.kept for cast in casts)
-    return Casts(sum(map(len, captured)), own, len(casts) - weights, weights, kept, removed)
+    return Casts(sum(map(len, names)), own, len(casts) - weights, weights, kept)
 
 
 def _still_there(graph: GraphReport, flow: Flow, captured: set[str]) -> int:

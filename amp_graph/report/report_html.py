@@ -99,13 +99,13 @@ def _template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _quantity(number: float) -> str:
-    """``9.7 G`` for a number."""
-    for unit in ("", " k", " M", " G"):
+def _quantity(number: float, unit: str) -> str:
+    """``9.7 GFLOP`` for a number of a unit."""
+    for prefix in ("", "k", "M", "G"):
         if number < 1000:
-            return f"{number:.3g}{unit}"
+            return f"{number:.3g} {prefix}{unit}"
         number /= 1000
-    return f"{number:.3g} T"
+    return f"{number:.3g} T{unit}"
 
 
 def _seconds(seconds: float) -> str:

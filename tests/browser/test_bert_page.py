@@ -35,7 +35,7 @@ def test_the_first_screen_has_the_answers_in_order(page):
     assert all(rect["y"] + rect["height"] < 400 for rect in tops), "on the first screen"
     assert page.text("#card-share .shares dd").startswith("100.0 %")
     assert len(page.all("#after .node")) > 20
-    page.picture("report.png")
+    page.picture("report-bert.png")
 
 
 def test_layers_that_are_alike_are_one_row_that_opens(page):

@@ -108,7 +108,8 @@ class Page {
   }
 
   otherSide(node) {
-    return this.graph[node.side === "after" ? "before" : "after"].byName.get(node.name) ?? null;
+    const { byName } = this.graph[node.side === "after" ? "before" : "after"];
+    return byName.get(node.name) ?? byName.get(node.name.split("/").pop()) ?? null; // a checkpoint was made of those
   }
 
   turn(by) {

@@ -1,6 +1,6 @@
 """Measures the model that TARGET names in fp32, under torch.autocast, and converted, for a report's times.
 
-Before: ``model.py:build`` and its inputs. After: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``, seconds.
+Before: ``model.py:build`` and its inputs. After: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}`` seconds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 READ = re.compile(r"%(\d+)")
 FLOATS = re.compile(r"\b(?:b?f\d+)\[")
 # What converts a dtype, by the name that the text of a graph has for it.
-CONVERSIONS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "convert_element_type"})
+CONVERSIONS = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "convert_element_type"}
+)
 
 
 @dataclass(frozen=True)

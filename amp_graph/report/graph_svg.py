@@ -36,7 +36,9 @@ def svg_text(told: Report) -> str:
     try:
         done = subprocess.run(["dot", "-Tsvg"], input=source, capture_output=True, text=True, timeout=SECONDS)
     except OSError as error:
-        raise _error(f"dot cannot be run: {error.strerror}", "apt-get install graphviz, or brew install graphviz") from error
+        raise _error(
+            f"dot cannot be run: {error.strerror}", "apt-get install graphviz, or brew install graphviz"
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise _error(f"dot takes more than {SECONDS} s", "report.html(path): it draws one module at a time") from error
     if done.returncode:
@@ -91,7 +93,7 @@ def _edges(flow: Flow, shown: set[str]) -> dict[tuple[str, str], None]:
     """Return the edges between shown vertices; what takes a part of a result stands for that result."""
     parts = {vertex.name for vertex in flow.vertices if vertex.kind == "part"}
     of = {edge.target: edge.source for edge in flow.edges if edge.target in parts}
-    found = {}
+    found: dict[tuple[str, str], None] = {}
     for edge in flow.edges:
         source = edge.source
         while source in of:

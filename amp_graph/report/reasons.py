@@ -1,6 +1,6 @@
 """Takes a reason apart: its words, which many operations share, and its figures, which differ from one to the next.
 
-Before: ``aten.gelu: it rounds once; 3.2 us cheaper than ...``. After: ``("it rounds once", "3.2 us cheaper than ...")``.
+Before: ``aten.gelu: it rounds once; 3.2 us cheaper than so``. After: ``("it rounds once", "3.2 us cheaper than so")``.
 A cast's reason names the node that reads it: ``linear_3 (aten.linear) takes low precision`` has the same two parts.
 """
 

@@ -1,6 +1,6 @@
 """Notes of a report: on the memory that stays, on recorded graphs, on the update, on kernels that are unavailable.
 
-Before: a ``Conversion`` or the captured step of a ``TrainStep``. After: ``update: one pass over all weights``, a line each.
+Before: a ``Conversion``, or the step of a ``TrainStep``. After: ``update: one pass over all weights``, a line each.
 """
 
 from __future__ import annotations

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 WIDTH, HEIGHT = 1600, 1000
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    f"--window-size={WIDTH},{HEIGHT}",
+)
 BROWSER, DRIVER = ("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)
 SCREENSHOTS = "AMP_GRAPH_SCREENSHOTS"  # a folder for the pictures of docs/inspecting.md
 TAKEN = []

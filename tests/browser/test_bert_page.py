@@ -7,7 +7,12 @@ import amp_graph
 from tests.browser.conftest import timed
 
 SCALE = [
-    {"step": i, "scale": 65536.0 / 2 ** (i > 40) * 2 ** (i > 90), "skipped": i == 40, "cause": "bert.encoder.layer.3: inf" * (i == 40)}
+    {
+        "step": i,
+        "scale": 65536.0 / 2 ** (i > 40) * 2 ** (i > 90),
+        "skipped": i == 40,
+        "cause": "bert.encoder.layer.3: inf" * (i == 40),
+    }
     for i in range(120)
 ]
 
@@ -57,7 +62,9 @@ def test_a_module_that_is_clicked_is_drawn_before_and_after(page):
     with timed("BERT, 12 layers: click a module"):
         row.click()
         page.until("return document.querySelector('#crumbs button:last-child').textContent === 'pooler'")
-    after, before = ({node.get_attribute("aria-label") for node in page.all(f"#{side} .node")} for side in ("after", "before"))
+    after, before = (
+        {node.get_attribute("aria-label") for node in page.all(f"#{side} .node")} for side in ("after", "before")
+    )
     assert any("bf16[4,768]" in label and "low" in label for label in after)
     assert any(label.endswith("cast") for label in after)
     assert not any("bf16" in label or label.endswith("cast") for label in before)
@@ -113,7 +120,9 @@ def test_the_table_sorts_and_filters(page):
     shown = min(page.all("#table .row"), key=lambda row: row.rect["y"])
     assert shown.get_attribute("data-index") == str(first)
     page.one("#table-filter").send_keys("layer_norm")
-    page.until("return page.table.rows.every((node) => node.ops.includes('layer_norm')) && page.table.rows.length === 25")
+    page.until(
+        "return page.table.rows.every((node) => node.ops.includes('layer_norm')) && page.table.rows.length === 25"
+    )
     assert page.text("#table-count").startswith("25 of ")
     assert len(page.all("#table .row")) <= 60
 
@@ -155,7 +164,9 @@ def test_dark_and_light_are_both_readable(page):
         return [page.one("body").value_of_css_property(name) for name in ("background-color", "color")]
 
     light = colours()
-    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+    page.driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
     try:
         assert colours() != light
         page.picture("report-dark.png")

@@ -45,7 +45,9 @@ class Page(html.parser.HTMLParser):
             self.scripts.append(data)
         elif inside != "style":
             self.words.append(data)
-            self.texts[self.ids[-1] if self.ids else ""] = self.texts.get(self.ids[-1] if self.ids else "", "") + f" {data}"
+            self.texts[self.ids[-1] if self.ids else ""] = (
+                self.texts.get(self.ids[-1] if self.ids else "", "") + f" {data}"
+            )
 
     def text(self, of=None):
         """Return the text of the page, or of the element with an id, with single spaces."""

@@ -14,6 +14,7 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
+from amp_graph.report.loss_scale_rows import scale_rows
 from amp_graph.report.report_html import html_page
 from tests.report.pages import Page
 
@@ -67,7 +68,9 @@ def test_the_first_screen_answers_in_order(told, page):
     assert f"activations, at each call {sum(c.of == 'activation' for c in graph.casts)}" in page.text("card-casts")
     assert "your own 1 stay, 2 removed" in page.text("card-casts")
     times = page.text("card-time")
-    assert re.search(r"fp32 1\.00 × 200 ms torch\.autocast [\d.]+ × 150 ms \(0\.75 ×\) amp_graph [\d.]+ × 100 ms \(0\.50 ×\)", times)
+    assert re.search(
+        r"fp32 1\.00 × 200 ms torch\.autocast [\d.]+ × 150 ms \(0\.75 ×\) amp_graph [\d.]+ × 100 ms \(0\.50 ×\)", times
+    )
     assert "parameters" in page.text("card-memory")
     assert "activations written" in page.text("card-memory")
 
@@ -89,7 +92,9 @@ def test_both_sides_of_the_graph_are_in_the_data(told, page):
     assert len(page.column("edges")) == 2 * len(flow.edges)
     lines = graph.before.splitlines()
     assert page.column("number", side="before") == [f"%{i}" for i in range(len(lines))]
-    for number, op, kind, line in zip(*(page.column(c, side="before") for c in ("number", "op", "kind")), lines, strict=True):
+    for number, op, kind, line in zip(
+        *(page.column(c, side="before") for c in ("number", "op", "kind")), lines, strict=True
+    ):
         assert kind == "output" or (line.startswith(f"{number}: ") and f"{op}" in line)
     assert page.column("kind", side="before").count("cast") == 3
     shared = {*page.column("name")} & {*page.column("name", side="before")}
@@ -97,13 +102,17 @@ def test_both_sides_of_the_graph_are_in_the_data(told, page):
 
 
 def test_reasons_are_words_and_prices_apart(page):
-    found = {(words, figures) for words, figures in zip(page.column("words"), page.column("figures"), strict=True) if figures}
+    found = {
+        (words, figures) for words, figures in zip(page.column("words"), page.column("figures"), strict=True) if figures
+    }
     assert found
     assert not any(re.search(r"\d us (?:cheaper|more)", words) for words, _ in found)
     casts = {w for w, kind in zip(page.column("words"), page.column("kind"), strict=True) if kind == "cast"}
-    assert casts <= {"aten.linear takes low precision", "aten.add takes full precision", "aten._to_copy takes full precision"} | {
-        w for w in casts if "(" not in w
-    }
+    assert casts <= {
+        "aten.linear takes low precision",
+        "aten.add takes full precision",
+        "aten._to_copy takes full precision",
+    } | {w for w in casts if "(" not in w}
 
 
 def test_paths_are_relative(page):
@@ -131,11 +140,20 @@ def test_hostile_names_and_reasons_stay_text(told):
     changes = {"module": EVIL, "reason": EVIL, "line": f"/x/site-packages/a.py:1: {EVIL}"}
     nodes = tuple(replace(node, **changes) for node in graph.nodes)
     vertices = tuple(replace(vertex, title=EVIL) for vertex in flow.vertices)
-    evil = replace(told, model=EVIL, notes=(EVIL,), skipped=((EVIL, EVIL),), breaks=((EVIL, EVIL),), escaped=EVIL,
-                   times={EVIL: 1.0}, graphs=(replace(graph, nodes=nodes, break_reason=EVIL, dtype=EVIL),),
-                   flows=(replace(flow, vertices=vertices),), memory={EVIL: 3})  # fmt: skip
-    page = Page(html_page(replace(evil, loss_scale=amp_graph.report(amp_graph.convert(nn.Linear(2, 2), "bf16"), loss_scale=[
-        {"step": 0, "scale": 2.0, "skipped": True, "cause": EVIL}]).loss_scale)))  # fmt: skip
+    evil = replace(
+        told,
+        model=EVIL,
+        notes=(EVIL,),
+        skipped=((EVIL, EVIL),),
+        breaks=((EVIL, EVIL),),
+        escaped=EVIL,
+        times={EVIL: 1.0},
+        memory={EVIL: 3},
+        graphs=(replace(graph, nodes=nodes, break_reason=EVIL, dtype=EVIL),),
+        flows=(replace(flow, vertices=vertices),),
+        loss_scale=scale_rows([{"step": 0, "scale": 2.0, "skipped": True, "cause": EVIL}]),
+    )
+    page = Page(html_page(evil))
     assert page.open == []
     assert "<script>alert" not in page.source
     assert page.tags.count("script") == 4
@@ -146,7 +164,9 @@ def test_hostile_names_and_reasons_stay_text(told):
 
 
 def test_hostile_names_of_a_real_model_stay_text(tmp_path):
-    evil = type("<script>alert(1)</script>", (nn.Module,), {"forward": lambda self, x: self.get_submodule("<img src=x>")(x)})
+    evil = type(
+        "<script>alert(1)</script>", (nn.Module,), {"forward": lambda self, x: self.get_submodule("<img src=x>")(x)}
+    )
     model = evil()
     model.add_module("<img src=x>", nn.Linear(8, 8))
     with pytest.warns(AmpGraphWarning, match="matches no module"):
@@ -173,23 +193,19 @@ def test_a_graph_that_is_slower_says_so_on_the_first_screen(told):
 
 
 def test_the_history_of_the_loss_scale_is_shown_where_there_is_one(told):
-    rows = [{"step": i, "scale": 65536.0 if i < 5 else 32768.0, "skipped": i == 5, "cause": "layers.1.fc: inf" * (i == 5)}
-            for i in range(10)]  # fmt: skip
-    page = Page(html_page(replace(told, loss_scale=report_html_rows(rows))))
+    rows = [{"step": i, "scale": 65536.0 if i < 5 else 32768.0} for i in range(10)]
+    rows[5] |= {"skipped": True, "cause": "layers.1.fc: inf"}
+    page = Page(html_page(replace(told, loss_scale=scale_rows(rows))))
     text = page.text("loss-scale")
     assert text.startswith("Loss scale 10 steps, 1 skipped; now 32768")
     assert "5 32768 layers.1.fc: inf" in text
     assert "Loss scale" not in Page(html_page(told)).text()
 
 
-def report_html_rows(rows):
-    return amp_graph.report(amp_graph.convert(nn.Linear(2, 2), "bf16"), loss_scale=rows).loss_scale
-
-
 def test_a_step_with_a_loss_scale_says_its_state():
     model = nn.Linear(8, 8)
-    step = amp_graph.TrainStep(model, lambda out, y: (out - y).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1),
-                               policy="fp16")  # fmt: skip
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp_graph.TrainStep(model, lambda out, y: (out - y).square().mean(), sgd, policy="fp16")
     step(torch.randn(4, 8), torch.randn(4, 8))
     notes = amp_graph.report(step).notes
     assert any(re.fullmatch(r"loss scale: \d+ now, 0 steps skipped", note) for note in notes)
@@ -230,7 +246,7 @@ def test_the_same_report_is_the_same_page(told):
 
 
 def test_a_page_of_5000_nodes_is_small(told):
-    (graph,), (flow,), (captured,) = told.graphs, told.flows, told.captured
+    (graph,), (flow,) = told.graphs, told.flows
     copies = range(-(-5000 // len(flow.vertices)))
 
     def many(nodes):

@@ -24,7 +24,10 @@ def test_what_a_policy_keeps_full_is_told_with_both_reasons():
     assert (changed.before, changed.after, changed.ops) == ("low", "full", "linear")
     assert "a matrix product" in changed.reason_before
     assert "kept by keep_fp32" in changed.reason_after
-    assert {(c.change, c.source, c.to) for c in diff.casts} >= {("removed", "2.weight", "bf16"), ("removed", "2.bias", "bf16")}
+    assert {(c.change, c.source, c.to) for c in diff.casts} >= {
+        ("removed", "2.weight", "bf16"),
+        ("removed", "2.bias", "bf16"),
+    }
     text = diff.text()
     assert "policy: bf16-O1 -> bf16-O1,keep_fp32=2" in text
     assert f"low -> full  {changed.name} (linear) in 2: kept by keep_fp32" in text

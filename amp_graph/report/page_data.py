@@ -5,6 +5,7 @@ Before: 5,000 nodes with reasons. After: ``{"strings": ["", "linear", ...], "gra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
 
 Columns = dict[str, list[int]]
+ELSEWHERE = re.compile(
+    r"^(?:[A-Za-z]:)?[/\\](?:(?!\.py:).)*?(?=[^/\\]+[/\\][^/\\:]+\.py:)"
+)  # all but a folder and a file
 BEFORE: Mapping[str, Callable[[CapturedNode], str]] = {
     "name": lambda node: node.name,
     "number": lambda node: node.number,
@@ -90,9 +94,14 @@ def _row(vertex: Vertex, node: NodeReport | None) -> dict[str, str]:
         "words": words,
         "figures": figures,
         "origin": node.origin if node else "",
-        "line": short_place(node.line) if node else "",
+        "line": page_place(node.line) if node else "",
         "listed": "" if node is None or node.listed else "unlisted",
     }
+
+
+def page_place(place: str) -> str:
+    """Return a place with a relative path: of a file elsewhere, its name and folder, as a page is passed on."""
+    return ELSEWHERE.sub(".../", short_place(place))
 
 
 def _type(vertex: Vertex) -> str:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.report.loss_scale_rows import chart_of
-from amp_graph.report.page_data import page_data
+from amp_graph.report.page_data import page_data, page_place
 from amp_graph.report.page_summary import summary_of
-from amp_graph.report.report_text import accuracy_text, graph_lines, predicted_lines, short_place, size_text
+from amp_graph.report.report_text import accuracy_text, graph_lines, predicted_lines, size_text
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -95,7 +95,7 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": size_text, "place": short_place, "quantity": _quantity, "seconds": _seconds}
+    environment.filters |= {"size": size_text, "place": page_place, "quantity": _quantity, "seconds": _seconds}
     return environment.get_template(name)
 
 

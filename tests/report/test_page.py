@@ -15,6 +15,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
 from amp_graph.report.loss_scale_rows import scale_rows
+from amp_graph.report.page_data import page_place
 from amp_graph.report.report_html import html_page
 from tests.report.pages import Page
 
@@ -119,6 +120,22 @@ def test_paths_are_relative(page):
     lines = [line for line in page.column("line") if line]
     assert any(line.startswith("tests/report/test_page.py:") for line in lines)
     assert not any(line.startswith("/") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ("/home/me/work/train.py:3, in forward: x = a / b", ".../work/train.py:3, in forward: x = a / b"),
+        ("/home/me/lib/python3.11/site-packages/pack/sub/a.py:1: y", "pack/sub/a.py:1: y"),
+        ("C:\\work\\nets\\train.py:3: y", "...\\nets\\train.py:3: y".replace("...\\", ".../")),
+        ("/train.py:3: y", "/train.py:3: y"),
+        ("nets/train.py:3: open('/a/b/c.py:1')", "nets/train.py:3: open('/a/b/c.py:1')"),
+        ("<string>:1: x", "<string>:1: x"),
+        ("", ""),
+    ],
+)
+def test_a_place_has_no_absolute_path(place, shown):
+    assert page_place(place) == shown
 
 
 def test_the_page_is_closed_and_fetches_nothing(page):

@@ -21,7 +21,10 @@ function moduleTree(nodes) {
 // Adds up a module, and describes it: equal descriptions are of layers that are alike.
 function count(module) {
   const sums = { low: 0, full: 0, captured: 0, cast: 0 };
-  for (const node of module.own) sums[node.look] = (sums[node.look] ?? 0) + 1;
+  for (const node of module.own) {
+    sums[node.look] = (sums[node.look] ?? 0) + 1;
+    sums.cast += node.inside.length;
+  }
   const told = module.own.map((node) => `${node.op} ${node.look}`);
   for (const child of module.children.values()) {
     count(child);

@@ -56,10 +56,13 @@ FAILED = "nothing was captured: every call ran uncaptured"
 class Report:
     """The report of a converted model: its graphs, and what was not captured.
 
-    ``status`` is empty if there are graphs; otherwise it says why there are none. ``dtype`` is the policy's low
-    precision on the model's device. ``memory``: bytes by kind, see ``memory_of``. ``escaped``: how code between partial
-    graphs runs, if there are any; ``breaks``: the graph breaks and their causes. ``flows``: the data flow of each of
-    ``graphs``.
+    model: its class. policy: the one in force. dtype: the policy's low precision on the model's device ("bf16").
+    compile: the compiler, and its options. status: empty if there are graphs; otherwise why there are none. graphs: a
+    record of each captured graph, with its ``nodes`` and ``casts``. skipped: places that ran uncaptured, and why.
+    notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
+    out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
+    flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
+    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, where it is given.
     """
 
     model: str
@@ -79,22 +82,28 @@ class Report:
     loss_scale: tuple[ScaleRow, ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
-        """Return the report as text, one screen per graph; reasons are cut at ``width`` (None: never)."""
+        """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
         return report_text(self, width)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path`` as one self-contained HTML page that fetches nothing."""
+        """Write the report to ``path`` as one self-contained HTML page that fetches nothing.
+
+        Raises OSError; AmpGraphError if jinja2 is not installed.
+        """
         write_atomically(path, html_page(self))
 
     def svg(self, path: str | os.PathLike[str]) -> None:
         """Write the rewritten graphs to ``path`` as a picture, in which the nodes of a module stand together.
 
-        Graphviz lays it out: AmpGraphError if its program ``dot`` is not installed.
+        Graphviz lays it out. Raises OSError; AmpGraphError if its program ``dot`` is not installed.
         """
         write_atomically(path, svg_text(self))
 
     def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
-        """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why."""
+        """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
+
+        Raises AmpGraphError for a dict that is no report.
+        """
         return diff_of(self.to_dict(), dict(other) if isinstance(other, Mapping) else other.to_dict())
 
     def _repr_html_(self) -> str:

@@ -44,7 +44,10 @@ def test_nodes_read_what_the_graph_says():
 def test_a_node_keeps_its_name_through_the_rewriting():
     graph, nodes = captured(Reads(), torch.randn(4, 8), torch.randn(3, 8))
     new = {node.name for node in graph.operations} - {node.name for node in nodes}
-    assert {node.ops for node in graph.operations if node.name in new} == {("aten.transpose",), ("aten.matmul",)}  # einsum
+    assert {node.ops for node in graph.operations if node.name in new} == {
+        ("aten.transpose",),
+        ("aten.matmul",),
+    }  # einsum
 
 
 class Checkpointed(nn.Module):

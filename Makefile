@@ -25,7 +25,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-scripts test-triton test-versions docs conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -34,13 +34,16 @@ demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and wi
 	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
-	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration" $(PYTEST_ARGS) < /dev/null
+	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null
 
 test-long: $(STAMPS)/test  ## run the long tests
 	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
 
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
+
+test-browser: $(STAMPS)/test $(STAMPS)/browser  ## open, search and click reports in Chromium (apt-get install chromium chromium-driver)
+	$(VENV)/bin/python -m pytest -m browser -rs tests/browser $(PYTEST_ARGS)
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run
 	$(VENV)/bin/python -m tests.run.third_party $(SCRIPT_ARGS)

@@ -56,7 +56,10 @@ REWRITTEN_BODIES = frozenset(
 
 @dataclass
 class Rewritten:
-    """One rewritten graph, with its changes and their reasons."""
+    """One rewritten graph, with its changes and their reasons.
+
+    ``before``: the text of the graph as captured; ``names``: its nodes' names, one for each line of that text.
+    """
 
     gm: GraphModule
     policy: Policy
@@ -64,6 +67,7 @@ class Rewritten:
     before: str
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 def rewrite(
@@ -158,7 +162,7 @@ def rewrite_in_place(
     _read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
-    before = graph_text(gm)
+    before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
     if policy.level != "O0":
@@ -171,7 +175,7 @@ def rewrite_in_place(
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
     log_graph(gm, before, done, str(policy))
-    return Rewritten(gm, policy, dtype, before, done, bodies)
+    return Rewritten(gm, policy, dtype, before, done, bodies, names)
 
 
 def _for_piece(gm: GraphModule, policy: Policy) -> Policy:

@@ -82,7 +82,7 @@ def sampled(
             model.train(training)
 
         def loss(one: torch.nn.Module) -> torch.Tensor:
-            return _loss_or_mixture(one(*target.args, **target.kwargs))
+            return loss_or_mixture(one(*target.args, **target.kwargs))
 
         with quiet():
             return model, loss, wanted, _measured(model, wanted, loss)
@@ -124,7 +124,7 @@ def _any_loss(out: Any) -> torch.Tensor:
     return next(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()).float().mean()
 
 
-def _loss_or_mixture(out: Any) -> torch.Tensor:
+def loss_or_mixture(out: Any) -> torch.Tensor:
     """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if loss is not None:

@@ -8,10 +8,12 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TextIO
 
 from amp_graph.capture.conversion import Conversion
 from amp_graph.cli.capture_target import captured, captured_step
+from amp_graph.cli.measure_target import measured_times
 from amp_graph.cli.terminal import write_lines, write_table
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.native.atomic_files import write_atomically
@@ -35,15 +37,45 @@ def run(args: argparse.Namespace) -> int:
         with _opened(args.output) as out:
             out.write((json.dumps({"optimizer": args.step, "graph": text}) if args.format == "json" else text) + "\n")
         return 0
+    base = report(captured(args.target, args.input, args.against, args.training).model) if args.against else None
     found = captured(args.target, args.input, args.policy, args.training)
+    told = report(found.model)
     with _opened(args.output) as out:
-        _write(args, found, report(found.model), out)
+        if base is None:
+            _write(args, found, told, out)
+        else:
+            diff = base.diff(told)
+            out.write(json.dumps(diff.to_dict(), indent=2) + "\n" if args.format == "json" else diff.text())
+    if args.report:
+        times = measured_times(args.target, args.input, args.policy, args.training) if args.measure else {}
+        write_page(replace(told, times=times), args.report, "dump")
     return 0
+
+
+def write_page(told: Report, path: str, command: str, chosen: str = "") -> None:
+    """Write the HTML page of a report, opened at the node ``chosen``; AmpGraphError if that is not possible."""
+    _write_file(path, html_page(told, chosen), command, "--report report.html")
 
 
 def _check(args: argparse.Namespace) -> None:
     chosen = [name for name in ("before", "diff", "reasons") if getattr(args, name)]
     chosen += ["step"] if args.step and args.format != "json" else []
+    if args.measure and not args.report:
+        raise AmpGraphError(
+            "dump: --measure is for the report\n  legal: --measure with --report\n"
+            f"  fix:   amp-graph dump {args.target} --measure --report report.html"
+        )
+    for name in ("report", "against"):
+        if args.step and getattr(args, name):
+            raise AmpGraphError(
+                f"dump: --{name} is of a model's graphs, and --step prints that of a whole step\n"
+                f"  legal: one of them\n  fix:   amp-graph dump {args.target} --{name} {getattr(args, name)}"
+            )
+    if args.against and args.format not in ("text", "json"):
+        raise AmpGraphError(
+            f"dump: --against prints text or JSON, and --format is {args.format}\n"
+            f"  legal: --format text, json\n  fix:   amp-graph dump {args.target} --against {args.against}"
+        )
     if chosen and args.format != "text":
         raise AmpGraphError(
             f"dump: --{chosen[0]} needs --format text, and --format is {args.format}\n"
@@ -58,12 +90,16 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         return
     out = io.StringIO()
     yield out
+    _write_file(path, out.getvalue(), "dump", "--output graphs.txt")
+
+
+def _write_file(path: str, text: str, command: str, fix: str) -> None:
     try:
-        write_atomically(path, out.getvalue())
+        write_atomically(path, text)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise AmpGraphError(
-            f"dump: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
-            "  legal: a file in a directory that exists\n  fix:   --output graphs.txt"
+            f"{command}: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
+            f"  legal: a file in a directory that exists\n  fix:   {fix}"
         ) from error
 
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.cli.capture_target import captured
+from amp_graph.cli.command_dump import write_page
 from amp_graph.cli.command_lists import entry_of, rule_lines
 from amp_graph.cli.terminal import write_json, write_lines
 from amp_graph.devices import device_of
@@ -24,6 +25,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.report.collect_records import Part, is_cast, node_reports, numbered, parts_of, shown_name
+from amp_graph.report.model_report import report
 from amp_graph.report.records import NodeReport
 
 
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     chosen = chosen or [one for one in nodes if args.node in one.operations]
     if not chosen:
         raise AmpGraphError(_unknown(args.node, nodes))
+    if args.report:
+        write_page(report(conversion.model), args.report, "explain", f"{chosen[0].index}:{chosen[0].names[0]}")
     if args.json:
         write_json([_as_dict(one) for one in chosen], sys.stdout)
         return 0

@@ -77,6 +77,9 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--reasons", action="store_true", help="append each node's precision and reason")
     add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
     add("--output", metavar="FILE", help="write to FILE instead of stdout")
+    add("--against", metavar="P", help="print what --policy changes against policy P: precisions, casts, reasons")
+    add("--report", metavar="FILE", help="also write the HTML report to FILE")
+    add("--measure", action="store_true", help="with --report: measure fp32, torch.autocast and the converted model")
     _add_json(parser, format="json")
     parser.set_defaults(module="amp_graph.cli.command_dump")
 
@@ -84,6 +87,7 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
 def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
+    parser.add_argument("--report", metavar="FILE", help="also write the HTML report to FILE, opened at NODE")
     _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_explain")
 

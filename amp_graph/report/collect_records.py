@@ -32,6 +32,7 @@ from amp_graph.passes.graph.meta_keys import (
 )
 from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
 from amp_graph.passes.manager import Timed
+from amp_graph.passes.precision.op_cost import PICOSECONDS
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.cache_weight_casts import is_kept
 from amp_graph.passes.weights.foreach_casts import low_weight
@@ -43,7 +44,8 @@ from amp_graph.rewrite import Rewritten
 class Part:
     """A graph, or one inside it: its path (``wrap_body_0/``), and what the passes recorded.
 
-    ``kept`` are the nodes that stay in full precision because their kernel refused low operands, with its error.
+    ``names`` are those of the lines of ``before``. ``kept`` are the nodes that stay in full precision because their
+    kernel refused low operands, with its error.
     """
 
     path: str
@@ -51,6 +53,7 @@ class Part:
     before: str
     passes: tuple[Timed, ...]
     kept: dict[str, str]
+    names: tuple[str, ...] = ()
 
 
 def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphReport:
@@ -90,14 +93,15 @@ def _predicted(parts: list[Part]) -> Predicted | None:
     found = [part.gm.meta[PREDICTED] for part in parts if PREDICTED in part.gm.meta]
     if not any(one.is_low for one in found):
         return None
-    ratio = sum(one.planned for one in found) / (sum(one.full for one in found) or 1)
-    return Predicted(ratio, found[0].machine, LEFT_ALONE in parts[0].gm.meta)
+    full = sum(one.full for one in found) or 1
+    ratio, autocast = (sum(times) / full for times in ([p.planned for p in found], [p.autocast for p in found]))
+    return Predicted(ratio, found[0].machine, LEFT_ALONE in parts[0].gm.meta, full / PICOSECONDS, autocast)
 
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
     """Yield a rewritten graph and all its subgraphs."""
     kept = {note.node: note.reason for note in _changes(rewritten.passes, "kept full")}
-    yield Part(path, rewritten.gm, rewritten.before, rewritten.passes, kept)
+    yield Part(path, rewritten.gm, rewritten.before, rewritten.passes, kept, rewritten.names)
     for name, gm in _called_graphs(rewritten.gm):
         if name in rewritten.bodies:
             yield from parts_of(rewritten.bodies[name], f"{path}{name}/")

@@ -20,19 +20,20 @@ COLOURS = {"low": "#c9ebd3", "full": "#ffd8b0", "captured": "#eeeeee", "cast": "
 def dot_lines(index: int, gm: GraphModule, low: torch.dtype, title: str) -> Iterator[str]:
     """Yield the lines of a graph in DOT, colored by precision."""
     yield f"digraph graph_{index} {{"
-    yield f"  label={_quoted(title)}; node [shape=box, style=filled, fontname=monospace];"
+    yield f"  label={quoted(title)}; node [shape=box, style=filled, fontname=monospace];"
     for node in gm.graph.nodes:
         called = node.op in ("call_function", "call_method", "call_module")
         name = target_text(node) if called else shown_name(node)
         shape = ", shape=ellipse" if is_cast(node) else "" if called else ", shape=plaintext"
         fill = COLOURS["cast" if is_cast(node) else precision_of(node, low)] if called else "white"
-        label = _quoted(f"{name}\n{type_text(value(node))}".strip())
-        yield f"  {_quoted(node.name)} [label={label}, fillcolor={_quoted(fill)}{shape}];"
+        label = quoted(f"{name}\n{type_text(value(node))}".strip())
+        yield f"  {quoted(node.name)} [label={label}, fillcolor={quoted(fill)}{shape}];"
     for node in gm.graph.nodes:
-        yield from (f"  {_quoted(s.name)} -> {_quoted(node.name)};" for s in node.all_input_nodes)
+        yield from (f"  {quoted(s.name)} -> {quoted(node.name)};" for s in node.all_input_nodes)
     yield "}"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return ``text`` as a string of DOT."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

@@ -1,14 +1,14 @@
 """What ran in which precision, and why, for a converted model.
 
-``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.to_networkx()``, ``.graphs``.
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.svg("graph.svg")``, ``.diff(other)``, ``.to_dict()``,
+``.to_networkx()``, ``.graphs``.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,24 +18,30 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
-from amp_graph.optim.optimizers import OnePassOptimizer
-from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
-from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.native.triton_loader import why_failed
-from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
-from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
+from amp_graph.report.captured_flow import CapturedNode, captured_nodes
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
+from amp_graph.report.graph_svg import svg_text
+from amp_graph.report.loss_scale_rows import ScaleRow, scale_rows
 from amp_graph.report.memory_report import memory_of
 from amp_graph.report.networkx_graph import digraph
+from amp_graph.report.page_summary import checked_times
 from amp_graph.report.precision_report import precision_lines
 from amp_graph.report.records import GraphReport
-from amp_graph.report.report_html import html_page
-from amp_graph.report.report_text import WIDTH, report_text, size_text
-from amp_graph.step.traced_step import CapturedStep, PlainCaptured
+from amp_graph.report.report_diff import ReportDiff, diff_of
+from amp_graph.report.report_html import html_page, notebook_frame
+from amp_graph.report.report_notes import (
+    notes_of_kernels,
+    notes_of_memory,
+    notes_of_passes,
+    notes_of_replay,
+    notes_of_scale,
+    notes_of_update,
+)
+from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -43,8 +49,6 @@ if TYPE_CHECKING:
 
 NOT_CAPTURED = "not captured yet: call the model once"
 AS_WRITTEN = "level O0: the model runs unchanged, and nothing is captured"
-LEFT = "kept in the process for the next"
-WORD = "(keep_memory=)"
 FAILED = "nothing was captured: every call ran uncaptured"
 
 
@@ -57,7 +61,8 @@ class Report:
     record of each captured graph, with its ``nodes`` and ``casts``. skipped: places that ran uncaptured, and why.
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
-    flows: the data flow of each of ``graphs``.
+    flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
+    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, where it is given.
     """
 
     model: str
@@ -72,14 +77,38 @@ class Report:
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
     flows: tuple[Flow, ...] = ()
+    captured: tuple[tuple[CapturedNode, ...], ...] = ()
+    times: dict[str, float] = field(default_factory=dict)
+    loss_scale: tuple[ScaleRow, ...] = ()
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
         return report_text(self, width)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path`` as one self-contained HTML page that fetches nothing. Raises OSError."""
+        """Write the report to ``path`` as one self-contained HTML page that fetches nothing.
+
+        Raises OSError; AmpGraphError if jinja2 is not installed.
+        """
         write_atomically(path, html_page(self))
+
+    def svg(self, path: str | os.PathLike[str]) -> None:
+        """Write the rewritten graphs to ``path`` as a picture, in which the nodes of a module stand together.
+
+        Graphviz lays it out. Raises OSError; AmpGraphError if its program ``dot`` is not installed.
+        """
+        write_atomically(path, svg_text(self))
+
+    def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
+        """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
+
+        Raises AmpGraphError for a dict that is no report.
+        """
+        return diff_of(self.to_dict(), dict(other) if isinstance(other, Mapping) else other.to_dict())
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, for a notebook."""
+        return notebook_frame(self)
 
     def to_networkx(self) -> networkx.DiGraph:
         """Return the rewritten graphs as one ``networkx.DiGraph`` of the data flow, with casts marked on edges.
@@ -116,14 +145,25 @@ class Report:
         return self.text()
 
 
-def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
+def report(
+    model: torch.nn.Module | TrainStep,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    times: Mapping[str, float] | None = None,
+    loss_scale: Iterable[Mapping[str, Any]] = (),
+) -> Report:
     """Return the report of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
-    optimizer: the model's, to count its state under ``memory`` and describe its update. Raises CaptureError if
-    ``model`` is neither.
+    optimizer: the model's, to count its state under ``memory`` and describe its update. times: measured seconds of a
+    step or call, shown beside the predicted ones: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
+    loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
+    Raises CaptureError if ``model`` is neither, AmpGraphError for times or rows that cannot be read.
     """
-    if isinstance(model, TrainStep):
-        return _of_step(model)
+    found = _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
+    return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale))
+
+
+def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
     found = conversion_of(model)
     if found is None:
         raise CaptureError(_not_converted(model))
@@ -137,16 +177,18 @@ def report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer 
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
         (
             *found.said.notes,
-            *_of_memory(found),
-            *_of_replay(found),
+            *notes_of_memory(found),
+            *notes_of_replay(found),
             *precision_lines(found),
-            *_of_update(found, optimizer),
-            *_of_kernels(found.model),
+            *notes_of_update(found, optimizer),
+            *notes_of_scale(optimizer),
+            *notes_of_kernels(found.model),
         ),
         memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
         tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
+        tuple(captured_nodes(record, _weights(found.model)) for record in found.graphs),
     )
 
 
@@ -163,83 +205,14 @@ def _of_step(step: TrainStep) -> Report:
         (),
         (
             *step.notes,
-            *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured)),
-            *_of_kernels(step.model),
+            *dict.fromkeys(note for captured in step.captured for note in notes_of_passes(captured)),
+            *notes_of_scale(step),
+            *notes_of_kernels(step.model),
         ),
         memory_of(step.model, step.optimizer, step.weight_copies()),
         flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
+        captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
     )
-
-
-def _of_passes(captured: CapturedStep) -> Iterator[str]:
-    """Yield lines on a step's update, its memory, and the passes over the whole step."""
-    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
-    if isinstance(captured, PlainCaptured):
-        yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
-        return
-    for traced in captured.steps.values():
-        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
-    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
-        counts = Counter(change.action for change in timed.result.changes)
-        told = ", ".join(f"{count} {action}" for action, count in counts.items())
-        failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
-        yield f"{timed.name}: {failed or told or 'nothing to do'}"
-
-
-def _of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
-    for i, graph in enumerate(found.graphs):
-        if (plan := graph.copies) is not None and plan.copies:
-            yield f"weight copies of graph {i}: {_of_copies(plan)}"
-    if found.copies is not None and found.copies.when is None and any(graph.grad for graph in found.graphs):
-        yield (
-            f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
-            "weight_copies=auto frees those that raise the peak of memory in training"
-        )
-    for i, graph in enumerate(found.graphs):
-        if graph.kept_bytes:
-            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
-            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
-
-
-def _of_copies(plan: CopyPlan) -> str:
-    """Say which copies a training step frees, why, and what keeping them would cost."""
-    freed = plan.copies - plan.staying
-    why = f"backward frees {size_text(plan.saved)} of activations, allocates {size_text(plan.gradients)} of gradients"
-    if not freed:
-        return f"all {size_text(plan.copies)} stay until the next update and do not raise the peak of memory ({why})"
-    return (
-        f"{size_text(freed)} of {size_text(plan.copies)} are freed when backward needs them no more, as they would "
-        f"raise the peak of memory ({why}); weight_copies=true keeps them: fewer casts, more memory"
-    )
-
-
-def _of_replay(found: Conversion) -> Iterator[str]:
-    """Yield lines on what is recorded, and why not."""
-    if found.captured.replays is not None:
-        yield from found.captured.replays.lines(size_text)
-
-
-def _of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
-    if isinstance(optimizer, OnePassOptimizer):
-        yield f"update: {optimizer.how}"
-    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
-        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
-        if one_pass_is_profitable("cpu", elements):
-            ours = f"amp_graph.optim.{type(optimizer).__name__}"
-            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
-
-
-def _of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
-    if any(p.device.type == "cuda" for p in model.parameters()):
-        for name, why in why_failed().items():
-            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
-    if all(p.device.type == "cpu" for p in model.parameters()):
-        for why, names in why_refused().items():
-            yield f"torch's kernels in place of {', '.join(names)}: {why}"
 
 
 def _weights(model: torch.nn.Module) -> set[str]:

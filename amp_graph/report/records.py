@@ -65,12 +65,15 @@ class Note:
 class Predicted:
     """The predicted time of a graph, forward and backward, as a multiple of full precision's, on a ``machine``.
 
-    ``left_alone``: whether the graph stays in full precision for that reason.
+    ``left_alone``: whether the graph stays in full precision for that reason. ``full``: full precision's predicted
+    seconds. ``autocast``: the predicted time of the plan that follows torch.autocast's rules, as a multiple of that.
     """
 
     ratio: float
     machine: str
     left_alone: bool = False
+    full: float = 0.0
+    autocast: float = 0.0
 
 
 @dataclass(frozen=True)

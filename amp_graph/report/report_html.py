@@ -1,106 +1,114 @@
-"""A report as one HTML page: it fetches nothing, escapes everything, and filters its table as you type.
+"""A report as one HTML page: it fetches nothing, and escapes everything.
 
-``html_page(report)`` returns the text that ``report.html(path)`` writes.
+``html_page(report)`` returns the text that ``report.html(path)`` writes: Jinja's templates of ``templates``, with the
+styles and scripts of ``assets`` inside, and the nodes as a block of JSON (``page_data``) that the scripts draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
-from typing import TYPE_CHECKING
+import base64
+import hashlib
+import html
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from amp_graph.report.records import GraphReport, NodeReport
-from amp_graph.report.report_text import graph_lines, predicted_lines, report_text
+from amp_graph.errors import AmpGraphError
+from amp_graph.report.loss_scale_rows import chart_of
+from amp_graph.report.page_data import page_data, page_place
+from amp_graph.report.page_summary import summary_of
+from amp_graph.report.report_text import accuracy_text, graph_lines, predicted_lines, size_text
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
+    from amp_graph.report.records import GraphReport
 
-COLUMNS = ("node", "operation", "module", "class", "precision", "value", "reason", "list", "line")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --low: #1a7f37; --full: #b35900; --cast: #8250df; }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 100rem; padding: 0 1rem; }
-pre { font: 12px/1.45 ui-monospace, monospace; overflow-x: auto; border: 1px solid var(--line);
-  padding: .7rem; }
-table { border-collapse: collapse; width: 100%; font-size: 12px; }
-th, td { text-align: left; vertical-align: top; padding: .25rem .5rem; border-bottom: 1px solid var(--line); }
-th { position: sticky; top: 0; background: Canvas; }
-td:nth-child(-n+6), td:nth-child(n+8) { font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
-tr.low td:nth-child(5) { color: var(--low); } tr.full td:nth-child(5) { color: var(--full); }
-tr.cast td:nth-child(4) { color: var(--cast); }
-.filters { display: flex; gap: .6rem; margin: .6rem 0; flex-wrap: wrap; }
-input, select { font: inherit; padding: .25rem .4rem; } input { min-width: 20rem; }
-summary { cursor: pointer; margin: .6rem 0; }
-"""
-SCRIPT = """
-for (const part of document.querySelectorAll("section")) {
-  const word = part.querySelector("input"), choice = part.querySelector("select");
-  const rows = [...part.querySelectorAll("tbody tr")], shown = part.querySelector("output");
-  const filter = () => {
-    const words = word.value.toLowerCase().split(/\\s+/).filter(Boolean);
-    let count = 0;
-    for (const row of rows) {
-      const text = row.textContent.toLowerCase();
-      const fits = !choice.value || row.classList.contains(choice.value);
-      row.hidden = !(fits && words.every(w => text.includes(w)));
-      count += row.hidden ? 0 : 1;
-    }
-    shown.textContent = `${count} of ${rows.length} nodes`;
-  };
-  word.addEventListener("input", filter); choice.addEventListener("change", filter); filter();
-}
-"""
+HERE = Path(__file__).parent
+STYLES = ("page.css", "tree.css", "graph.css", "table.css")
+# In the order of use: each may use what those before it define.
+LIBRARIES = ("vendor/dagre.min.js", "vendor/panzoom.min.js")
+SCRIPTS = ("dom.js", "data.js", "tree.js", "items.js", "layout.js", "draw.js", "panel.js", "details.js", "search.js",
+           "reasons.js", "table.js", "main.js")  # fmt: skip
+FRAME_HEIGHT = 800  # pixels of a notebook
 
 
-def html_page(report: Report) -> str:
-    """Return ``report`` as a whole page."""
-    title = escape(f"amp_graph report: {report.model}")
-    head = report_text(report).partition("\ngraph 0:")[0].partition("\n")[2].rstrip()
-    body = "\n".join(_section(graph) for graph in report.graphs)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        f"<pre>{escape(head)}</pre>\n{body}\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+def html_page(report: Report, chosen: str = "") -> str:
+    """Return ``report`` as a whole page, which opens at the node ``chosen``."""
+    scripts = [_asset(name) for name in LIBRARIES]
+    scripts.append("\n".join(('"use strict";', *map(_asset, SCRIPTS))))
+    return str(
+        _template("page.html").render(
+            report=report,
+            summary=summary_of(report),
+            chart=chart_of(report.loss_scale),
+            accuracy=accuracy_text(report.policy.accuracy),
+            slow=list(dict.fromkeys(line.strip() for graph in report.graphs for line in predicted_lines(graph))),
+            facts=[_facts(graph) for graph in report.graphs],
+            data={**page_data(report), "chosen": chosen},
+            styles="\n".join(map(_asset, STYLES)),
+            scripts=scripts,
+            hashes=" ".join(map(_hash, scripts)),
+        )
     )
 
 
-def _section(graph: GraphReport) -> str:
-    title = escape(f"Graph {graph.index}: {graph.mode}, {graph.dtype}")
-    lines = [*predicted_lines(graph), *graph_lines(graph, None)]
-    summary = escape("\n".join(line.removeprefix("  ") for line in lines))
-    return (
-        f"<section>\n<h2>{title}</h2>\n<pre>{summary}</pre>\n{_filters()}\n"
-        f"{_table(graph.nodes)}\n{_folded('The graph as rewritten', graph.text)}\n"
-        f"{_folded('The graph as captured', graph.before)}\n</section>"
+def _facts(graph: GraphReport) -> list[str]:
+    """Return what is said of a graph as a whole: its breaks, failures, budget, and what passes skipped."""
+    lines = graph_lines(graph, None)
+    return [line.removeprefix("  ") for line in (lines[: lines.index("")] if "" in lines else lines)]
+
+
+def notebook_frame(report: Report) -> str:
+    """Return the page in a frame of its own, so that its styles and a notebook's do not meet."""
+    page = html.escape(html_page(report))
+    style = f"width:100%;height:{FRAME_HEIGHT}px;border:1px solid #8884"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+
+@cache
+def _asset(name: str) -> str:
+    """Return a style or script, without the mark of a source map that the page does not have."""
+    text = (HERE / "assets" / name).read_text(encoding="utf-8")
+    return "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL="))
+
+
+def _hash(script: str) -> str:
+    """Return the word of a content security policy that permits ``script`` and no other."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+@cache
+def _template(name: str) -> Any:
+    """Return a template of Jinja's, which escapes all that it is given."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise AmpGraphError(
+            "report: the package jinja2, which makes the HTML page, is not installed\n"
+            "  legal: report.text(), report.to_dict() without it\n  fix:   pip install 'amp-graph[report]'"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"size": size_text, "place": page_place, "quantity": _quantity, "seconds": _seconds}
+    return environment.get_template(name)
 
 
-def _filters() -> str:
-    kinds = "".join(f"<option>{kind}</option>" for kind in ("low", "full", "captured", "cast", "unlisted"))
-    return (
-        '<div class="filters"><input type="search" placeholder="filter: words of any column" '
-        f'aria-label="filter"><select aria-label="kind"><option value="">all</option>{kinds}</select>'
-        "<output></output></div>"
-    )
+def _quantity(number: float, unit: str) -> str:
+    """``9.7 GFLOP`` for a number of a unit."""
+    for prefix in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.3g} {prefix}{unit}"
+        number /= 1000
+    return f"{number:.3g} T{unit}"
 
 
-def _table(nodes: Iterable[NodeReport]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    rows = "\n".join(_row(node) for node in nodes)
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-
-
-def _row(node: NodeReport) -> str:
-    kinds = f"{node.precision}{' cast' * (node.cls == 'cast')}{' unlisted' * (not node.listed)}"
-    what = (f"{node.number} {node.name}", ", ".join(node.ops), node.module)
-    why = (node.cls, node.precision, node.type, node.reason, node.origin, node.line)
-    return f'<tr class="{escape(kinds)}">{_cells((*what, *why))}</tr>'
-
-
-def _cells(cells: Sequence[str]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+def _seconds(seconds: float) -> str:
+    """``12.3 ms`` for a time."""
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * scale:.3g} {unit}"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from amp_graph.report.reasons import split_reason
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 WIDTH = 110
 REASONS = 25
 CELL = 60
-# The end of a reason that compares one operation's two precisions: it has other figures for each.
-FIGURES = re.compile(r"; (?:takes the precision of its neighbours|as cheap as|[\d.]+ \w+ (?:cheaper|more expensive)).*")
+INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
@@ -45,7 +45,7 @@ def _head(report: Report) -> list[str]:
     policy = report.policy
     lines = [
         f"  policy     {policy}",
-        f"  accuracy   {_accuracy(policy.accuracy)}",
+        f"  accuracy   {accuracy_text(policy.accuracy)}",
         f"  precision  {report.dtype}, compile={report.compile}",
     ]
     held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
@@ -67,7 +67,8 @@ def _escaped(report: Report) -> list[str]:
     return [f"  escaped    code between the graphs runs {report.escaped}", *places[:5], *more]
 
 
-def _accuracy(accuracy: str | float) -> str:
+def accuracy_text(accuracy: str | float) -> str:
+    """Return what a policy's accuracy means."""
     if isinstance(accuracy, str):
         return f"{accuracy}: {ACCURACY[accuracy]}"
     return (
@@ -217,7 +218,7 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     """Return one row for all nodes with the same operation, precision and reason."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
-        reason = FIGURES.sub("; at the least predicted time", node.reason.removeprefix(", ".join(node.ops) + ": "))
+        reason, _ = split_reason(node.reason, node.ops)
         groups.setdefault((_names(node.ops), node.precision, reason), []).append(node.module)
     return [
         (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)
@@ -266,9 +267,9 @@ def size_text(size: int) -> str:
 
 
 def short_place(place: str) -> str:
-    """Return a place with its file relative to the current directory, where it lies inside."""
+    """Return a place with its file relative to the folder of installed packages, or else to the current directory."""
     here = os.getcwd().rstrip(os.sep) + os.sep
-    return place.removeprefix(here)
+    return INSTALLED.sub("", place).removeprefix(here)
 
 
 def _many(count: int, what: str) -> str:

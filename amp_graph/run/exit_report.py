@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from amp_graph.errors import AmpGraphError
 from amp_graph.run.trained_models import Model, State, TrainedModels
 from amp_graph.run.worker_processes import Workers
 
@@ -77,11 +79,12 @@ def write_reports(models: TrainedModels, path: Path) -> Iterator[str]:
     pages = [found for m in models.seen if m.converted is not None for found in m.converted.reports.values()]
     if not pages:
         yield f"--report {path}: not written, as no model was converted and called"
+    times = models.times.medians()
     for i, page in enumerate(pages):
         target = path if not i else path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
         try:
-            page.html(target)
-        except OSError as error:
+            replace(page, times=times).html(target)
+        except (OSError, AmpGraphError) as error:
             yield f"--report {target}: {error}"
         else:
             yield f"report of {page.model}: {target}"

@@ -56,6 +56,13 @@ class StepTimes:
             self._times[self._converted].append(now - self._last)
         self._last = now
 
+    def medians(self) -> dict[str, float]:
+        """Return the median seconds of a step both ways, as a report takes them; {} if either was not timed."""
+        before, after = self._times[False], self._times[True]
+        return (
+            {"as written": statistics.median(before), "amp_graph": statistics.median(after)} if before and after else {}
+        )
+
     def lines(self) -> list[str]:
         """Return what was measured, in a line."""
         if not self.measured:

@@ -7,7 +7,7 @@ more than they gain, so the graph should stay in full precision.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
@@ -18,6 +18,7 @@ from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.op_cost import PICOSECONDS
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, cost, is_legal
+from amp_graph.passes.precision.rule_based_planner import paint
 
 TIMES_IN_BACKWARD = 2  # overhead of a graph's call in backward, as a multiple of that in forward
 # A graph stays in full precision if its predicted time is a larger part of the full-precision time. For small graphs
@@ -30,7 +31,8 @@ class Prediction:
     """The time of a plan, graph call included, and the time of the graph in full precision, in picoseconds.
 
     ``is_low``: whether any operation is low. ``may_be_full``: whether all of them may be full; False if the user wants
-    some in low precision, or if inputs are low. ``machine``: the machine that the prediction is for.
+    some in low precision, or if inputs are low. ``machine``: the machine that the prediction is for. ``autocast``: the
+    time of the rule-based plan of accuracy "autocast", 0 if it is not known.
     """
 
     planned: int
@@ -38,6 +40,7 @@ class Prediction:
     is_low: bool
     may_be_full: bool
     machine: str
+    autocast: int = 0
 
     @property
     def ratio(self) -> float:
@@ -52,8 +55,9 @@ class Prediction:
 
 def predicted(problem: Problem, chosen: Mapping[Node, Choice], machine: Machine, dtype: str) -> Prediction:
     """Return the predicted time of the plan ``chosen`` for ``problem`` on ``machine``."""
-    made = formulate(problem, machine, dtype, skip=True)
-    return prediction(made, made.task(), low_of(chosen, made))
+    made, by_rules = formulate(problem, machine, dtype, skip=True), paint(replace(problem, accuracy="autocast"))
+    task = made.task()
+    return replace(prediction(made, task, low_of(chosen, made)), autocast=cost(task, low_of(by_rules, made)))
 
 
 def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction:

@@ -14,6 +14,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CompilerError, ScaleError
 from amp_graph.optim import optimizers as optim
 from amp_graph.passes.weights import cast_cache, memory_access_hooks
+from amp_graph.report import report_notes
 from tests.measure import CastCounter
 from tests.optim.test_native_update import RULES, folder  # noqa: F401 - compiles into a folder of the tests' own
 
@@ -351,9 +352,7 @@ def test_a_train_step_takes_it_for_torchs():
 
 @pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW, torch.optim.RMSprop])
 def test_the_report_says_how_it_updates(kind, monkeypatch):
-    monkeypatch.setitem(
-        amp_graph.report.__globals__, "one_pass_is_profitable", lambda device, elements: elements > 100_000
-    )
+    monkeypatch.setattr(report_notes, "one_pass_is_profitable", lambda device, elements: elements > 100_000)
     model, optimizer = build(kind)
     train(model, optimizer, 1)
     notes = [n for n in amp_graph.report(model, optimizer).notes if n.startswith("update: ")]

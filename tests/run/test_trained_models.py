@@ -3,6 +3,7 @@
 import copyreg
 import multiprocessing.process
 import pickle
+import re
 from collections import Counter
 
 import pytest
@@ -12,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.run import as_written, eligibility
-from amp_graph.run.exit_report import report_lines
+from amp_graph.run.exit_report import report_lines, write_reports
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
 from amp_graph.run.trained_models import State, TrainedModels
 from amp_graph.run.worker_processes import Workers
+from tests.report.pages import Page
 
 
 class Net(nn.Module):
@@ -258,7 +260,7 @@ def test_a_dry_run_converts_nothing_and_says_what_it_would(watch):
     assert lines(models).startswith("would convert 1 model")
 
 
-def test_measured_steps_run_as_written_first(watch):
+def test_measured_steps_run_as_written_first(watch, tmp_path):
     models, model, x = watch(measure=True), Net(), torch.randn(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     converted_at = None
@@ -270,6 +272,11 @@ def test_measured_steps_run_as_written_first(watch):
     assert converted_at == 10
     assert "as written" in models.times.lines()[0]
     assert "medians of 7 and 7 steps" in models.times.lines()[0]
+    assert lines(models).startswith("converted 1 model")
+    (told,) = write_reports(models, tmp_path / "report.html")
+    assert told.endswith("report.html")
+    times = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text("card-time")
+    assert re.search(r"as written – [\d.]+ [mu]s amp_graph [\d.]+ × [\d.]+ [mu]s \([\d.]+ ×\)", times)
 
 
 def test_measuring_without_an_optimizer_does_not_wait_for_its_steps(watch):

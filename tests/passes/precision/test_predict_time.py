@@ -56,6 +56,27 @@ def test_one_linear_without_gradients_by_hand(plain):
     assert found.machine == "plain"
 
 
+def test_the_rules_of_autocast_are_predicted_beside_the_plan_by_hand(plain):
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,weight_copies=false", grad=False)
+    product = 2 * N**3 / FLOPS
+    assert found.full == pytest.approx(product)
+    assert found.autocast == pytest.approx(found.ratio), "one product has one plan"
+
+
+def test_autocasts_rules_lower_what_the_plan_leaves(plain):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.thin = nn.Linear(N, N, bias=False), nn.Linear(N, 2, bias=False)
+
+        def forward(self, x):
+            return self.large(x), self.thin(x.exp())  # exp stays full: its cast takes longer than a thin product gains
+
+    told = "bf16,weight_copies=false,skip_unprofitable=true"
+    found = predicted(Two(), torch.randn(N, N), told, grad=False)
+    assert found.ratio < found.autocast
+
+
 def test_a_kept_weight_is_not_cast_at_each_call_without_gradients(plain):
     found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=prepack_weights", grad=False)
     product = 2 * N**3 / FLOPS

@@ -1,0 +1,106 @@
+"""Notes of a report: on the memory that stays, on recorded graphs, on the update, on kernels that are unavailable.
+
+Before: a ``Conversion``, or the step of a ``TrainStep``. After: ``update: one pass over all weights``, a line each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from amp_graph.capture.conversion import Conversion
+from amp_graph.optim.optimizers import OnePassOptimizer
+from amp_graph.optim.torch_fused_update import why_no_kernel
+from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.native.triton_loader import why_failed
+from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
+from amp_graph.passes.weights.copy_lifetimes import CopyPlan
+from amp_graph.report.metrics import metrics
+from amp_graph.report.report_text import size_text
+from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
+from amp_graph.step.traced_step import CapturedStep, PlainCaptured
+from amp_graph.step.train_step import TrainStep
+
+LEFT = "kept in the process for the next"
+WORD = "(keep_memory=)"
+
+
+def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
+    """Yield lines on a step's update, its memory, and the passes over the whole step."""
+    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
+    if isinstance(captured, PlainCaptured):
+        yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
+        return
+    for traced in captured.steps.values():
+        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
+    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
+        counts = Counter(change.action for change in timed.result.changes)
+        told = ", ".join(f"{count} {action}" for action, count in counts.items())
+        failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
+        yield f"{timed.name}: {failed or told or 'nothing to do'}"
+
+
+def notes_of_memory(found: Conversion) -> Iterator[str]:
+    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
+    for i, graph in enumerate(found.graphs):
+        if (plan := graph.copies) is not None and plan.copies:
+            yield f"weight copies of graph {i}: {_of_copies(plan)}"
+    if found.copies is not None and found.copies.when is None and any(graph.grad for graph in found.graphs):
+        yield (
+            f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
+            "weight_copies=auto frees those that raise the peak of memory in training"
+        )
+    for i, graph in enumerate(found.graphs):
+        if graph.kept_bytes:
+            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
+            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
+
+
+def _of_copies(plan: CopyPlan) -> str:
+    """Say which copies a training step frees, why, and what keeping them would cost."""
+    freed = plan.copies - plan.staying
+    why = f"backward frees {size_text(plan.saved)} of activations, allocates {size_text(plan.gradients)} of gradients"
+    if not freed:
+        return f"all {size_text(plan.copies)} stay until the next update and do not raise the peak of memory ({why})"
+    return (
+        f"{size_text(freed)} of {size_text(plan.copies)} are freed when backward needs them no more, as they would "
+        f"raise the peak of memory ({why}); weight_copies=true keeps them: fewer casts, more memory"
+    )
+
+
+def notes_of_replay(found: Conversion) -> Iterator[str]:
+    """Yield lines on what is recorded, and why not."""
+    if found.captured.replays is not None:
+        yield from found.captured.replays.lines(size_text)
+
+
+def notes_of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
+    if isinstance(optimizer, OnePassOptimizer):
+        yield f"update: {optimizer.how}"
+    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
+        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
+        if one_pass_is_profitable("cpu", elements):
+            ours = f"amp_graph.optim.{type(optimizer).__name__}"
+            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
+
+
+def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
+    if any(p.device.type == "cuda" for p in model.parameters()):
+        for name, why in why_failed().items():
+            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
+    if all(p.device.type == "cpu" for p in model.parameters()):
+        for why, names in why_refused().items():
+            yield f"torch's kernels in place of {', '.join(names)}: {why}"
+
+
+def notes_of_scale(source: object) -> Iterator[str]:
+    """Yield a line on the present loss scale of a step or an optimizer that has one."""
+    found = metrics(source) if isinstance(source, (TrainStep, MixedPrecisionOptimizer)) else {}
+    if "loss_scale" in found:
+        skipped = found.get("skipped_steps", 0)
+        yield f"loss scale: {found['loss_scale']:g} now, {skipped:g} step{'s' * (skipped != 1)} skipped"

@@ -1,0 +1,109 @@
+"""Pages of graphs with others inside, of several graphs, opened at a node, and in the frame of a notebook."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.report.report_html import html_page
+
+# Chooses every module and every node, before and after, in each graph, with and without weights.
+EVERYTHING = """
+let boxes = 0;
+for (let i = 0; i < page.report.graphs.length; i++) {
+  page.open(i);
+  for (const weights of [false, true]) {
+    document.getElementById("show-weights").checked = weights;
+    for (const side of [page.graph.after, page.graph.before]) {
+      for (const node of side.nodes) if (!node.handsOn) page.go(node);
+    }
+    const visit = (module) => { page.choose(module.path); module.children.forEach(visit); };
+    visit(page.graph.after.tree);
+    boxes += document.querySelectorAll(".node").length;
+  }
+}
+return boxes;
+"""
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.part, x, use_reentrant=False))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.fc(x)
+        torch._dynamo.graph_break()
+        return self.fc(x).relu()
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add_module("</script><img src=x onerror=alert(1)>", nn.Linear(16, 16))
+        self.add_module("constructor", nn.Linear(16, 16))
+        self.add_module("__proto__", nn.Linear(16, 16))
+
+    def forward(self, x):
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def report_of(model):
+    torch.manual_seed(0)
+    amp_graph.convert(model, "bf16")(torch.randn(8, 16))
+    return amp_graph.report(model)
+
+
+@pytest.mark.parametrize("model", [Checkpointed, Branches, Broken, Odd])
+def test_every_part_of_every_graph_is_drawn(open_page, tmp_path, model):
+    told = report_of(model())
+    told.html(tmp_path / "report.html")
+    page = open_page(tmp_path / "report.html", model.__name__)
+    assert page.driver.execute_script(EVERYTHING) > 0
+    assert page.one("#graph-choice").is_displayed() == (len(told.graphs) > 1)
+    assert not page.all("img")
+
+
+def test_a_page_opens_at_a_node(open_page, tmp_path):
+    told = report_of(Broken())
+    node = next(node for node in told.graphs[1].operations if "relu" in node.ops[0])
+    (tmp_path / "report.html").write_text(html_page(told, f"1:{node.name}"), encoding="utf-8")
+    page = open_page(tmp_path / "report.html", "opened at a node")
+    assert page.one("#graph-choice").get_attribute("value") == "1"
+    assert "relu" in page.text("#details h3")
+    assert page.all("#after .selected")
+
+
+def test_a_notebook_shows_it_in_a_frame(driver, tmp_path):
+    (tmp_path / "notebook.html").write_text(
+        f"<!doctype html><body>{report_of(Checkpointed())._repr_html_()}", encoding="utf-8"
+    )
+    driver.get((tmp_path / "notebook.html").as_uri())
+    driver.switch_to.frame(driver.find_element("css selector", "iframe"))
+    try:
+        assert driver.find_element("css selector", "html").get_attribute("data-ready") == "true"
+        assert driver.find_elements("css selector", "#after .node")
+    finally:
+        driver.switch_to.default_content()
+    assert driver.get_log("browser") == []

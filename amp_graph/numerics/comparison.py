@@ -48,9 +48,9 @@ class Operation:
 class Comparison:
     """The errors of a plan, of autocast's and of fp32, by operation, worst first.
 
-    ``reference``: "fp64", or "fp32" with the reason. ``loss_scale``: of the runs in low precision; gradients are
-    compared unscaled. ``operations``: in the order of what they introduce. ``autocast_failed``: why
-    torch.autocast could not run the model, so that nothing is compared with it.
+    operations: in the order of what they introduce. policy: what was compared. model: its class. batches: their number.
+    reference: "fp64", or "fp32" with the reason. loss_scale: of the runs in low precision; gradients are compared
+    unscaled. autocast_failed: why torch.autocast could not run the model, so that nothing is compared with it.
     """
 
     operations: tuple[Operation, ...]
@@ -81,7 +81,7 @@ class Comparison:
         return {**head, "layers": [{k: _plain(v) for k, v in row.items()} for row in self.rows()], "operations": told}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_dict()`` as JSON, as a whole or not at all. Raises AmpGraphError if it cannot be written."""
+        """Write ``to_dict()`` to ``path`` as JSON, whole or not at all. Raises AmpGraphError if it cannot be written."""
         try:
             write_atomically(path, json.dumps(self.to_dict(), indent=1) + "\n")
         except (OSError, ValueError) as error:

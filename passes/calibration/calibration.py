@@ -40,8 +40,9 @@ class ScaleAdvice:
 class Calibration:
     """Ranges by operation (``layers.3.fc:linear``), as ``amp_graph.calibrate`` measures them in float32.
 
-    ``model``: the class name of the model. ``policy``: what it was planned for. ``batches``: their number, over all
-    runs and processes. ``gradients``: whether backward was measured as well.
+    values: the ranges, by operation. model: the class name of the model. policy: what it was planned for. batches:
+    their number, over all runs and processes. gradients: whether backward was measured as well. where: the file that it
+    was read from.
     """
 
     values: Mapping[str, NodeRange]
@@ -50,17 +51,17 @@ class Calibration:
     batches: int = 0
     gradients: bool = False
     where: str = field(default="", compare=False)
-    _cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # -- files ------------------------------------------------------------------------------------------
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Calibration:
-        """Read a file of ``save``. Raises CalibrationError if it cannot be read, or is no calibration."""
+        """Read ``path``, a file of ``save``. Raises CalibrationError if it cannot be read, or is no calibration."""
         return Calibration(**from_json(read_file(path), os.fspath(path)), where=os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, as a whole or not at all. Raises CalibrationError if it cannot be written."""
+        """Write ``path`` as JSON, as a whole or not at all. Raises CalibrationError if it cannot be written."""
         write_file(path, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class Calibration:
         return to_json(self.values, self.model, self.policy, self.batches, self.gradients)
 
     def merge(self, *others: Calibration) -> Calibration:
-        """Return the calibration of the batches of all, such as those of several processes.
+        """Return the calibration of the batches of this and of ``others``, such as those of several processes.
 
         Raises CalibrationError if two of them are of different models.
         """
@@ -112,7 +113,7 @@ class Calibration:
         return found
 
     def text(self, dtype: str = "float16", most: int = 20) -> str:
-        """Return a table of the ``most`` largest values, and the operations that stay full."""
+        """Return a table of the ``most`` largest values, and the operations that stay full in ``dtype``."""
         rows = self.rows(dtype)
         lines = [COLUMNS, *([_cell(row[name]) for name in COLUMNS] for row in rows[:most])]
         widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
@@ -156,9 +157,7 @@ def _merged(a: Calibration, b: Calibration) -> Calibration:
         )
     values = {key: one + b.values[key] if key in b.values else one for key, one in a.values.items()}
     values |= {key: one for key, one in b.values.items() if key not in values}
-    return replace(
-        a, values=values, batches=a.batches + b.batches, gradients=a.gradients or b.gradients, where="", _cache={}
-    )
+    return replace(a, values=values, batches=a.batches + b.batches, gradients=a.gradients or b.gradients, where="")
 
 
 def _reason(name: str, one: NodeRange, dtype: str, scale: ScaleAdvice) -> str:

@@ -81,7 +81,7 @@ class Comparison:
         return {**head, "layers": [{k: _plain(v) for k, v in row.items()} for row in self.rows()], "operations": told}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``to_dict()`` to ``path`` as JSON, whole or not at all. Raises AmpGraphError if it cannot be written."""
+        """Write ``to_dict()`` to ``path`` as JSON, or nothing. Raises AmpGraphError if it cannot be written."""
         try:
             write_atomically(path, json.dumps(self.to_dict(), indent=1) + "\n")
         except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.numerics.locate import locate as locate
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
     from amp_graph.report.metrics import metrics as metrics
@@ -38,6 +39,7 @@ _HOME |= {
     "LossScale": "scaling.loss_scale",
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
     "TrainStep": "step.train_step",
+    "locate": "numerics.locate",
     "memory": "",  # modules
     "metrics": "report.metrics",
     "optim": "",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
     from amp_graph.numerics.locate import locate as locate
+    from amp_graph.numerics.locate_mode import Locator as Locator
+    from amp_graph.numerics.scale_history import scale_history as scale_history
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
     from amp_graph.report.metrics import metrics as metrics
@@ -39,6 +41,7 @@ _HOME |= {
     "LossScale": "scaling.loss_scale",
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
     "TrainStep": "step.train_step",
+    "Locator": "numerics.locate_mode",
     "locate": "numerics.locate",
     "memory": "",  # modules
     "metrics": "report.metrics",
@@ -46,6 +49,7 @@ _HOME |= {
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
+    "scale_history": "numerics.scale_history",
     "__version__": "version",
 }
 _MOVED = {"drop_weight_copies": "memory", "raise_malloc_thresholds": "memory"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -77,6 +77,7 @@ def located(task: Task, try_fix: bool = False) -> Located:
                        fix=(fix,))  # fmt: skip
     in_fp32 = run_in_fp32(task)
     told = _told(own, event, task, first_of(in_fp32) if in_fp32.bad else None, bool(in_fp32.bad))
+    told = replace(told, lower_scale=lower_scale(told, task.scale) if event.backward and not told.fix else None)
     return told if told.fix else replace(told, fix=tuple(fixes(told, event, task, try_fix)))
 
 
@@ -118,9 +119,8 @@ def _told(own: Located, event: Event, task: Task, in_fp32: Event | None, bad_in_
 def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:
     """Return what helps against an overflow, best first."""
     found = []
-    lower = lower_scale(told, task.scale)
-    if event.backward and lower is not None:
-        found.append(f"a loss scale of at most {lower:g}: only the scaled gradient overflows")
+    if told.lower_scale is not None:
+        found.append(f"a loss scale of at most {told.lower_scale:g}: only the scaled gradient overflows")
     kept = keeping(task.policy, event.place)
     works = tried(task, kept) if try_fix and kept is not None else None
     if works is not None:
@@ -188,7 +188,8 @@ def task_of(model: Any, batch: Any, loss_fn: Any, policy: Policy | str | None, s
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(
             f"locate: a {type(model).__name__} is not a model\n"
-            "  legal: a torch.nn.Module, converted or not; a TrainStep\n  fix:   amp_graph.locate(model, (x, y), loss_fn)"
+            "  legal: a torch.nn.Module, converted or not; a TrainStep\n"
+            "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
         )
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
         raise CaptureError(
@@ -205,7 +206,8 @@ def _of_step(step: TrainStep, batch: tuple[Any, ...], loss_fn: Any, policy: Any,
     if loss_fn is not None or (policy is not None and Policy.parse(policy) != step.policy):
         raise CaptureError(
             "locate: a TrainStep has its loss_fn and policy already\n"
-            "  legal: amp_graph.locate(step, batch, scale=...)\n  fix:   amp_graph.locate(step.model, batch, loss_fn, policy=...)"
+            "  legal: amp_graph.locate(step, batch, scale=...)\n"
+            "  fix:   amp_graph.locate(step.model, batch, loss_fn, policy=...)"
         )
     if scale is None:
         scale = 1.0 if step.loss_scale is None else step.loss_scale
@@ -237,8 +239,3 @@ def scale_of(given: Any) -> float:
             "  fix:   scale=scaler"
         )
     return float(given)
-
-
-def parts_of(batch: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a batch as ``locate`` takes it."""
-    return _parts(batch)

@@ -163,8 +163,10 @@ class CodePlaces:
         return self._told[min(at, len(self._told) - 1)]
 
 
-def place_in_code(own: tuple[str, tuple[str, int, str]], source: Any, backward: bool) -> Place:
+def place_in_code(own: tuple[str, tuple[str, int, str]] | None, source: Any, backward: bool) -> Place:
     """Return the place of a call in code that is not captured; that of a cast is where its value was computed."""
+    if own is None:  # a given value
+        return Place()
     module, (file, number, name) = source or own
     code = linecache.getline(file, number).strip()
     line = f"{file}:{number}, in {name}: {code}" if file else ""

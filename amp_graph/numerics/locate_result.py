@@ -26,7 +26,8 @@ class Located:
     given: the name of what was given. dtype, result: of the value ("f16"; "inf" or "nan"); limit: the largest number
     of that dtype. operands: (dtype, shape, largest magnitude) each. in_fp32: the largest magnitude of the same
     operation on the same operands in fp32; None if it was not rerun.
-    scale: the loss scale of the run. reached: where the value arrives. fp32_line: where a run in fp32 is not finite.
+    scale: the loss scale of the run; lower_scale: the largest power of two, 1 or more, at which a scaled gradient would
+    fit. reached: where the value arrives. fp32_line: where a run in fp32 is not finite.
     fix: what helps, best first. how: what was run. exact: False if parameters had changed since the step.
     """
 
@@ -45,6 +46,7 @@ class Located:
     operands: tuple[tuple[str, tuple[int, ...], float], ...] = ()
     in_fp32: float | None = None
     scale: float = 1.0
+    lower_scale: float | None = None
     reached: tuple[str, ...] = ()
     fp32_line: str = ""
     fix: tuple[str, ...] = ()
@@ -60,6 +62,11 @@ class Located:
     def __bool__(self) -> bool:
         """Return whether there is a value that is not finite."""
         return self.found
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether some backoffs of a dynamic scale end it, as it overflows now and then by design."""
+        return self.lower_scale is not None and self.lower_scale * 16 >= self.scale
 
     @property
     def cause(self) -> str:

@@ -6,7 +6,7 @@ Before: ``step(x, y)``, which skipped its update. After: ``Ran(events, bad, ...)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
-from amp_graph.capture.call_snapshot import BeforeCall
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Runner, lower
 from amp_graph.capture.graph_break_policy import EscapedCode
@@ -23,6 +22,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
+from amp_graph.numerics.locate_restore import as_before
 from amp_graph.numerics.locate_watch import Event, Watch, is_bad
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
@@ -46,7 +46,7 @@ class Task:
     scale: float
     in_step: bool = False
     random: Any = None  # states of the generators before the step; None: those of now
-    outputs_gradients: Any = None  # gradients of the model's outputs, where no loss is known
+    outputs_gradients: Any = None  # of the model's outputs, where no loss is known; a part is then ((args, kwargs),)
 
 
 @dataclass
@@ -69,8 +69,13 @@ def run_planned(task: Task) -> Ran:
 
 
 def run_in_fp32(task: Task) -> Ran:
-    """Run the code of ``task`` as it is written, without autocast and without a loss scale."""
-    return _run(replace(task, scale=1.0), _in_fp32)
+    """Run the code of ``task`` as it is written, without autocast and without a loss scale.
+
+    Gradients of outputs that are not finite say nothing of fp32: then the forward alone is run.
+    """
+    grads = task.outputs_gradients
+    finite = grads is None or not any(g is not None and is_bad(g) for g in grads)
+    return _run(replace(task, scale=1.0, outputs_gradients=grads if finite else [None] * len(grads)), _in_fp32)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Way:
 def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
     found = Ran("")
     with ExitStack() as around:
-        around.enter_context(as_before(task))
+        around.enter_context(as_before(task.model, task.parts, task.random))
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             around.enter_context(torch.autocast(kind, enabled=False))
@@ -176,8 +181,10 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
         return run
 
     def amp_graph_forward(*batch: Any) -> Any:
+        if plain:
+            return forward(*batch[0][0], **batch[0][1])
         out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
-        return out if plain else loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 
     function: Any = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
     compute = capture_with_dynamo(
@@ -203,9 +210,9 @@ def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> 
 
     def compute(*batch: Any) -> Any:
         with watch, region():
-            out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
             if task.outputs_gradients is not None:
-                return out
+                return forward(*batch[0][0], **batch[0][1])
+            out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
             loss = loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
             return loss.float() if isinstance(loss, Tensor) and loss.itemsize < 4 else loss
 
@@ -221,33 +228,3 @@ def _forward(task: Task) -> Callable[..., Any]:
         return found.as_written()
     except CaptureError:  # hooks of the model itself run around its conversion, and not here
         return found.forward
-
-
-@contextmanager
-def as_before(task: Task) -> Iterator[None]:
-    """Run with the random state of the step, then restore random state, inputs, buffers and attributes of modules."""
-    before = BeforeCall(task.model, task.parts)
-    kept = [(m, dict(m.__dict__), dict(m._buffers)) for m in task.model.modules()]
-    if task.random is not None:
-        set_random_state(task.random)
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in kept:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            module._buffers.update(buffers)
-        before.restore()
-
-
-def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Return the states of torch's generators, of the CPU and of CUDA devices that are in use; without a sync."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Restore what ``random_state`` returned."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

@@ -18,6 +18,7 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.scale_history import scale_history
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
@@ -161,12 +162,26 @@ def _of_step(step: TrainStep) -> Report:
         (),
         (
             *step.notes,
+            *_of_scale(step),
             *dict.fromkeys(note for captured in step.captured for note in _of_passes(captured)),
             *_of_kernels(step.model),
         ),
         memory_of(step.model, step.optimizer, step.weight_copies()),
         flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
     )
+
+
+def _of_scale(step: TrainStep) -> Iterator[str]:
+    """Yield lines on the history of the loss scale, if a step was skipped."""
+    if step.loss_scale is None or not step.loss_scale.records.count:
+        return
+    found = scale_history(step)
+    if found.skipped:
+        last = found.skipped[-1]
+        yield (
+            f"loss scale: {found.rows[-1]['scale']:g} in step {found.steps}; {len(found.skipped)} of the last "
+            f"{len(found)} steps were skipped, step {last['step']} at scale {last['scale']:g}: {last['cause']}"
+        )
 
 
 def _of_passes(captured: CapturedStep) -> Iterator[str]:

@@ -1,0 +1,91 @@
+"""A bounded record of the loss scale and the skipped steps, which copies nothing to the host until it is read.
+
+Before: ``print(scaler.get_scale())`` in each step, a copy to the host each. After: ``scale.records.rows()``, one copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 1000  # steps that are kept
+
+
+class ScaleRecords:
+    """The scale of each of the last ``most`` steps, and how many had been skipped before it.
+
+    On the CPU the numbers are read at once, which waits for nothing. On another device they are copied into a ring
+    there, two small kernels a step. ``causes``: why a step was skipped, by its number from 1, where that is known.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        """Start without rows."""
+        self.most, self.count = most, 0
+        self.causes: dict[int, str] = {}
+        self._read: deque[tuple[float, int]] = deque(maxlen=most)
+        self._ring: tuple[Tensor, Tensor] | None = None
+
+    def note(self, state: Sequence[Any]) -> None:
+        """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
+        scale, skipped = state[0], state[3]
+        if not isinstance(scale, Tensor):
+            self._read.append((scale, skipped))
+        elif scale.device.type == "cpu":
+            self._read.append((scale.item(), int(skipped.item())))
+        else:
+            self._note_on_device(scale, skipped)
+        self.count += 1
+
+    def _note_on_device(self, scale: Tensor, skipped: Tensor) -> None:
+        if self._ring is None:
+            self._ring = torch.zeros(self.most, device=scale.device), skipped.new_zeros(self.most)
+            # The first step is noted before its state is on a device.
+            for place, (one, other) in enumerate(self._read, self.count - len(self._read)):
+                self._ring[0][place % self.most].fill_(one)
+                self._ring[1][place % self.most].fill_(other)
+            self._read.clear()
+        place = self.count % self.most
+        self._ring[0][place].copy_(scale)
+        self._ring[1][place].copy_(skipped)
+
+    def undo(self) -> None:
+        """Drop the last row: its step has raised."""
+        self.count -= 1
+        if self._ring is None:
+            self._read.pop()
+
+    def first(self) -> int:
+        """Return the number of the oldest row, from 1."""
+        return max(self.count - self.most, 0) + 1
+
+    def rows(self, skipped_now: int) -> list[tuple[int, float, bool]]:
+        """Return (number, scale, skipped) of each step, oldest first; ``skipped_now``: how many were skipped so far."""
+        read = list(self._read) if self._ring is None else self._copied(self._ring)
+        counts = [skipped for _, skipped in read] + [skipped_now]
+        bad = [after > before for before, after in pairwise(counts)]
+        return [(self.first() + i, scale, bad[i]) for i, (scale, _) in enumerate(read)]
+
+    def _copied(self, ring: tuple[Tensor, Tensor]) -> list[tuple[float, int]]:
+        both = torch.stack([ring[0].double(), ring[1].double()], 1).tolist()
+        order = [both[i % self.most] for i in range(self.first() - 1, self.count)]
+        return [(scale, int(skipped)) for scale, skipped in order]
+
+    def skipped_before(self, steps: int) -> Tensor | int:
+        """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""
+        place = max(self.count - min(steps, self.most), 0)
+        if self._ring is None:
+            return self._read[place - (self.first() - 1)][1] if self._read else 0
+        return self._ring[1][place % self.most]
+
+    def explain(self, number: int, cause: str) -> None:
+        """Note why step ``number`` was skipped; causes of steps that are no longer kept are dropped."""
+        self.causes = {n: told for n, told in self.causes.items() if n >= self.first()} | {number: cause}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a new one: the numbers of steps start again."""
+        return ScaleRecords, (self.most,)

@@ -64,8 +64,7 @@ class Locator:
         self._detach: list[Callable[[], None]] = []
         if isinstance(target, TrainStep):
             self._scale = self._of(target, target)
-            target.watch(self)
-            self._detach.append(lambda: target.watch(None))
+            self._detach.append(target.watch(self))
         elif isinstance(target, torch.nn.Module) and isinstance(scaler, GradScaler):
             self._scale = self._of(scaler, scaler)
             self._watch_loop(target, scaler)

@@ -84,7 +84,8 @@ class ScaleHistory:
 def scale_history(source: Any) -> ScaleHistory:
     """Return the history of the loss scale of ``source``.
 
-    source: a ``TrainStep``, an ``amp_graph.GradScaler``, a ``LossScale``, or a ``MixedPrecisionOptimizer``. The last 1000 steps are kept, on the device of the scale; this copies them to the host at once. CaptureError for a
+    source: a ``TrainStep``, an ``amp_graph.GradScaler``, a ``LossScale``, or a ``MixedPrecisionOptimizer``. The last
+    1000 steps are kept, on the device of the scale; this copies them to the host at once. Raises CaptureError for a
     source without a loss scale.
     """
     scale = loss_scale_of_source(source)

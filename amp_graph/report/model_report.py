@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.scale_history import scale_history
+from amp_graph.numerics.statistics import Statistics
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.graph.graph_text import SHORT
@@ -71,6 +72,20 @@ class Report:
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
     flows: tuple[Flow, ...] = ()
+    step: Any = field(default=None, repr=False, compare=False)  # the TrainStep that it is of
+
+    def statistics(self, every: int = 100, writer: Any = None, prefix: str = "amp_graph") -> Statistics:
+        """Sample the values of a ``TrainStep`` every ``every`` steps: largest magnitudes, underflow and overflow.
+
+        writer: with TensorBoard's ``add_scalar``; None: ``.rows``, ``.to_dict()``. See ``Statistics``. CaptureError for
+        the report of a model, and for a compiled step.
+        """
+        if self.step is None:
+            raise CaptureError(
+                f"statistics: this is the report of {self.model}, which does not see backward and scale\n"
+                "  legal: the report of a TrainStep\n  fix:   amp_graph.report(step).statistics(every=100)"
+            )
+        return Statistics(self.step, every, writer, prefix)
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen per graph; reasons are cut at ``width`` (None: never)."""
@@ -168,6 +183,7 @@ def _of_step(step: TrainStep) -> Report:
         ),
         memory_of(step.model, step.optimizer, step.weight_copies()),
         flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
+        step=step,
     )
 
 

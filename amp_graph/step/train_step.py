@@ -180,7 +180,7 @@ class TrainStep:
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
-        self._watch: StepWatch | None = None
+        self._watches: tuple[StepWatch, ...] = ()
         look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
         how = (self.policy, compile, self.compiler_options, self.update, self.loss_scale, *clips, *rest)
@@ -202,8 +202,8 @@ class TrainStep:
         refuse_surroundings()
         self._follow()
         self._state.read_rates(self.optimizer.param_groups)
-        watch, scale = self._watch, self.loss_scale
-        if watch is not None:
+        scale = self.loss_scale
+        for watch in self._watches:
             watch.before(batch)
         if scale is not None:
             scale.note()
@@ -213,7 +213,7 @@ class TrainStep:
             if scale is not None:
                 scale.records.undo()
             raise
-        if watch is not None:
+        for watch in self._watches:
             watch.after()
         return result
 
@@ -282,9 +282,18 @@ class TrainStep:
         self._state.keep(())
         self.forget()
 
-    def watch(self, by: StepWatch | None) -> None:
-        """Have ``by`` called around each step from now on; None for nothing."""
-        self._watch = by
+    def watch(self, by: StepWatch) -> Callable[[], None]:
+        """Have ``by`` called around each step from now on; return what ends that."""
+        self._watches = (*self._watches, by)
+
+        def end() -> None:
+            self._watches = tuple(other for other in self._watches if other is not by)
+
+        return end
+
+    def observe(self, run: Callable[[CapturedStep, StepGraph, Sequence[Any]], Any] | None) -> None:
+        """Have ``run`` run traced steps in place of their plain calls; None ends that."""
+        self._steps.observer = run
 
     # -- state ----------------------------------------------------------------------------------------
 

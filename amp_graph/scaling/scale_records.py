@@ -5,7 +5,6 @@ Before: ``print(scaler.get_scale())`` in each step, a copy to the host each. Aft
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,45 +18,42 @@ MOST = 1000  # steps that are kept
 class ScaleRecords:
     """The scale of each of the last ``most`` steps, and how many had been skipped before it.
 
-    On the CPU the numbers are read at once, which waits for nothing. On another device they are copied into a ring
-    there, two small kernels a step. ``causes``: why a step was skipped, by its number from 1, where that is known.
+    Both are copied into a ring on the device of the scale, two numbers a step. ``causes``: why a step was skipped, by
+    its number from 1, where that is known.
     """
 
     def __init__(self, most: int = MOST) -> None:
         """Start without rows."""
         self.most, self.count = most, 0
         self.causes: dict[int, str] = {}
-        self._read: deque[tuple[float, int]] = deque(maxlen=most)
         self._ring: tuple[Tensor, Tensor] | None = None
+        self._places: list[tuple[Tensor, Tensor]] = []  # of the ring
+        self._early: list[tuple[float, int]] = []  # of steps before there was a device
 
     def note(self, state: Sequence[Any]) -> None:
         """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
         scale, skipped = state[0], state[3]
-        if not isinstance(scale, Tensor):
-            self._read.append((scale, skipped))
-        elif scale.device.type == "cpu":
-            self._read.append((scale.item(), int(skipped.item())))
+        if isinstance(scale, Tensor):
+            if self._ring is None:
+                self._begin(scale, skipped)
+            torch._foreach_copy_(self._places[self.count % self.most], (scale, skipped))
         else:
-            self._note_on_device(scale, skipped)
+            self._early = [*self._early[1 - self.most :], (scale, skipped)]
         self.count += 1
 
-    def _note_on_device(self, scale: Tensor, skipped: Tensor) -> None:
-        if self._ring is None:
-            self._ring = torch.zeros(self.most, device=scale.device), skipped.new_zeros(self.most)
-            # The first step is noted before its state is on a device.
-            for place, (one, other) in enumerate(self._read, self.count - len(self._read)):
-                self._ring[0][place % self.most].fill_(one)
-                self._ring[1][place % self.most].fill_(other)
-            self._read.clear()
-        place = self.count % self.most
-        self._ring[0][place].copy_(scale)
-        self._ring[1][place].copy_(skipped)
+    def _begin(self, scale: Tensor, skipped: Tensor) -> None:
+        self._ring = scale.new_zeros(self.most), skipped.new_zeros(self.most)
+        self._places = list(zip(*(ring.unbind() for ring in self._ring), strict=True))
+        for place, numbers in enumerate(self._early, self.count - len(self._early)):
+            for into, number in zip(self._places[place % self.most], numbers, strict=True):
+                into.fill_(number)
+        self._early = []
 
     def undo(self) -> None:
         """Drop the last row: its step has raised."""
         self.count -= 1
         if self._ring is None:
-            self._read.pop()
+            self._early.pop()
 
     def first(self) -> int:
         """Return the number of the oldest row, from 1."""
@@ -65,7 +61,7 @@ class ScaleRecords:
 
     def rows(self, skipped_now: int) -> list[tuple[int, float, bool]]:
         """Return (number, scale, skipped) of each step, oldest first; ``skipped_now``: how many were skipped so far."""
-        read = list(self._read) if self._ring is None else self._copied(self._ring)
+        read = self._early if self._ring is None else self._copied(self._ring)
         counts = [skipped for _, skipped in read] + [skipped_now]
         bad = [after > before for before, after in pairwise(counts)]
         return [(self.first() + i, scale, bad[i]) for i, (scale, _) in enumerate(read)]
@@ -79,7 +75,7 @@ class ScaleRecords:
         """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""
         place = max(self.count - min(steps, self.most), 0)
         if self._ring is None:
-            return self._read[place - (self.first() - 1)][1] if self._read else 0
+            return self._early[place - (self.first() - 1)][1] if self._early else 0
         return self._ring[1][place % self.most]
 
     def explain(self, number: int, cause: str) -> None:

@@ -57,7 +57,6 @@ class Locator:
             raise CaptureError(f"Locator: limit={limit!r}\n  legal: a whole number, 1 or more\n  fix:   limit={LIMIT}")
         self.limit, self.results, self.missed, self.skips, self.replays = limit, list[Located](), 0, 0, 0
         self._waiting: deque[Kept] = deque()
-        self._begun = 0
         self._calls: list[Call] = []
         self._random: Any = None
         self._batch: tuple[Any, ...] = ()
@@ -90,9 +89,7 @@ class Locator:
     def before(self, batch: Sequence[Any]) -> None:
         """A step of ``batch`` begins."""
         self._look()
-        self._begun += 1
         self._batch, self._random = tuple(batch), random_state()
-        self._verdicts.begin()
 
     def after(self) -> None:
         """That step is over."""
@@ -116,8 +113,6 @@ class Locator:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if not self._calls:
                 self._look()
-                self._begun += 1
-                self._verdicts.begin()
             self._calls = [*self._calls[1 - CALLS :], Call(args, kwargs, random_state())]
 
     def _returned(self, model: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -191,7 +186,7 @@ class Locator:
         """Return the results, after waiting for verdicts that are in flight on CUDA; on the CPU, ``results``."""
         for kept in self._waiting:
             if kept.flight is not None:
-                kept.flight[1].synchronize()
+                kept.flight.done.synchronize()
         self._look()
         return self.results
 

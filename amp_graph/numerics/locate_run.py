@@ -149,7 +149,8 @@ def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
     """Check what the run is given: the batch, parameters, buffers."""
     for path, leaf in tree_flatten_with_path(list(part))[0]:
         if isinstance(leaf, Tensor):
-            what = "input" if path[0].idx == 0 or task.loss_fn is None else "target"
+            first = getattr(path[0], "idx", 0)
+            what = "input" if first == 0 or task.loss_fn is None else "target"
             watch.give(f"{what} batch{torch.utils._pytree.keystr(path)}", leaf)
     for name, p in _parameters(task):
         watch.give(f"parameter {name}", p)

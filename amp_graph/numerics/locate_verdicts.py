@@ -19,58 +19,67 @@ from amp_graph.scaling.loss_scale import LossScale
 
 
 @dataclass
+class Flight:
+    """Numbers on their way to the host: the scale (fp32), and steps skipped before and after (int32); ``done``."""
+
+    scale: Tensor
+    counts: Tensor
+    done: Any  # a torch.cuda.Event
+
+
+@dataclass
 class Kept:
     """What it takes to run a step again; ``tasks``: makes its tasks, given its scale."""
 
     number: int
     tasks: Callable[[float], list[Task]]
     scale: float = math.nan  # of the step; NaN while it is in flight
-    flight: tuple[Tensor, torch.cuda.Event] | None = None  # (scale before, steps skipped before and after)
+    flight: Flight | None = None
 
 
 class Verdicts:
     """Reads after each step whether it was skipped, without waiting for the device."""
 
     def __init__(self, scale: LossScale) -> None:
-        """Read verdicts of ``scale``."""
+        """Read verdicts of ``scale``, whose records have the last step."""
         self._scale = scale
-        self._before: Any = None
-        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        """A step begins: note scale and count."""
-        scale = self._scale
-        if not scale.ready:
-            self._before = (scale.values()[0], scale.values()[3])
-        elif scale.scale.device.type == "cpu":
-            self._before = (scale.scale.item(), scale.state[3].item())
-        else:
-            self._before = (scale.scale.clone(), scale.state[3].clone())
+        self._free: list[Flight] = []
 
     def end(self, kept: Kept) -> bool | None:
         """A step is over: return whether it was skipped, None if that is not known yet."""
-        scale, skipped = self._before
+        scale, before = self._scale.records.last()
         now = self._scale.state[3]
-        if now.device.type == "cpu":
+        if _is_read_at_once(now):
             kept.scale = float(scale)
-            return int(now.item()) > int(skipped)
-        there, done = self._free.pop() if self._free else (torch.empty(3, pin_memory=True), torch.cuda.Event())
-        parts = [torch.as_tensor(part, dtype=torch.float32, device=now.device) for part in (scale, skipped)]
-        there.copy_(torch.stack([*parts, now.float()]), non_blocking=True)
-        done.record(torch.cuda.current_stream(now.device))
-        kept.flight = there, done
+            return int(now) > int(before)
+        flight = kept.flight = self._free.pop() if self._free else _new_flight()
+        for into, one in ((flight.scale, scale), (flight.counts[0], before), (flight.counts[1], now)):
+            if isinstance(one, Tensor):
+                into.copy_(one, non_blocking=True)
+            else:
+                into.fill_(one)
+        flight.done.record()
         return None
 
     def arrived(self, kept: Kept) -> bool | None:
         """Return whether a step in flight was skipped; None if that is not known yet."""
-        assert kept.flight is not None, "only of a step in flight"
-        there, done = kept.flight
-        if not done.query():
+        flight = kept.flight
+        assert flight is not None, "only of a step in flight"
+        if not flight.done.query():
             return None
-        kept.scale, before, after = there.tolist()
-        self._free.append(kept.flight)
+        kept.scale, (before, after) = flight.scale.item(), flight.counts.tolist()
+        self._free.append(flight)
         kept.flight = None
-        return after > before
+        return bool(after > before)
+
+
+def _is_read_at_once(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _new_flight() -> Flight:
+    pinned = {"pin_memory": True}
+    return Flight(torch.empty((), **pinned), torch.empty(2, dtype=torch.int32, **pinned), torch.cuda.Event())
 
 
 class Call:

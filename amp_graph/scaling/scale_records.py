@@ -55,6 +55,10 @@ class ScaleRecords:
         if self._ring is None:
             self._early.pop()
 
+    def last(self) -> tuple[Any, Any]:
+        """Return the scale of the last step, and the number skipped before it: 0-d tensors, or numbers."""
+        return self._early[-1] if self._ring is None else self._places[(self.count - 1) % self.most]
+
     def first(self) -> int:
         """Return the number of the oldest row, from 1."""
         return max(self.count - self.most, 0) + 1

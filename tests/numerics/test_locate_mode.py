@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.numerics import locate_verdicts
 from tests.numerics.planted import made
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -87,6 +88,63 @@ def test_copies_of_a_step_are_not_watched_and_a_detached_one_neither():
     step(*batch)
     assert locator.skips == 0
     assert not locator.results
+
+
+class Event:
+    """An event of CUDA's that is over only when a test says so."""
+
+    over = False
+
+    def record(self):
+        self.over = False
+
+    def query(self):
+        return self.over
+
+    def synchronize(self):
+        self.over = True
+
+
+@pytest.fixture
+def flights(monkeypatch):
+    """Verdicts that do not arrive at once, as on CUDA."""
+    made_flights = []
+
+    def new():
+        made_flights.append(locate_verdicts.Flight(torch.empty(()), torch.empty(2, dtype=torch.int32), Event()))
+        return made_flights[-1]
+
+    monkeypatch.setattr(locate_verdicts, "_is_read_at_once", lambda tensor: False)
+    monkeypatch.setattr(locate_verdicts, "_new_flight", new)
+    return made_flights
+
+
+def test_a_verdict_that_arrives_before_the_next_step_gives_that_step(flights):
+    step, batch = step_of("mlp", "big")
+    locator = amp_graph.Locator(step)
+    step(*batch)
+    assert locator.skips == 0
+    flights[0].done.over = True
+    with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
+        step(*batch)
+    assert locator.results[0].exact
+    assert locator.results[0].scale == 2.0**16
+    assert len(flights) == 1, "what has arrived is used again"
+
+
+def test_a_late_verdict_is_said_to_be_late_and_no_step_waits(flights):
+    step, batch = step_of("mlp", "big")
+    locator = amp_graph.Locator(step)
+    for _ in range(6):
+        step(*batch)
+    assert (locator.skips, locator.missed, len(flights)) == (0, 2, 4)
+    flights[0].done.over = True
+    with pytest.warns(AmpGraphWarning, match="parameters had changed since the step"):
+        step(*batch)
+    assert not locator.results[0].exact
+    locator.read()
+    assert locator.skips == 5
+    assert locator.text().startswith("locator: 5 skipped steps, 3 run again (limit 3), 2 steps not watched")
 
 
 # -- a loop of the user's -------------------------------------------------------------------------------------

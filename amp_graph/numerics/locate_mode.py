@@ -120,7 +120,7 @@ class Locator:
             self._calls[-1].watch(result)
 
     def _updated(self) -> None:
-        model, calls = self._target, [call for call in self._calls if any(g is not None for g in call.gradients)]
+        model, calls = self._target, [call for call in self._calls if call.take_gradients()]
         self._calls = []
         if not calls:
             return

@@ -88,19 +88,17 @@ class Call:
     def __init__(self, args: Any, kwargs: Any, random: Any) -> None:
         self.args, self.kwargs, self.random = args, kwargs, random
         self.gradients: list[Tensor | None] = []
+        self._outs: list[Tensor] = []
 
     def watch(self, result: Any) -> None:
-        """Keep the gradients of ``result``."""
-        outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self.gradients = [None] * len(outs)
-        for place, out in enumerate(outs):
-            if out.requires_grad:
-                out.register_hook(self._keeper(place))
+        """Have autograd keep the gradients of ``result``; a hook of Python's would cost more."""
+        self._outs = [result] if type(result) is Tensor else [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for out in self._outs:
+            if out.requires_grad and not out.is_leaf:
+                out.retain_grad()
 
-    def _keeper(self, place: int) -> Callable[[Tensor], None]:
-        gradients = self.gradients
-
-        def keep(grad: Tensor) -> None:
-            gradients[place] = grad.detach()
-
-        return keep
+    def take_gradients(self) -> bool:
+        """Read the gradients and let go of the outputs; return whether there are any."""
+        self.gradients = [out.grad if out.requires_grad and not out.is_leaf else None for out in self._outs]
+        self._outs = []
+        return any(grad is not None for grad in self.gradients)

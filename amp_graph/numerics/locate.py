@@ -90,11 +90,10 @@ def first_of(ran: Ran) -> Event | None:
 
 def _told(own: Located, event: Event, task: Task, in_fp32: Event | None, bad_in_fp32: bool) -> Located:
     place: Place = event.place
-    local = event.in_fp32 is not None and not math.isfinite(event.in_fp32)
-    is_precision = not bad_in_fp32 and not (local and event.dtype not in HALVES)
+    by_code = in_fp32 is not None and _is_overflow(in_fp32)  # the code casts to low precision itself
     told = replace(
         own,
-        kind="overflow" if is_precision else "not finite in fp32",
+        kind="overflow" if by_code or not bad_in_fp32 else "not finite in fp32",
         direction="backward" if event.backward else "forward",
         node=place.node,
         operation=place.operation,
@@ -108,12 +107,22 @@ def _told(own: Located, event: Event, task: Task, in_fp32: Event | None, bad_in_
         operands=tuple((dtype_text(o.dtype), o.shape, o.largest) for o in event.operands),
         in_fp32=event.in_fp32,
     )
-    if bad_in_fp32:
-        where = in_fp32.place if in_fp32 is not None else None
-        line = in_fp32.name if in_fp32 is not None and in_fp32.name else where.line if where is not None else ""
-        what = "look for the division, logarithm or overflow there: no precision and no scale will help"
-        return replace(told, fp32_line=line or (in_fp32.operator if in_fp32 is not None else "the loss"), fix=(what,))
-    return told
+    if not bad_in_fp32:
+        return told
+    line = "" if in_fp32 is None else in_fp32.name or in_fp32.place.line
+    module = "" if in_fp32 is None or not in_fp32.place.module else f"module {in_fp32.place.module}"
+    first = line or module or ("the loss" if in_fp32 is None else in_fp32.operator)
+    if by_code:
+        return replace(
+            told, fix=(f"the code itself casts to {told.dtype}, under any policy: change that before {first}",)
+        )
+    what = "look for the division, logarithm or overflow there: no precision and no scale will help"
+    return replace(told, fp32_line=first, fix=(what,))
+
+
+def _is_overflow(event: Event) -> bool:
+    """Say whether an operation in low precision would have been finite in fp32."""
+    return event.dtype in HALVES and event.in_fp32 is not None and math.isfinite(event.in_fp32)
 
 
 def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:

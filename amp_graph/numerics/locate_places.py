@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import threading
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,14 @@ from torch.fx import GraphModule, Node
 
 from amp_graph import passes
 from amp_graph.passes.graph.graph_text import target_text
+from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, INPUT
 from amp_graph.passes.graph.node_info import module_path, source_line
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 OTHERS = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (torch, passes))
+RUNS = "amp_graph_compute"  # the function of ours that runs code which is not captured
 INPUTS = ("placeholder", "get_attr")
 
 
@@ -42,34 +45,63 @@ class Place:
     keep: tuple[str, str] = ("", "")
 
 
-class GraphPlaces(torch.fx.Interpreter):
-    """Runs a rewritten graph node by node, and knows which node a call belongs to, in backward by sequence numbers."""
+class GraphPlaces:
+    """Runs a rewritten graph node by node, and knows which node a call belongs to, in backward by sequence numbers.
+
+    The bodies of activation checkpoints run node by node, too, also when backward runs them again.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
-        """Prepare a run of ``gm``."""
-        super().__init__(gm)
-        self._now: Node | None = None
+        """Prepare a run of ``gm``, whose inner graphs run under it from now on."""
+        self._main = _Nodes(gm, self)
+        self._running: list[Node] = []  # the innermost last
         self._starts: list[int] = []  # sequence numbers of autograd at which nodes began, in order
-        self._nodes: list[Node] = []
+        self._nodes: list[Node | None] = []
+        self._thread = threading.get_ident()
+        for part in gm.modules():
+            if isinstance(part, GraphModule) and part is not gm:
+                part.forward = _Nodes(part, self).run  # type: ignore[method-assign]
 
-    def run_node(self, n: Node) -> Any:
-        """Run one node."""
-        self._now = n
-        self._starts.append(next_sequence_number())
-        self._nodes.append(n)
-        return super().run_node(n)
+    def run(self, *args: Any) -> Any:
+        """Run the graph."""
+        return self._main.run(*args)
 
-    def ended(self) -> None:
-        """The forward is over: what autograd records from here on belongs to no node."""
-        self._now = None
-        self._starts.append(next_sequence_number())
+    def begin(self, node: Node) -> None:
+        """Node ``node`` begins to run."""
+        self._running.append(node)
+        self._mark(node)
+
+    def end(self) -> None:
+        """That node is over: the rest of an outer one follows, or what is in no graph."""
+        self._running.pop()
+        self._mark(self._running[-1] if self._running else None)
+
+    def _mark(self, node: Node | None) -> None:
+        if threading.get_ident() == self._thread:  # on CUDA, what backward runs again has numbers of another thread
+            self._starts.append(next_sequence_number())
+            self._nodes.append(node)
 
     def now(self, backward: bool) -> Node | None:
         """Return the node of the call that runs now."""
-        if not backward:
-            return self._now
+        if self._running or not backward:
+            return self._running[-1] if self._running else None
         at = bisect_right(self._starts, running_sequence_number()) - 1
         return self._nodes[at] if 0 <= at < len(self._nodes) else None
+
+
+class _Nodes(torch.fx.Interpreter):
+    """Runs one graph, and tells ``of`` which node runs."""
+
+    def __init__(self, gm: GraphModule, of: GraphPlaces) -> None:
+        super().__init__(gm)
+        self._of = of
+
+    def run_node(self, n: Node) -> Any:
+        self._of.begin(n)
+        try:
+            return super().run_node(n)
+        finally:
+            self._of.end()
 
 
 def place_in_graph(node: Node | None, source: Node | None, backward: bool) -> Place:
@@ -82,7 +114,7 @@ def place_in_graph(node: Node | None, source: Node | None, backward: bool) -> Pl
     # casts gets the rounded one.
     of, behind = place_of(source), place_of(node)
     makes = value_of(node)
-    keep = behind.keep if makes.op in INPUTS else (module_path(makes), target_text(makes))
+    keep = behind.keep if makes.op in INPUTS else _kept(makes)
     return Place(node.name, of.operation, of.module, of.line, f"the gradient that {of.operation} passes on", keep)
 
 
@@ -97,8 +129,13 @@ def place_of(node: Node) -> Place:
     if source is not node:
         cast_of = target_text(source) if computed else str(source.meta.get(INPUT, source.target))
     operation = target_text(told if computed or source is node else reader)
-    keep = (module_path(reader), target_text(reader))
-    return Place(node.name, operation, module_path(told), users_line_of(told), cast_of, keep)
+    return Place(node.name, operation, module_path(told), users_line_of(told), cast_of, _kept(reader))
+
+
+def _kept(node: Node) -> tuple[str, str]:
+    """Return the module of ``node``, and the name under which a policy knows its operation, if that is one."""
+    names = names_of(node)
+    return module_path(node), names[0] if len(names) == 1 else ""
 
 
 def value_of(node: Node) -> Node:
@@ -174,9 +211,9 @@ def place_in_code(own: tuple[str, tuple[str, int, str]] | None, source: Any, bac
 
 
 def users_line() -> tuple[str, int, str]:
-    """Return file, line and function of the innermost frame that is neither torch's nor ours."""
+    """Return file, line and function of the innermost frame of the run that is neither torch's nor ours."""
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and not (frame.f_code.co_name == RUNS and frame.f_code.co_filename.startswith(HERE)):
         file = frame.f_code.co_filename
         if not file.startswith((HERE, *OTHERS, "<")):
             return file, frame.f_lineno, frame.f_code.co_name

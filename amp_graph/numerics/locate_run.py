@@ -24,6 +24,7 @@ from amp_graph.errors import CaptureError
 from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.locate_restore import as_before
 from amp_graph.numerics.locate_watch import Event, Watch, is_bad
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
@@ -86,7 +87,7 @@ class Way:
     watch: Watch
     place: Callable[[Any, Any, bool], Place]
     how: str
-    ended: Callable[[], None] = lambda: None  # called between forward and backward
+    skips_low: bool = False  # whether gradients of parameters in low precision are left out
 
 
 def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
@@ -112,7 +113,6 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
     """Run forward and backward; yield where values that are not finite arrive, with their events."""
     watch = way.watch
     result = way.compute(*part)
-    way.ended()
     outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     if task.outputs_gradients is None:
         refuse_what_is_no_loss(result)
@@ -129,7 +129,7 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
         starts, gradients = [o for o, _ in pairs], [g for _, g in pairs]
         for grad in gradients:
             watch.give("the gradient of an output of the model", grad)  # type: ignore[arg-type]
-    named = {name: p for name, p in _parameters(task) if p.requires_grad}
+    named = {n: p for n, p in _parameters(task) if p.requires_grad and not (way.skips_low and p.dtype in HALVES)}
     if not named or not any(start.requires_grad for start in starts):
         return
     with watch:
@@ -191,7 +191,7 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
     compute = capture_with_dynamo(
         function, take, dynamic=False, fullgraph=True, heard=CaptureListener(), collector_waits=True
     )
-    return Way(compute, watch, place_in_graph, "the planned graph, node by node", lambda: now[-1].ended())
+    return Way(compute, watch, place_in_graph, "the planned graph, node by node")
 
 
 def _as_code(task: Task, stack: ExitStack) -> Way:
@@ -201,7 +201,7 @@ def _as_code(task: Task, stack: ExitStack) -> Way:
 
 
 def _in_fp32(task: Task, stack: ExitStack) -> Way:
-    return _code(task, stack, ExitStack, "in fp32")
+    return replace(_code(task, stack, ExitStack, "in fp32"), skips_low=True)  # those are cast to low precision
 
 
 def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> Way:
@@ -209,7 +209,7 @@ def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> 
     watch = Watch(places.now, places.seen)
     forward, loss_fn = _forward(task), task.loss_fn
 
-    def compute(*batch: Any) -> Any:
+    def amp_graph_compute(*batch: Any) -> Any:
         with watch, region():
             if task.outputs_gradients is not None:
                 return forward(*batch[0][0], **batch[0][1])
@@ -217,7 +217,7 @@ def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> 
             loss = loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
             return loss.float() if isinstance(loss, Tensor) and loss.itemsize < 4 else loss
 
-    return Way(compute, watch, place_in_code, f"the code, {how}")
+    return Way(amp_graph_compute, watch, place_in_code, f"the code, {how}")
 
 
 def _forward(task: Task) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("kind", "direction", "scale"), [("big", "forward", SCALE), ("loud", "backward", 2.0**14)])
 def test_the_planted_line_is_named_at_first_try(name, kind, direction, scale):
@@ -51,6 +52,7 @@ def test_the_planted_line_is_named_at_first_try(name, kind, direction, scale):
     assert same(state_of(model), before)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_found_where_nothing_is_planted(name):
     model, batch = made(name, "")
@@ -187,6 +189,67 @@ def test_a_weight_that_is_too_large_is_named_with_its_reader():
         model.second.weight[0, 0] = 1e6
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
     assert (found.cast_of, found.module, found.in_fp32) == ("second.weight", "second", 1e6)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def inner(self, x):
+        return (torch.relu(self.first(x)) + 1) * 1e5  # inside of a checkpoint
+
+    def forward(self, x):
+        return self.second(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))
+
+
+class Halved(Checkpointed):
+    def forward(self, x):
+        h = self.first(x).half()
+        h *= 3e4
+        h.mul_(10.0)  # of the code's own
+        return self.second(h.float())
+
+
+def test_the_body_of_a_checkpoint_is_run_node_by_node():
+    batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
+    found = amp_graph.locate(Checkpointed(), batch, cross_entropy, policy="fp16", try_fix=False)
+    assert "# inside of a checkpoint" in found.line
+
+
+def test_an_overflow_that_the_code_makes_itself_is_said_to_be_its_own():
+    batch = (torch.ones(3, 8), torch.zeros(3, dtype=torch.long))
+    found = amp_graph.locate(Halved(), batch, cross_entropy, policy="fp16")
+    assert (found.kind, found.operator) == ("overflow", "aten.mul_.Tensor")
+    assert "# of the code's own" in found.line
+    assert found.fix[0].startswith("the code itself casts to f16")
+    assert found.operands[0][2] < 65504, "before it was written"
+
+
+def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():
+    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), "fp16-O2")
+    with torch.no_grad():
+        model[0].weight.fill_(6e4)
+    found = amp_graph.locate(model, (torch.ones(3, 8), torch.zeros(3, dtype=torch.long)), cross_entropy)
+    assert (found.kind, found.module, found.policy) == ("overflow", "0", "fp16-O2")
+    assert model[0].weight.dtype == torch.float16
+
+
+def test_a_model_with_its_loss_inside_takes_a_dict():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, _ = made("mlp", "big")
+
+        def forward(self, x, labels):
+            return {"loss": cross_entropy(self.net(x), labels)}
+
+    x, y = made("mlp", "")[1]
+    found = amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16", try_fix=False)
+    assert "# planted" in found.line
+    assert found.module == "net.plant"
+    x[0, 0] = math.nan
+    assert amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16").given == "input batch[0]['x']"
 
 
 def test_code_that_is_no_graph_is_run_as_code():

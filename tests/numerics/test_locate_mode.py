@@ -158,6 +158,7 @@ def loop(model, optimizer, scaler, batch, parts=1):
     scaler.update()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind", "direction"), [("mlp", "big", "forward"), ("gpt", "loud", "backward")])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction, parts):

@@ -36,6 +36,7 @@ def reference(model, batch, names):
     return {name: (out.abs().max().item(), out.grad.abs().max().item()) for name, out in kept.items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "modules"),
     [("mlp", ("first",)), ("cnn", ("conv",)), ("gpt", ("blocks.0.qkv", "blocks.1.mlp.0", "head"))],
@@ -54,6 +55,7 @@ def test_the_largest_magnitudes_are_those_of_values_and_gradients(name, modules)
     assert all(row["line"] for row in found.rows if row["value"].startswith("blocks"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 5}, {"clip_norm": 1.0}])
 def test_a_sampled_training_is_bit_for_bit_the_same(options):
     ran = []

@@ -60,7 +60,7 @@ class GraphPlaces:
         self._thread = threading.get_ident()
         for part in gm.modules():
             if isinstance(part, GraphModule) and part is not gm:
-                part.forward = _Nodes(part, self).run  # type: ignore[method-assign]
+                part.forward = _Nodes(part, self).run
 
     def run(self, *args: Any) -> Any:
         """Run the graph."""

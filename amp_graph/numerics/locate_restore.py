@@ -34,12 +34,12 @@ def as_before(model: torch.nn.Module, given: Any, random: Any = None) -> Iterato
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Return the states of torch's generators, of the CPU and of CUDA devices that are in use; without a sync."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    """Return the states of torch's generators, of the CPU and of the current CUDA device if in use; without a sync."""
+    return torch.get_rng_state(), [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
 
 
 def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
+    for one in state[1]:
+        torch.cuda.set_rng_state(one)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.dynamo_backend import Runner, lower
+from amp_graph.capture.dynamo_backend import Runner, lower, with_sums_in_fp32
 from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
@@ -177,7 +177,7 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
         def run(*args: Any) -> Any:
             now.append(GraphPlaces(gm))
             with watch:
-                return now[-1].run(*args)
+                return with_sums_in_fp32(now[-1].run, policy, device_of(gm))(*args)
 
         return run
 

@@ -78,8 +78,8 @@ def _is_read_at_once(tensor: Tensor) -> bool:
 
 
 def _new_flight() -> Flight:
-    pinned = {"pin_memory": True}
-    return Flight(torch.empty((), **pinned), torch.empty(2, dtype=torch.int32, **pinned), torch.cuda.Event())
+    counts = torch.empty(2, dtype=torch.int32, pin_memory=True)
+    return Flight(torch.empty((), pin_memory=True), counts, torch.cuda.Event())
 
 
 class Call:

@@ -80,7 +80,8 @@ class GradScaler(torch.amp.GradScaler):
         self._floor, self._updates = FloorWatch(), 0
         self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
-        self._watch: Callable[[], None] | None = None
+
+    _watch: Callable[[], None] | None = None  # called at each update
 
     # Read and written by the inherited scale, get_scale, get_growth_factor, set_growth_factor, ...
     _growth_factor, _backoff_factor = _kept("growth_factor"), _kept("backoff_factor")

@@ -214,6 +214,10 @@ class LossScale:
         """Pickle and copy as options and numbers, independent of the device."""
         return {**self.__dict__, "_start": self.values(), "_state": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, which may be of a version without records."""
+        self.__dict__.update({"records": ScaleRecords(), **state})
+
 
 WHOLE = ("growth_interval", "hysteresis")  # options that are whole numbers
 LARGEST = float(torch.finfo(torch.float32).max)

@@ -63,6 +63,7 @@ def test_nothing_is_found_where_nothing_is_planted(name):
     assert same(state_of(model), before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["big", "loud"])
 def test_the_suggested_policy_was_tried_and_trains(kind):
     model, batch = made("mlp", kind)

@@ -92,6 +92,14 @@ def test_copies_start_again():
         assert len(amp_graph.scale_history(copied)) == 0
 
 
+def test_a_pickle_without_records_loads():
+    scale = amp_graph.LossScale(4.0)
+    state = {name: value for name, value in scale.__getstate__().items() if name != "records"}
+    loaded = amp_graph.LossScale.__new__(amp_graph.LossScale)
+    loaded.__setstate__(state)
+    assert len(amp_graph.scale_history(loaded)) == 0
+
+
 def test_forms(tmp_path):
     found = amp_graph.scale_history(trained(5, bad=(4,)))
     read = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "scale.csv"))))

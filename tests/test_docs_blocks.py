@@ -65,6 +65,7 @@ def status_of(words):
 def folder(tmp_path, monkeypatch):
     """The folder that the pages speak of; nothing opens a browser."""
     (tmp_path / "model.py").write_text(MODEL)
+    torch.save(given()["batches"][0], tmp_path / "batch.pt")
     (script,) = [block for block in BLOCKS if block.page == "docs/run.md" and block.language == "python"]
     (tmp_path / "train.py").write_text(script.code)
     monkeypatch.chdir(tmp_path)

@@ -110,14 +110,15 @@ def captured_step(text: str, inputs: Sequence[str], policy: str | None, training
         if conversion_of(target.model) is not None:
             revert(target.model)
         made = getattr(torch.optim, optimizer)(target.model.parameters(), lr=0.1)
-        step = TrainStep(target.model, _any_loss, made, policy)
+        step = TrainStep(target.model, any_loss, made, policy)
         given = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
         with quiet():
             step(dict(given))
     return step.graph_text()
 
 
-def _any_loss(out: Any) -> torch.Tensor:
+def any_loss(out: Any) -> torch.Tensor:
+    """Return the loss that a model's result has, else the mean of its first floating-point output."""
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if loss is not None:
         return loss

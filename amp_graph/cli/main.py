@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | demo | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | locate | demo | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -20,6 +20,7 @@ FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
 SHELLS = ("bash", "zsh", "tcsh")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 EXPORTS = ("pt2", "onnx", "aoti")
+FOUND = "Exit status: 0 if loss and gradients are finite, 3 if not, 1 for an error, 2 for an unreadable command line."
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
+    _add_locate(commands.add_parser("locate", help="name the operation that makes an infinity or NaN", epilog=FOUND))
     _add_export(
         commands.add_parser("export", help="write a model in mixed precision for other programs", epilog=EPILOG)
     )
@@ -119,6 +121,16 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)")
     _add_json(parser)
     parser.set_defaults(module="amp_graph.cli.command_export")
+
+
+def _add_locate(parser: argparse.ArgumentParser) -> None:
+    _add_target(parser)
+    add = parser.add_argument
+    add("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote")
+    add("--loss", metavar="LOSS", help="package.module:name or path/file.py:name, called as loss(outputs, *targets)")
+    add("--scale", metavar="S", type=float, help="the loss scale (default: 1)")
+    _add_json(parser)
+    parser.set_defaults(module="amp_graph.cli.command_locate")
 
 
 def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None:

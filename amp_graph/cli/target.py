@@ -40,7 +40,7 @@ def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
 
     Raises SpecError for a wrong TARGET; errors of the user's own code propagate.
     """
-    model, args, kwargs = _model_and_inputs(_built(text, _named(text)), text)
+    model, args, kwargs = _model_and_inputs(_built(text, named(text)), text)
     if inputs:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         args, kwargs = _fitted(model, *make_inputs(inputs, device))
@@ -48,7 +48,7 @@ def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
     return Target(model, args, kwargs)
 
 
-def _named(text: str) -> Any:
+def named(text: str) -> Any:
     """Return the object that TARGET names."""
     where, colon, name = text.rpartition(":")
     if not colon:

@@ -29,9 +29,10 @@ LEGAL = "a converted model, a TrainStep, a GradScaler, a LossScale, a MixedPreci
 def metrics(*sources: Any, grad_norm: Tensor | float | None = None) -> dict[str, float]:
     """Return numbers for a log: of converted models, steps, scalers and mixed-precision optimizers.
 
-    The keys: ``loss_scale`` and ``skipped_steps`` of a source that scales losses; ``casts``, cast operations in the
-    captured graphs, and ``held_bytes``, weight copies, fp32 masters and recorded graphs that are held between steps,
-    in bytes, both added up over the models; ``grad_norm``, if it is given.
+    The keys: ``loss_scale``, ``skipped_steps`` and, from the first step on, ``skipped_of_last_100`` of a source that
+    scales losses; ``casts``, cast operations in the captured graphs, and ``held_bytes``, weight copies, fp32 masters
+    and recorded graphs that are held between steps, in bytes, both added up over the models; ``grad_norm``, if it is
+    given.
 
     sources: converted models, steps, scalers, loss scales, mixed-precision optimizers; None is left out.
     grad_norm: what ``clip_grad_norm_`` returned, a number or a 0-d tensor.
@@ -48,6 +49,7 @@ def metrics(*sources: Any, grad_norm: Tensor | float | None = None) -> dict[str,
     return _on_host(found)
 
 
+LATELY = 100  # steps
 ADDED = ("casts", "held_bytes")
 
 
@@ -87,6 +89,9 @@ def _of_loss_scale(scale: LossScale) -> Iterator[tuple[str, Value]]:
         yield from (("loss_scale", scale.scale), ("skipped_steps", scale.state[3]))
     else:
         yield from (("loss_scale", scale.values()[0]), ("skipped_steps", scale.values()[3]))
+    if scale.records.count:
+        skipped = scale.state[3] if scale.ready else scale.values()[3]
+        yield "skipped_of_last_100", skipped - scale.records.skipped_before(LATELY)
 
 
 def _of_scaler(scaler: torch.amp.GradScaler) -> Iterator[tuple[str, Value]]:

@@ -18,6 +18,8 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.scale_history import scale_history
+from amp_graph.numerics.statistics import Statistics
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.policy import Policy
@@ -62,7 +64,8 @@ class Report:
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
     flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
-    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, where it is given.
+    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given. step: the
+    ``TrainStep`` that it is of.
     """
 
     model: str
@@ -80,6 +83,20 @@ class Report:
     captured: tuple[tuple[CapturedNode, ...], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
     loss_scale: tuple[ScaleRow, ...] = ()
+    step: Any = field(default=None, repr=False, compare=False)
+
+    def statistics(self, every: int = 100, writer: Any = None, prefix: str = "amp_graph") -> Statistics:
+        """Sample the values of a ``TrainStep`` every ``every`` steps: largest magnitudes, underflow and overflow.
+
+        writer: with TensorBoard's ``add_scalar``, whose names start with ``prefix``; None: ``.rows``, ``.to_dict()``.
+        Raises CaptureError for the report of a model, and for a compiled step.
+        """
+        if self.step is None:
+            raise CaptureError(
+                f"statistics: this is the report of {self.model}, which does not see backward and scale\n"
+                "  legal: the report of a TrainStep\n  fix:   amp_graph.report(step).statistics(every=100)"
+            )
+        return Statistics(self.step, every, writer, prefix)
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
@@ -160,7 +177,7 @@ def report(
     Raises CaptureError if ``model`` is neither, AmpGraphError for times or rows that cannot be read.
     """
     found = _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
-    return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale))
+    return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale) or found.loss_scale)
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
@@ -212,6 +229,8 @@ def _of_step(step: TrainStep) -> Report:
         memory_of(step.model, step.optimizer, step.weight_copies()),
         flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
         captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
+        loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
+        step=step,
     )
 
 

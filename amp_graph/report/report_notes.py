@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from amp_graph.capture.conversion import Conversion
+from amp_graph.numerics.scale_history import scale_history
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.native.jit_compiler import why_refused
@@ -99,8 +100,11 @@ def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:
 
 
 def notes_of_scale(source: object) -> Iterator[str]:
-    """Yield a line on the present loss scale of a step or an optimizer that has one."""
+    """Yield a line on the present loss scale of a step or an optimizer that has one, and on its last skipped step."""
     found = metrics(source) if isinstance(source, (TrainStep, MixedPrecisionOptimizer)) else {}
     if "loss_scale" in found:
         skipped = found.get("skipped_steps", 0)
         yield f"loss scale: {found['loss_scale']:g} now, {skipped:g} step{'s' * (skipped != 1)} skipped"
+        if bad := scale_history(source).skipped:
+            last = bad[-1]
+            yield f"loss scale: the last step skipped is step {last['step']} at {last['scale']:g}: {last['cause']}"

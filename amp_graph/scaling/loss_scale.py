@@ -16,6 +16,7 @@ import torch
 
 from amp_graph.errors import ScaleError, warn
 from amp_graph.passes.loss_scaling.operators import OPS
+from amp_graph.scaling.scale_records import ScaleRecords
 
 STUCK = 20  # consecutive bad steps at the floor before a warning
 
@@ -55,6 +56,7 @@ class LossScale:
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
         self._known = self._options_known()  # the options that the counts refer to
+        self.records = ScaleRecords()
 
     # -- state ----------------------------------------------------------------------------------------
 
@@ -119,9 +121,14 @@ class LossScale:
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Adjust the scale by a step's ``found_inf`` (0-d fp32, above 0 for a bad step)."""
+        self.records.note(self.state)
         self.take_up_options()
         scale, *counts = self.state
         OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
+
+    def note(self) -> None:
+        """Record a step that is about to run, whose graph updates the scale."""
+        self.records.note(self._start if self._state is None else self._state)
 
     def values(self) -> tuple[float, int, int, int, int]:
         """Return the state as numbers, with one copy to the host from another device."""
@@ -209,6 +216,10 @@ class LossScale:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as options and numbers, independent of the device."""
         return {**self.__dict__, "_start": self.values(), "_state": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle, which may be of a version without records."""
+        self.__dict__.update({"records": ScaleRecords(), **state})
 
 
 WHOLE = ("growth_interval", "hysteresis")  # options that are whole numbers

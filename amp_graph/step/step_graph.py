@@ -53,6 +53,7 @@ class StepGraph:
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
     absent: dict[int, Tensor] = field(default_factory=dict)  # further trained parameters, by number
     most_bytes: int = 0  # peak bytes of its intermediates
+    parts: StepParts | None = None  # what it was traced from, without a batch
     kept_bytes: int = 0  # heap memory that is kept between steps
     watch: Callable[[], None] | None = None  # reserves that memory again if others took it; called before every run
 
@@ -89,7 +90,7 @@ def trace_step(
     run = lower(gm, [*parts.args, *state])
     parts.args = ()  # do not keep the first batch alive
     found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, done[len(appended) :])
-    found.absent, found.most_bytes = parts.absent, most
+    found.absent, found.most_bytes, found.parts = parts.absent, most, parts
     return found
 
 

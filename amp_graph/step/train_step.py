@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,16 @@ MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
     *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
 )
+
+
+class StepWatch(Protocol):
+    """Is called around each step."""
+
+    def before(self, batch: Sequence[Any]) -> None:
+        """A step of ``batch`` begins."""
+
+    def after(self) -> None:
+        """That step is over."""
 
 
 class TrainStep:
@@ -170,6 +180,7 @@ class TrainStep:
         if compile == "eager" and self.policy.level != "O0":
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
+        self._watches: tuple[StepWatch, ...] = ()
         look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
         how = (self.policy, compile, self.compiler_options, self.update, self.loss_scale, *clips, *rest)
@@ -197,6 +208,22 @@ class TrainStep:
         refuse_surroundings()
         self._follow()
         self._state.read_rates(self.optimizer.param_groups)
+        scale = self.loss_scale
+        for watch in self._watches:
+            watch.before(batch)
+        if scale is not None:
+            scale.note()
+        try:
+            result = self._whole(batch)
+        except BaseException:
+            if scale is not None:
+                scale.records.undo()
+            raise
+        for watch in self._watches:
+            watch.after()
+        return result
+
+    def _whole(self, batch: Sequence[Any]) -> Any:
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
@@ -260,6 +287,19 @@ class TrainStep:
         self.captured.clear()
         self._state.keep(())
         self.forget()
+
+    def watch(self, by: StepWatch) -> Callable[[], None]:
+        """Have ``by`` called around each step from now on; return what ends that."""
+        self._watches = (*self._watches, by)
+
+        def end() -> None:
+            self._watches = tuple(other for other in self._watches if other is not by)
+
+        return end
+
+    def observe(self, run: Callable[[CapturedStep, StepGraph, Sequence[Any]], Any] | None) -> None:
+        """Have ``run`` run traced steps in place of their plain calls; None ends that."""
+        self._steps.observer = run
 
     # -- state ----------------------------------------------------------------------------------------
 

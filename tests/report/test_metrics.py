@@ -39,7 +39,9 @@ def test_steps_optimizers_and_torchs_scaler():
     model = net()
     step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), "fp16")
     step(torch.randn(2, 8), torch.tensor([0, 1]))
-    assert amp_graph.metrics(step).keys() == {"casts", "held_bytes", "loss_scale", "skipped_steps"}
+    assert amp_graph.metrics(step).keys() == {
+        *("casts", "held_bytes", "loss_scale", "skipped_steps", "skipped_of_last_100")
+    }
     inner = torch.optim.SGD(net().parameters(), lr=0.1)
     optimizer = amp_graph.MixedPrecisionOptimizer(inner, dynamic_loss_scale=True)
     assert amp_graph.metrics(optimizer) == {"loss_scale": 2.0**16, "skipped_steps": 0}

@@ -1,0 +1,250 @@
+"""``locate``: names the operation that made the first infinity or NaN of a batch, in forward or backward.
+
+Before: a loss that is NaN, or a step that was skipped. After: the module, the user's line, the operands' ranges, what
+fp32 would have given, and the policy that helps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.numerics.locate_places import Place
+from amp_graph.numerics.locate_result import Located, dtype_text
+from amp_graph.numerics.locate_run import Ran, Task, run_in_fp32, run_planned
+from amp_graph.numerics.locate_watch import Event
+from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.policy import Policy
+from amp_graph.scaling.loss_scale import LossScale
+from amp_graph.step.step_arguments import split_batch
+from amp_graph.step.train_step import TrainStep
+
+LEAST_SCALE = 1.0  # below it, smaller gradients vanish than fp16 can hold without a scale: a lower one is no advice
+ROUNDS = 6  # of a fix that is tried: an overflow that is kept in fp32 may overflow where its value is read
+
+
+def locate(
+    model: torch.nn.Module | TrainStep,
+    batch: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    policy: Policy | str | None = None,
+    scale: Any = None,
+    try_fix: bool = True,
+) -> Located:
+    """Name the operation that makes the first value that is not finite, in forward or backward of ``batch``.
+
+    model: converted or not, or a ``TrainStep``, whose loss, policy and scale are then used. It may be in training or
+    in eval mode; parameters, ``.grad``, buffers and the state of random number generators are as before afterwards.
+    batch: what a ``TrainStep`` is called with: ``(inputs, *targets)``, or for ``loss_fn=None`` the model's arguments; a
+    dict, or one tensor, is the model's inputs. Dropout draws what a step from here would draw.
+    policy: as for ``convert``; by default that of the converted model.
+    scale: the loss scale: a number, a tensor of one element, a ``GradScaler`` or a ``LossScale``. By default that of
+    the ``TrainStep``, else 1.
+    try_fix: run the batch under the suggested policy, and keep further operations in fp32 while others overflow.
+
+    The batch runs through the planned graph, node by node, each result checked; as code under ``torch.autocast`` where
+    model and loss are not one graph. If something is found, the code runs once more in fp32. Takes several times as
+    long as a step, copies to the host, and captures the model anew.
+
+    Raises CaptureError (no model, an empty batch, no loss), PolicyError, ScaleError; the model's own errors propagate.
+    """
+    return located(task_of(model, batch, loss_fn, policy, scale), try_fix)
+
+
+def located(task: Task, try_fix: bool = False) -> Located:
+    """Return what is found in ``task``; ``try_fix``: see ``locate``."""
+    ran = run_planned(task)
+    own = Located(scale=task.scale, policy=str(task.policy), how=ran.how)
+    if not ran.bad:
+        return own
+    event = first_of(ran)
+    own = replace(own, reached=tuple(ran.bad))
+    if event is None:
+        return replace(own, kind="unknown", fix=("policy 'bf16', or amp_graph.locate with skip=backend in the policy",))
+    if event.name:
+        fix = f"look at {event.name}: it had {_shown(event.result)} before the model was called"
+        return replace(own, kind="given", given=event.name, dtype=dtype_text(event.dtype), result=_shown(event.result),
+                       fix=(fix,))  # fmt: skip
+    in_fp32 = run_in_fp32(task)
+    told = _told(own, event, task, first_of(in_fp32) if in_fp32.bad else None, bool(in_fp32.bad))
+    told = replace(told, lower_scale=lower_scale(told, task.scale) if event.backward and not told.fix else None)
+    return told if told.fix else replace(told, fix=tuple(fixes(told, event, task, try_fix)))
+
+
+def first_of(ran: Ran) -> Event | None:
+    """Return the first event behind what arrived; one that fills in infinities on purpose only if there is no other."""
+    numbers = sorted(frozenset[int]().union(*ran.bad.values()))
+    events = [ran.events[i] for i in numbers]
+    return min(events, key=lambda e: (e.meant, e.number), default=None)
+
+
+def _told(own: Located, event: Event, task: Task, in_fp32: Event | None, bad_in_fp32: bool) -> Located:
+    place: Place = event.place
+    by_code = in_fp32 is not None and _is_overflow(in_fp32)  # the code casts to low precision itself
+    told = replace(
+        own,
+        kind="overflow" if by_code or not bad_in_fp32 else "not finite in fp32",
+        direction="backward" if event.backward else "forward",
+        node=place.node,
+        operation=place.operation,
+        operator=event.operator,
+        cast_of=place.cast_of,
+        module=place.module,
+        line=place.line,
+        dtype=dtype_text(event.dtype),
+        result=_shown(event.result),
+        limit=float(torch.finfo(event.dtype).max) if event.dtype.is_floating_point else None,
+        operands=tuple((dtype_text(o.dtype), o.shape, o.largest) for o in event.operands),
+        in_fp32=event.in_fp32,
+    )
+    if not bad_in_fp32:
+        return told
+    line = "" if in_fp32 is None else in_fp32.name or in_fp32.place.line
+    module = "" if in_fp32 is None or not in_fp32.place.module else f"module {in_fp32.place.module}"
+    first = line or module or ("the loss" if in_fp32 is None else in_fp32.operator)
+    if by_code:
+        return replace(
+            told, fix=(f"the code itself casts to {told.dtype}, under any policy: change that before {first}",)
+        )
+    what = "look for the division, logarithm or overflow there: no precision and no scale will help"
+    return replace(told, fp32_line=first, fix=(what,))
+
+
+def _is_overflow(event: Event) -> bool:
+    """Say whether an operation in low precision would have been finite in fp32."""
+    return event.dtype in HALVES and event.in_fp32 is not None and math.isfinite(event.in_fp32)
+
+
+def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:
+    """Return what helps against an overflow, best first."""
+    found = []
+    if told.lower_scale is not None:
+        found.append(f"a loss scale of at most {told.lower_scale:g}: only the scaled gradient overflows")
+    kept = keeping(task.policy, event.place)
+    works = tried(task, kept) if try_fix and kept is not None else None
+    if works is not None:
+        found.append(f"policy {str(works)!r}, which keeps it in fp32: with it, loss and gradients are finite")
+    elif kept is not None and not try_fix:
+        found.append(f"policy {str(kept)!r}, which keeps it in fp32")
+    if event.dtype is torch.float16:
+        found.append(f"policy {str(_in_bf16(task.policy))!r}: bf16 ends where fp32 does")
+    return found
+
+
+def tried(task: Task, policy: Policy) -> Policy | None:
+    """Return ``policy``, with what else must be kept in fp32, if loss and gradients are finite under it; else None."""
+    for _ in range(ROUNDS):
+        ran = run_planned(replace(task, policy=policy))
+        event = first_of(ran) if ran.bad else None
+        if not ran.bad or event is None or event.name:
+            return None if ran.bad else policy
+        more = keeping(policy, event.place)
+        if more is None:
+            return None
+        policy = more
+    return None
+
+
+def lower_scale(told: Located, scale: float) -> float | None:
+    """Return the largest power of two as scale at which the value fits; None if only one below 1 does."""
+    if told.limit is None or told.in_fp32 is None or not math.isfinite(told.in_fp32) or told.in_fp32 <= told.limit:
+        return None
+    most = scale * told.limit / told.in_fp32
+    lower = 2.0 ** math.floor(math.log2(most))
+    return lower if lower >= LEAST_SCALE else None
+
+
+def keeping(policy: Policy, place: Place) -> Policy | None:
+    """Return ``policy`` with the module of ``place`` kept in fp32, else its operation; None where that is no change."""
+    module, operation = place.keep
+    if module:
+        own = policy.keep_fp32.split("|") if policy.keep_fp32 else []
+        made = replace(policy, keep_fp32="|".join(dict.fromkeys((*own, re.escape(module)))))
+    else:
+        name = operation.removeprefix(".").removeprefix("aten.").partition(".")[0]
+        try:
+            made = replace(policy, deny=tuple(dict.fromkeys((*policy.deny, name)))) if name else policy
+        except PolicyError:  # a function that no list can name
+            return None
+    return None if made == policy else made
+
+
+def _in_bf16(policy: Policy) -> Policy:
+    return replace(policy, dtype="bf16")
+
+
+def _shown(number: float) -> str:
+    return "nan" if math.isnan(number) else "inf"
+
+
+# -- arguments ------------------------------------------------------------------------------------------------
+
+
+def task_of(model: Any, batch: Any, loss_fn: Any, policy: Policy | str | None, scale: Any) -> Task:
+    """Return the task of the arguments of ``locate``; refuse what is none."""
+    if isinstance(model, TrainStep):
+        return _of_step(model, _parts(batch), loss_fn, policy, scale)
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"locate: a {type(model).__name__} is not a model\n"
+            "  legal: a torch.nn.Module, converted or not; a TrainStep\n"
+            "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
+        )
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise CaptureError(
+            f"locate: loss_fn={loss_fn!r} returns no loss\n  legal: a function, called as loss_fn(outputs, *targets); "
+            "None where the model returns its loss\n  fix:   loss_fn=torch.nn.functional.cross_entropy"
+        )
+    model = model.module if isinstance(model, WRAPPERS) else model
+    known = conversion_of(model)
+    wanted = known.policy if known is not None and policy is None else Policy.parse(policy)
+    return Task(model, loss_fn, wanted, (_parts(batch),), scale_of(1.0 if scale is None else scale))
+
+
+def _of_step(step: TrainStep, batch: tuple[Any, ...], loss_fn: Any, policy: Any, scale: Any) -> Task:
+    if loss_fn is not None or (policy is not None and Policy.parse(policy) != step.policy):
+        raise CaptureError(
+            "locate: a TrainStep has its loss_fn and policy already\n"
+            "  legal: amp_graph.locate(step, batch, scale=...)\n"
+            "  fix:   amp_graph.locate(step.model, batch, loss_fn, policy=...)"
+        )
+    if scale is None:
+        scale = 1.0 if step.loss_scale is None else step.loss_scale
+    parts = split_batch(batch, step.micro_batches) if step.micro_batches > 1 else [batch]
+    return Task(step.model, step.loss_fn, step.policy, tuple(map(tuple, parts)), scale_of(scale), in_step=True)
+
+
+def _parts(batch: Any) -> tuple[Any, ...]:
+    found = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if not any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(list(found))):
+        raise CaptureError(
+            f"locate: the batch has no tensor: {batch!r:.80}\n  legal: (inputs, *targets), a dict, or one tensor\n"
+            "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
+        )
+    return found
+
+
+def scale_of(given: Any) -> float:
+    """Return a loss scale as a number; ScaleError for what is none."""
+    if isinstance(given, torch.amp.GradScaler):
+        given = given.get_scale() if given.is_enabled() else 1.0
+    if isinstance(given, LossScale):
+        given = given.values()[0]
+    if isinstance(given, Tensor) and given.numel() == 1:
+        given = given.item()
+    if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) < math.inf:
+        raise ScaleError(
+            f"locate: scale={given!r}\n  legal: a number above 0, a tensor of one, a GradScaler, a LossScale\n"
+            "  fix:   scale=scaler"
+        )
+    return float(given)

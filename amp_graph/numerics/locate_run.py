@@ -1,0 +1,231 @@
+"""Runs forward and backward of a batch under a watch: through the planned graph, or as code where there is none.
+
+Before: ``step(x, y)``, which skipped its update. After: ``Ran(events, bad, ...)``, and a model that is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.capture.dynamo_backend import Runner, lower, with_sums_in_fp32
+from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.name_nodes import name_nodes
+from amp_graph.devices import device_of
+from amp_graph.errors import CaptureError
+from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
+from amp_graph.numerics.locate_restore import as_before
+from amp_graph.numerics.locate_watch import Event, Watch, is_bad
+from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
+from amp_graph.policy import Policy
+from amp_graph.rewrite import rewrite_in_place
+from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
+
+# What a graph is not captured for; the code then runs as it is, and raises errors of its own.
+NOT_CAPTURED = (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is run: ``model`` and its loss over ``parts`` of a batch, each as a step would be called with it."""
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any] | None
+    policy: Policy
+    parts: tuple[tuple[Any, ...], ...]
+    scale: float
+    in_step: bool = False
+    random: Any = None  # states of the generators before the step; None: those of now
+    outputs_gradients: Any = None  # of the model's outputs, where no loss is known; a part is then ((args, kwargs),)
+
+
+@dataclass
+class Ran:
+    """What a run found. ``bad``: where values that are not finite arrived; ``how``: what ran, in words."""
+
+    how: str
+    events: list[Event] = field(default_factory=list)
+    bad: dict[str, frozenset[int]] = field(default_factory=dict)
+
+
+def run_planned(task: Task) -> Ran:
+    """Run the planned graph of ``task``; its code under ``torch.autocast``, by the policy, if it is not one graph."""
+    try:
+        return _run(task, _in_graph)
+    except NOT_CAPTURED as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    found = _run(task, _as_code)
+    return replace(found, how=f"{found.how}: it is not one graph ({why})")
+
+
+def run_in_fp32(task: Task) -> Ran:
+    """Run the code of ``task`` as it is written, without autocast and without a loss scale.
+
+    Gradients of outputs that are not finite say nothing of fp32: then the forward alone is run.
+    """
+    grads = task.outputs_gradients
+    finite = grads is None or not any(g is not None and is_bad(g) for g in grads)
+    return _run(replace(task, scale=1.0, outputs_gradients=grads if finite else [None] * len(grads)), _in_fp32)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a batch: what computes it under ``watch``, and how its places are told."""
+
+    compute: Callable[..., Any]
+    watch: Watch
+    place: Callable[[Any, Any, bool], Place]
+    how: str
+    skips_low: bool = False  # whether gradients of parameters in low precision are left out
+
+
+def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
+    found = Ran("")
+    with ExitStack() as around:
+        around.enter_context(as_before(task.model, task.parts, task.random))
+        around.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            around.enter_context(torch.autocast(kind, enabled=False))
+        own = way(task, around)
+        found.how = own.how
+        for part in task.parts:
+            _give(own.watch, task, part)
+            for name, origins in _differentiated(task, own, part):
+                found.bad.setdefault(name, origins)
+            if found.bad:
+                break
+    found.events = [replace(e, place=own.place(e.place, e.source, e.backward), source=None) for e in own.watch.events]
+    return found
+
+
+def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tuple[str, frozenset[int]]]:
+    """Run forward and backward; yield where values that are not finite arrive, with their events."""
+    watch = way.watch
+    result = way.compute(*part)
+    outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    if task.outputs_gradients is None:
+        refuse_what_is_no_loss(result)
+        yield from ((("the loss"), watch.origins_of(t)) for t in outs if is_bad(t))
+        with watch:
+            starts = [result * (task.scale / len(task.parts))]
+        yield from ((("the scaled loss"), watch.origins_of(t)) for t in starts if is_bad(t) and not is_bad(result))
+        gradients: list[Tensor | None] = [None]
+    else:
+        yield from ((("an output"), watch.origins_of(t)) for t in outs if is_bad(t))
+        pairs = [
+            (o, g) for o, g in zip(outs, task.outputs_gradients, strict=False) if g is not None and o.requires_grad
+        ]
+        starts, gradients = [o for o, _ in pairs], [g for _, g in pairs]
+        for grad in gradients:
+            watch.give("the gradient of an output of the model", grad)  # type: ignore[arg-type]
+    named = {n: p for n, p in _parameters(task) if p.requires_grad and not (way.skips_low and p.dtype in HALVES)}
+    if not named or not any(start.requires_grad for start in starts):
+        return
+    with watch:
+        grads = torch.autograd.grad(starts, list(named.values()), gradients, allow_unused=True)
+    for name, grad in zip(named, grads, strict=True):
+        if grad is not None and is_bad(grad):
+            yield f"the gradient of {name}", watch.origins_of(grad)
+
+
+def _parameters(task: Task) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    yield from task.model.named_parameters()
+    if isinstance(task.loss_fn, torch.nn.Module):
+        yield from ((f"loss_fn.{name}", p) for name, p in task.loss_fn.named_parameters())
+
+
+def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
+    """Check what the run is given: the batch, parameters, buffers."""
+    for path, leaf in tree_flatten_with_path(list(part))[0]:
+        if isinstance(leaf, Tensor):
+            first = getattr(path[0], "idx", 0)
+            what = "input" if first == 0 or task.loss_fn is None else "target"
+            watch.give(f"{what} batch{torch.utils._pytree.keystr(path)}", leaf)
+    for name, p in _parameters(task):
+        watch.give(f"parameter {name}", p)
+    for name, b in task.model.named_buffers():
+        watch.give(f"buffer {name}", b)
+
+
+# -- three ways to compute ----------------------------------------------------------------------------------
+
+
+def _in_graph(task: Task, stack: ExitStack) -> Way:
+    """Capture model and loss as one graph, rewrite it, and run it node by node."""
+    now: list[GraphPlaces] = []
+    watch = Watch(lambda backward: now[-1].now(backward) if now else None)
+    policy = replace(task.policy, keep_outputs=True)
+    forward, loss_fn, plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
+
+    def take(gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        name_nodes(gm, task.model, task.model.forward)
+        own = None if device_of(gm) == "cpu" else device_of(gm)
+        rewrite_in_place(gm, policy, own, eager=True, in_step=task.in_step)
+        lower(gm, example_inputs, "eager", policy)
+
+        def run(*args: Any) -> Any:
+            now.append(GraphPlaces(gm))
+            with watch:
+                return with_sums_in_fp32(now[-1].run, policy, device_of(gm))(*args)
+
+        return run
+
+    def amp_graph_forward(*batch: Any) -> Any:
+        if plain:
+            return forward(*batch[0][0], **batch[0][1])
+        out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
+        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+
+    function: Any = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+    compute = capture_with_dynamo(
+        function, take, dynamic=False, fullgraph=True, heard=CaptureListener(), collector_waits=True
+    )
+    return Way(compute, watch, place_in_graph, "the planned graph, node by node")
+
+
+def _as_code(task: Task, stack: ExitStack) -> Way:
+    """Run the code as code that escapes capture runs."""
+    escaped = EscapedCode(task.model, task.policy)
+    return _code(task, stack, escaped.region if escaped.is_cast else ExitStack, escaped.how)
+
+
+def _in_fp32(task: Task, stack: ExitStack) -> Way:
+    return replace(_code(task, stack, ExitStack, "in fp32"), skips_low=True)  # those are cast to low precision
+
+
+def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> Way:
+    places = stack.enter_context(CodePlaces(task.model))
+    watch = Watch(places.now, places.seen)
+    forward, loss_fn = _forward(task), task.loss_fn
+
+    def amp_graph_compute(*batch: Any) -> Any:
+        with watch, region():
+            if task.outputs_gradients is not None:
+                return forward(*batch[0][0], **batch[0][1])
+            out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
+            loss = loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+            return loss.float() if isinstance(loss, Tensor) and loss.itemsize < 4 else loss
+
+    return Way(amp_graph_compute, watch, place_in_code, f"the code, {how}")
+
+
+def _forward(task: Task) -> Callable[..., Any]:
+    """Return what computes the outputs: the model, or the forward that a converted one was written with."""
+    found = conversion_of(task.model)
+    if found is None:
+        return task.model
+    try:
+        return found.as_written()
+    except CaptureError:  # hooks of the model itself run around its conversion, and not here
+        return found.forward

@@ -1,0 +1,127 @@
+"""The history of the loss scale: the scale of each step, which were skipped, and why, as a table.
+
+Before: a loss scale of 2 at the end of a training, and no idea how it came to that. After:
+``print(amp_graph.scale_history(step))``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from amp_graph.errors import CaptureError
+from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.scaling.grad_scaler import GradScaler
+from amp_graph.scaling.loss_scale import LossScale
+from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
+from amp_graph.step.train_step import TrainStep
+
+UNKNOWN = "a gradient was infinite or NaN"
+COLUMNS = ("step", "scale", "skipped", "cause")
+
+
+@dataclass(frozen=True)
+class ScaleHistory:
+    """The last steps of a loss scale, oldest first.
+
+    ``rows``: dicts of ``step`` (from 1, since the scale was made or unpickled), ``scale`` (by which the loss was
+    multiplied), ``skipped``, ``cause`` ("" for a step that was not skipped; what an ``amp_graph.Locator`` found, or
+    "a gradient was infinite or NaN"). ``steps``: how many there were in all; ``kept``: the most rows that are kept.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    steps: int
+    kept: int
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the rows."""
+        return iter(self.rows)
+
+    @property
+    def skipped(self) -> tuple[dict[str, Any], ...]:
+        """The rows of skipped steps."""
+        return tuple(row for row in self.rows if row["skipped"])
+
+    def text(self, last: int = 20) -> str:
+        """Return a table of the ``last`` steps at which the scale changed or a step was skipped."""
+        shown = [row for row, before in zip(self.rows, (None, *self.rows), strict=False) if _tells(row, before)]
+        head = f"loss scale: {self.steps} steps, {len(self.skipped)} of the last {len(self.rows)} skipped"
+        lines = [head, *(f"  {row['step']:>7}  {row['scale']:<12g} {_what(row)}".rstrip() for row in shown[-last:])]
+        if len(shown) > last:
+            lines.insert(1, f"  {len(shown) - last} earlier changes are not shown")
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        """Return the table."""
+        return self.text()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {"format": 1, "steps": self.steps, "kept": self.kept, "rows": [dict(row) for row in self.rows]}
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return ``to_dict()`` as JSON; write it to ``path`` if given."""
+        return _written(json.dumps(self.to_dict(), indent=1), path)
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the rows as CSV with a header; write it to ``path`` if given."""
+        made = io.StringIO()
+        table = csv.DictWriter(made, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(self.rows)
+        return _written(made.getvalue(), path)
+
+
+def scale_history(source: Any) -> ScaleHistory:
+    """Return the history of the loss scale of ``source``.
+
+    source: a ``TrainStep``, an ``amp_graph.GradScaler``, a ``LossScale``, or a ``MixedPrecisionOptimizer``. The last
+    1000 steps are kept, on the device of the scale; this copies them to the host at once. Raises CaptureError for a
+    source without a loss scale.
+    """
+    scale = loss_scale_of_source(source)
+    records = scale.records
+    rows = records.rows(scale.values()[3])
+    told = [(n, s, bad, records.causes.get(n, UNKNOWN) if bad else "") for n, s, bad in rows]
+    return ScaleHistory(tuple(dict(zip(COLUMNS, row, strict=True)) for row in told), records.count, records.most)
+
+
+def loss_scale_of_source(source: Any) -> LossScale:
+    """Return the loss scale of ``source``; CaptureError where it has none."""
+    found = source
+    if isinstance(source, TrainStep):
+        found = source.loss_scale
+    elif isinstance(source, MixedPrecisionOptimizer):
+        found = source.scaler._loss_scale
+    elif isinstance(source, GradScaler):
+        found = source._loss_scale
+    if not isinstance(found, LossScale):
+        raise CaptureError(
+            f"scale_history: a {type(source).__name__}{' without a loss scale' if found is None else ''} has none\n"
+            "  legal: a TrainStep with a loss scale, an amp_graph.GradScaler, a LossScale, a MixedPrecisionOptimizer\n"
+            "  fix:   amp_graph.scale_history(step)"
+        )
+    return found
+
+
+def _tells(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
+    return bool(before is None or row["skipped"] or row["scale"] != before["scale"])
+
+
+def _what(row: dict[str, Any]) -> str:
+    return f"skipped: {row['cause']}" if row["skipped"] else ""
+
+
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        write_atomically(path, text)
+    return text

@@ -1,0 +1,91 @@
+"""A bounded record of the loss scale and the skipped steps, which copies nothing to the host until it is read.
+
+Before: ``print(scaler.get_scale())`` in each step, a copy to the host each. After: ``scale.records.rows()``, one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 1000  # steps that are kept
+
+
+class ScaleRecords:
+    """The scale of each of the last ``most`` steps, and how many had been skipped before it.
+
+    Both are copied into a ring on the device of the scale, two numbers a step. ``causes``: why a step was skipped, by
+    its number from 1, where that is known.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        """Start without rows."""
+        self.most, self.count = most, 0
+        self.causes: dict[int, str] = {}
+        self._ring: tuple[Tensor, Tensor] | None = None
+        self._places: list[tuple[Tensor, Tensor]] = []  # of the ring
+        self._early: list[tuple[float, int]] = []  # of steps before there was a device
+
+    def note(self, state: Sequence[Any]) -> None:
+        """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
+        scale, skipped = state[0], state[3]
+        if isinstance(scale, Tensor):
+            if self._ring is None:
+                self._begin(scale, skipped)
+            torch._foreach_copy_(self._places[self.count % self.most], (scale, skipped))
+        else:
+            self._early = [*self._early[1 - self.most :], (scale, skipped)]
+        self.count += 1
+
+    def _begin(self, scale: Tensor, skipped: Tensor) -> None:
+        self._ring = scale.new_zeros(self.most), skipped.new_zeros(self.most)
+        self._places = list(zip(*(ring.unbind() for ring in self._ring), strict=True))
+        for place, numbers in enumerate(self._early, self.count - len(self._early)):
+            for into, number in zip(self._places[place % self.most], numbers, strict=True):
+                into.fill_(number)
+        self._early = []
+
+    def undo(self) -> None:
+        """Drop the last row: its step has raised."""
+        self.count -= 1
+        if self._ring is None:
+            self._early.pop()
+
+    def last(self) -> tuple[Any, Any]:
+        """Return the scale of the last step, and the number skipped before it: 0-d tensors, or numbers."""
+        return self._early[-1] if self._ring is None else self._places[(self.count - 1) % self.most]
+
+    def first(self) -> int:
+        """Return the number of the oldest row, from 1."""
+        return max(self.count - self.most, 0) + 1
+
+    def rows(self, skipped_now: int) -> list[tuple[int, float, bool]]:
+        """Return (number, scale, skipped) of each step, oldest first; ``skipped_now``: how many were skipped so far."""
+        read = self._early if self._ring is None else self._copied(self._ring)
+        counts = [skipped for _, skipped in read] + [skipped_now]
+        bad = [after > before for before, after in pairwise(counts)]
+        return [(self.first() + i, scale, bad[i]) for i, (scale, _) in enumerate(read)]
+
+    def _copied(self, ring: tuple[Tensor, Tensor]) -> list[tuple[float, int]]:
+        both = torch.stack([ring[0].double(), ring[1].double()], 1).tolist()
+        order = [both[i % self.most] for i in range(self.first() - 1, self.count)]
+        return [(scale, int(skipped)) for scale, skipped in order]
+
+    def skipped_before(self, steps: int) -> Tensor | int:
+        """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""
+        place = max(self.count - min(steps, self.most), 0)
+        if self._ring is None:
+            return self._early[place - (self.first() - 1)][1] if self._early else 0
+        return self._ring[1][place % self.most]
+
+    def explain(self, number: int, cause: str) -> None:
+        """Note why step ``number`` was skipped; causes of steps that are no longer kept are dropped."""
+        self.causes = {n: told for n, told in self.causes.items() if n >= self.first()} | {number: cause}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a new one: the numbers of steps start again."""
+        return ScaleRecords, (self.most,)

@@ -1,0 +1,73 @@
+"""``amp-graph locate``: a batch from a file or from TARGET, text and JSON, and a status that scripts can read."""
+
+import json
+
+import pytest
+import torch
+
+from amp_graph.cli.main import main
+
+SOURCE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.second(self.first(x).abs() * 1e4)
+def build():
+    print("a word of the user's")
+    torch.manual_seed(0)
+    return Net(), (torch.ones(3, 8),)
+def loss(out, y):
+    return nn.functional.cross_entropy(out, y)
+"""
+
+
+@pytest.fixture
+def locate(tmp_path, capsys):
+    (tmp_path / "model_to_locate.py").write_text(SOURCE)
+
+    def run(*words):
+        status = main(["locate", f"{tmp_path}/model_to_locate.py:build", "--policy", "fp16", *words])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def test_a_saved_batch_and_a_loss(locate, tmp_path):
+    path = tmp_path / "batch.pt"
+    torch.save((torch.full((3, 8), 100.0), torch.zeros(3, dtype=torch.long)), path)
+    loss = f"{tmp_path}/model_to_locate.py:loss"
+    status, out, _ = locate("--batch", str(path), "--loss", loss, "--scale", "2", "--json")
+    told = json.loads(out)
+    assert (status, told["kind"], told["direction"], told["scale"]) == (3, "overflow", "forward", 2.0)
+    assert "* 1e4" in told["line"]
+    status, out, _ = locate("--batch", str(path), "--loss", loss)
+    assert status == 3
+    assert out.startswith("overflow in forward")
+
+
+def test_the_inputs_of_target_where_nothing_is_found(locate):
+    status, out, err = locate()
+    assert (status, out.split(":")[0]) == (0, "nothing found")
+    assert "a word of the user's" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "told"),
+    [
+        (None, ("--batch", "{}"), "No such file"),
+        (b"not a pickle", ("--batch", "{}"), "is not a batch of tensors"),
+        (b"", ("--loss", "torch.nn.functional:cross_entropy"), "--loss needs targets"),
+    ],
+)
+def test_what_is_no_batch_is_refused(locate, tmp_path, content, words, told):
+    path = tmp_path / "batch.pt"
+    if content is not None:
+        path.write_bytes(content)
+    status, _, err = locate(*(word.format(path) for word in words))
+    assert status == 1
+    assert told in err
+    assert "fix:" in err

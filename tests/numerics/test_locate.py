@@ -1,0 +1,299 @@
+"""The overflow locator names the planted line, in forward and in backward, and says when there is nothing to name."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import amp_graph
+from amp_graph.errors import CaptureError, ScaleError
+from tests.numerics.overflows import MLP, MODELS, made
+
+SCALE = 2.0**10
+# Dynamo instantiates Function where it traces one, and hides torch's warning only where that is no error.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def state_of(model):
+    """Return all that a locator must leave as it is."""
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return copy.deepcopy(model.state_dict()), grads, torch.get_rng_state()
+
+
+def same(one, other):
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b
+        for a, b in zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(other), strict=True)
+    )
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("kind", "direction", "scale"), [("big", "forward", SCALE), ("loud", "backward", 2.0**14)])
+def test_the_planted_line_is_named_at_first_try(name, kind, direction, scale):
+    model, batch = made(name, kind)
+    before = state_of(model)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=scale, try_fix=False)
+    assert found, found.text()
+    assert (found.kind, found.direction, found.dtype, found.result) == ("overflow", direction, "f16", "inf")
+    assert "# planted" in found.line, found.text()
+    assert found.line.partition(":")[0].endswith("planted.py")
+    assert found.module.endswith(("plant", "intermediate_act_fn"))
+    assert 65504 < found.in_fp32 < math.inf
+    assert all(math.isfinite(size) for _, _, size in found.operands)
+    assert found.operands
+    assert found.scale == scale
+    assert found.how.startswith("the planned graph")
+    assert ("the loss" in found.reached) == (direction == "forward")
+    assert same(state_of(model), before)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_found_where_nothing_is_planted(name):
+    model, batch = made(name, "")
+    before = state_of(model)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=SCALE)
+    assert not found
+    assert found.text().startswith("nothing found")
+    assert same(state_of(model), before)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["big", "loud"])
+def test_the_suggested_policy_was_tried_and_trains(kind):
+    model, batch = made("mlp", kind)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=SCALE)
+    policy = next(fix for fix in found.fix if "with it, loss and gradients are finite" in fix).split("'")[1]
+    policy = policy.replace("\\\\", "\\")
+    assert not amp_graph.locate(model, batch, cross_entropy, policy=policy, scale=SCALE)
+    step = amp_graph.TrainStep(
+        model, cross_entropy, torch.optim.SGD(model.parameters(), 1e-9), policy, loss_scale=SCALE
+    )
+    step(*batch)
+    assert int(step.skipped_steps) == 0
+
+
+def test_a_scale_that_is_too_large_is_told_from_a_gradient_that_is():
+    model, batch = made("mlp", "")
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=2.0**24)
+    assert found.direction == "backward"
+    lower = float(found.fix[0].removeprefix("a loss scale of at most ").partition(":")[0])
+    assert 1 <= lower < 2.0**24
+    assert not amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=lower / 4)
+
+
+def test_a_step_gives_its_loss_policy_and_scale():
+    model, batch = made("cnn", "loud")
+    step = amp_graph.TrainStep(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "fp16")
+    found = amp_graph.locate(step, batch, try_fix=False)
+    assert found.scale == 2.0**16
+    assert "# planted" in found.line
+    with pytest.raises(CaptureError, match="has its loss_fn and policy"):
+        amp_graph.locate(step, batch, cross_entropy)
+
+
+def test_a_converted_model_gives_its_policy_and_stays_converted():
+    model, batch = made("mlp", "big")
+    model = amp_graph.convert(model, "fp16")
+    model(batch[0])
+    graphs = len(amp_graph.report(model).graphs)
+    found = amp_graph.locate(model, batch, cross_entropy, try_fix=False)
+    assert "# planted" in found.line
+    assert found.policy == "fp16-O1"
+    assert len(amp_graph.report(model).graphs) == graphs
+
+
+def test_dropout_is_drawn_as_in_the_step():
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = nn.functional.dropout(torch.ones_like(x), 0.5)
+            return self.fc(h * h[:, :1] * 3e4)
+
+    model, batch, seen = Rare(), (torch.randn(1, 8), torch.zeros(1, dtype=torch.long)), set()
+    for seed in range(5):
+        torch.manual_seed(seed)
+        found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
+        assert torch.initial_seed() == seed
+        drawn = nn.functional.dropout(torch.ones(1, 8), 0.5)  # the state is as before the call
+        assert bool(found) == bool((drawn * drawn[:, :1] * 3e4).max() > 65504), seed
+        seen.add(bool(found))
+    assert seen == {True, False}
+
+
+# -- what is not of the precision ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_input_that_is_not_finite_is_named(value):
+    model, (x, y) = made("mlp", "")
+    x[1, 2] = value
+    found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
+    assert (found.kind, found.given) == ("given", "input batch[0]")
+
+
+def test_a_target_and_a_parameter_that_are_not_finite_are_named():
+    model, (x, _) = made("mlp", "")
+    y = torch.full((5, 4), math.nan)
+    assert amp_graph.locate(model, (x, y), nn.functional.mse_loss, policy="fp16").given == "target batch[1]"
+    with torch.no_grad():
+        model.second.bias[1] = math.nan
+    found = amp_graph.locate(model, (x, torch.zeros(5, 4)), nn.functional.mse_loss, policy="fp16")
+    assert found.given == "parameter second.bias"
+    assert "before the model was called" in found.text()
+
+
+def test_a_loss_that_is_not_finite_in_fp32_is_named_so():
+    def loss(out, y):
+        return (out - out).sum().log()  # not of the precision
+
+    model, batch = made("mlp", "")
+    found = amp_graph.locate(model, batch, loss, policy="fp16")
+    assert found.kind == "not finite in fp32"
+    assert "# not of the precision" in found.line
+    assert "# not of the precision" in found.fp32_line
+    assert "no precision and no scale will help" in found.fix[0]
+
+
+def test_an_infinity_that_a_mask_fills_in_is_no_fault():
+    class Masked(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.fc, self.rows = nn.Linear(8, 8), rows
+
+        def forward(self, x):
+            scores = self.fc(x)
+            mask = torch.zeros_like(scores, dtype=torch.bool)
+            mask[: self.rows, 2:] = True
+            mask[0, : 8 * self.rows - 8] = True
+            return torch.softmax(scores.masked_fill(mask, float("-inf")), -1)  # softmax
+
+    batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
+    assert not amp_graph.locate(Masked(1), batch, cross_entropy, policy="fp16")
+    whole = amp_graph.locate(Masked(2), batch, cross_entropy, policy="fp16")  # a row is masked wholly
+    assert whole.kind == "not finite in fp32"
+    assert whole.result == "nan"
+    assert "# softmax" in whole.line
+
+
+def test_a_weight_that_is_too_large_is_named_with_its_reader():
+    model, batch = made("mlp", "")
+    with torch.no_grad():
+        model.second.weight[0, 0] = 1e6
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
+    assert (found.cast_of, found.module, found.in_fp32) == ("second.weight", "second", 1e6)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def inner(self, x):
+        return (torch.relu(self.first(x)) + 1) * 1e5  # inside of a checkpoint
+
+    def forward(self, x):
+        return self.second(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))
+
+
+class Halved(Checkpointed):
+    def forward(self, x):
+        h = self.first(x).half()
+        h *= 3e4
+        h.mul_(10.0)  # of the code's own
+        return self.second(h.float())
+
+
+def test_the_body_of_a_checkpoint_is_run_node_by_node():
+    batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
+    found = amp_graph.locate(Checkpointed(), batch, cross_entropy, policy="fp16", try_fix=False)
+    assert "# inside of a checkpoint" in found.line
+
+
+def test_an_overflow_that_the_code_makes_itself_is_said_to_be_its_own():
+    batch = (torch.ones(3, 8), torch.zeros(3, dtype=torch.long))
+    found = amp_graph.locate(Halved(), batch, cross_entropy, policy="fp16")
+    assert (found.kind, found.operator) == ("overflow", "aten.mul_.Tensor")
+    assert "# of the code's own" in found.line
+    assert found.fix[0].startswith("the code itself casts to f16")
+    assert found.operands[0][2] < 65504, "before it was written"
+
+
+def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():
+    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), "fp16-O2")
+    with torch.no_grad():
+        model[0].weight.fill_(6e4)
+    found = amp_graph.locate(model, (torch.ones(3, 8), torch.zeros(3, dtype=torch.long)), cross_entropy)
+    assert (found.kind, found.module, found.policy) == ("overflow", "0", "fp16-O2")
+    assert model[0].weight.dtype == torch.float16
+
+
+def test_a_model_with_its_loss_inside_takes_a_dict():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, _ = made("mlp", "big")
+
+        def forward(self, x, labels):
+            return {"loss": cross_entropy(self.net(x), labels)}
+
+    x, y = made("mlp", "")[1]
+    found = amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16", try_fix=False)
+    assert "# planted" in found.line
+    assert found.module == "net.plant"
+    x[0, 0] = math.nan
+    assert amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16").given == "input batch[0]['x']"
+
+
+def test_code_that_is_no_graph_is_run_as_code():
+    class Printed(MLP):
+        def forward(self, x):
+            print(end="")
+            return super().forward(x)
+
+    found = amp_graph.locate(Printed("big"), made("mlp", "")[1], cross_entropy, policy="fp16", try_fix=False)
+    assert "# planted" in found.line
+    assert "it is not one graph" in found.how
+    assert found.module == "plant"
+
+
+# -- results and arguments ------------------------------------------------------------------------------------
+
+
+def test_a_result_is_text_and_json():
+    model, batch = made("mlp", "big")
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
+    read = json.loads(found.to_json())
+    assert read["found"] is True
+    assert read["line"] == found.line
+    assert str(found) == found.text()
+    assert "f16 ends at 65504" in found.text()
+    assert found.cause.endswith("in fp32, f16 ends at 65504")
+    assert read["cause"] == found.cause
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ({"model": "a model"}, CaptureError, "a str is not a model"),
+        ({"batch": ()}, CaptureError, "the batch has no tensor"),
+        ({"loss_fn": nn.CrossEntropyLoss}, CaptureError, "returns no loss"),
+        ({"scale": 0}, ScaleError, "scale=0"),
+        ({"scale": "large"}, ScaleError, "scale='large'"),
+        ({"loss_fn": lambda out, y: out}, CaptureError, "the loss is"),
+    ],
+)
+def test_bad_arguments_are_refused_with_a_fix(change, error, told):
+    model, batch = made("mlp", "")
+    given = {"model": model, "batch": batch, "loss_fn": cross_entropy, "policy": "fp16"} | change
+    with pytest.raises(error, match=told) as raised:
+        amp_graph.locate(given.pop("model"), given.pop("batch"), given.pop("loss_fn"), **given)
+    assert "fix:" in str(raised.value)

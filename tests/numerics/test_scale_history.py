@@ -1,0 +1,123 @@
+"""The history of a loss scale: what each step was scaled by, which were skipped, and its forms."""
+
+import copy
+import csv
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import amp_graph
+from amp_graph.errors import CaptureError
+from amp_graph.scaling.scale_records import ScaleRecords
+from tests.numerics.overflows import made
+
+
+def trained(steps, bad=(), **options):
+    """Train some steps, with infinite inputs in those that are in ``bad``."""
+    model, (x, y) = made("mlp", "")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scale = amp_graph.LossScale(2.0**8, growth_interval=3, **options)
+    step = amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", loss_scale=scale)
+    for i in range(1, steps + 1):
+        step(x * float("inf") if i in bad else x, y)
+    return step
+
+
+def test_each_step_has_the_scale_that_its_loss_was_multiplied_by():
+    step = trained(8, bad=(2, 3))
+    rows = amp_graph.scale_history(step).rows
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["skipped"] for row in rows] == [i in (2, 3) for i in range(1, 9)]
+    assert [row["scale"] for row in rows] == [256, 256, 128, 64, 64, 64, 128, 128]
+    assert {row["cause"] for row in rows} == {"", "a gradient was infinite or NaN"}
+    assert amp_graph.metrics(step)["skipped_of_last_100"] == 2
+
+
+def test_a_scaler_and_an_optimizer_have_a_history_too():
+    model, (x, y) = made("mlp", "")
+    scaler, optimizer = amp_graph.GradScaler(init_scale=4.0), torch.optim.SGD(model.parameters(), 0.01)
+    ours = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), 0.01), loss_scale="dynamic")
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    ours.backward(cross_entropy(model(x), y))
+    ours.step()
+    found = [(row["scale"], row["skipped"]) for row in amp_graph.scale_history(scaler)]
+    assert found == [(4, False), (4, True), (2, False)]
+    assert [row["scale"] for row in amp_graph.scale_history(ours)] == [2.0**16]
+
+
+def test_only_the_last_steps_are_kept_in_order():
+    records = ScaleRecords(most=4)
+    for i in range(10):
+        records.note((float(i), 0, 0, i // 2))
+    assert records.rows(5) == [(7, 6.0, False), (8, 7.0, True), (9, 8.0, False), (10, 9.0, True)]
+    assert records.skipped_before(2) == 4
+    records.explain(1, "too old")
+    records.explain(10, "known")
+    records.explain(9, "known as well")
+    assert set(records.causes) == {9, 10}
+    records.undo()
+    assert records.count == 9
+
+
+def test_a_ring_on_a_device_gives_the_rows_of_numbers():
+    ours, plain = ScaleRecords(most=4), ScaleRecords(most=4)
+    for i in range(11):
+        numbers = (float(i), 0, 0, i // 3)
+        tensors = (torch.tensor(float(i)), None, None, torch.tensor(i // 3, dtype=torch.int32))
+        ours.note(numbers if i < 2 else tensors)  # the first step of a TrainStep has no device yet
+        plain.note(numbers)
+        assert ours.rows((i + 1) // 3) == plain.rows((i + 1) // 3)
+        assert int(ours.skipped_before(3)) == plain.skipped_before(3)
+
+
+def test_a_step_that_raises_leaves_no_row():
+    step = trained(2)
+    with pytest.raises(Exception, match=r"shape|size|mat"):
+        step(torch.randn(5, 7), torch.zeros(5, dtype=torch.long))
+    assert len(amp_graph.scale_history(step)) == 2
+
+
+def test_copies_start_again():
+    step = trained(2)
+    for copied in (copy.deepcopy(step), pickle.loads(pickle.dumps(step.loss_scale))):
+        assert len(amp_graph.scale_history(copied)) == 0
+
+
+def test_a_pickle_without_records_loads():
+    scale = amp_graph.LossScale(4.0)
+    state = {name: value for name, value in scale.__getstate__().items() if name != "records"}
+    loaded = amp_graph.LossScale.__new__(amp_graph.LossScale)
+    loaded.__setstate__(state)
+    assert len(amp_graph.scale_history(loaded)) == 0
+
+
+def test_forms(tmp_path):
+    found = amp_graph.scale_history(trained(5, bad=(4,)))
+    read = list(csv.DictReader(io.StringIO(found.to_csv(tmp_path / "scale.csv"))))
+    assert [row["step"] for row in read] == ["1", "2", "3", "4", "5"]
+    assert read[3] == {"step": "4", "scale": "512.0", "skipped": "True", "cause": "a gradient was infinite or NaN"}
+    assert (tmp_path / "scale.csv").read_text() == found.to_csv()
+    assert json.loads(found.to_json(tmp_path / "scale.json"))["rows"] == [dict(row) for row in found.rows]
+    assert str(found).splitlines() == [
+        "loss scale: 5 steps, 1 of the last 5 skipped",
+        "        1  256",
+        "        4  512          skipped: a gradient was infinite or NaN",
+        "        5  256",
+    ]
+    with pytest.raises(OSError, match="missing"):
+        found.to_csv(tmp_path / "missing" / "scale.csv")
+
+
+@pytest.mark.parametrize("wrong", [3, torch.nn.Linear(2, 2), torch.amp.GradScaler("cpu")])
+def test_what_has_no_history_is_refused(wrong):
+    with pytest.raises(CaptureError, match=f"a {type(wrong).__name__} has none"):
+        amp_graph.scale_history(wrong)

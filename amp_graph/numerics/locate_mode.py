@@ -35,7 +35,8 @@ class Locator:
     """Watches a ``TrainStep``, or a converted model and its ``GradScaler``, and locates the causes of skipped steps.
 
     ``locator = amp_graph.Locator(step)``, or ``amp_graph.Locator(model, scaler)``, before the training; then
-    ``print(locator)``, ``locator.results``, ``amp_graph.scale_history(step)``. ``detach()`` ends it.
+    ``print(locator)``, ``locator.results``, ``amp_graph.scale_history(step)``. ``detach()`` ends it. target: a
+    ``TrainStep``, or a converted model. scaler: the model's ``amp_graph.GradScaler``.
 
     When a step was skipped, its forward and backward run again, checked (see ``locate``), with its batch, random state
     and scale; a skipped step has changed no parameter, so the result is that step's. In a loop of your own, the

@@ -434,13 +434,18 @@ def _accuracy(value: Any) -> str | float:
 
 
 def _skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the current names of the words of ``skip=``. Raises PolicyError for an unknown pass or group."""
+    """Return the current names of the words of ``skip=``, without those of passes that were deleted.
+
+    Raises PolicyError for an unknown pass or group.
+    """
     if not words:
         return ()
-    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_legal, is_pass, nearest  # loads every pass
+    # This import loads every pass.
+    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_deleted, is_legal, is_pass, nearest
 
-    found = tuple(current_word(word) for word in words)
-    for word, given in zip(found, words, strict=True):
+    left = [word for word in words if not is_deleted(current_word(word))]
+    found = tuple(map(current_word, left))
+    for word, given in zip(found, left, strict=True):
         if not is_legal(word):
             near = nearest(given[:LONGEST_NAME])
             raise PolicyError(

@@ -3,6 +3,8 @@
 Before: ``resnet50(scale)``. After: a ``Case``.
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from model_case import Case, classes, scaled, scores
@@ -156,3 +158,38 @@ def ghostnet(scale: float) -> Case:
     batch = scaled(8, scale)
     x, y = torch.randn(batch, 3, 128, 128), torch.randint(1000, (batch,))
     return Case(model, (x, y), classes, scores, images=True)
+
+
+class Vae(nn.Module):
+    """PyTorch-VAE's "vanilla VAE": five stages down to 2 x 2 pixels, five transposed convolutions with biases up."""
+
+    def __init__(self, widths: tuple[int, ...] = (32, 64, 128, 256, 512), codes: int = 128) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(_stage(nn.Conv2d(a, b, 3, 2, 1)) for a, b in pairwise((3, *widths))))
+        self.mean, self.log_variance = nn.Linear(4 * widths[-1], codes), nn.Linear(4 * widths[-1], codes)
+        self.first = nn.Linear(codes, 4 * widths[-1])
+        up = (*widths[::-1], widths[0])
+        self.decoder = nn.Sequential(*(_stage(nn.ConvTranspose2d(a, b, 3, 2, 1, 1)) for a, b in pairwise(up)))
+        self.last = nn.Sequential(nn.Conv2d(widths[0], 3, 3, padding=1), nn.Tanh())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images, and the mean and log variance of their codes."""
+        coded = self.encoder(x).flatten(1)
+        mean, log_variance = self.mean(coded), self.log_variance(coded)
+        code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.last(self.decoder(self.first(code).unflatten(1, (-1, 2, 2)))), mean, log_variance
+
+
+def _stage(convolution: nn.Module) -> nn.Sequential:
+    return nn.Sequential(convolution, nn.BatchNorm2d(convolution.out_channels), nn.LeakyReLU())
+
+
+def vae(scale: float) -> Case:
+    """A variational autoencoder of images of 64 px, in batches of 64."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        made, mean, log_variance = model(x)
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1).mean()
+        return F.mse_loss(made, x) + 0.00025 * divergence
+
+    return Case(Vae(), (torch.randn(scaled(64, scale), 3, 64, 64),), loss, lambda m, x: m(x)[0], images=True)

@@ -1,13 +1,15 @@
 """Models of libraries in which passes fire that the other models have no use for; the ablation measures them.
 
 A tied table beside a tanh GELU (GPT-2), pooled images (EfficientNet), products written as einsums (XLNet), experts
-(Mixtral), images of normalized groups (BiT), and sequences before batches (``nn.TransformerEncoder``).
+(Mixtral), images of normalized groups (BiT), sequences before batches (``nn.TransformerEncoder``), a frozen one behind
+prompts that train, attention as CompVis writes it, and transposed convolutions (a VAE).
 """
 
 from collections.abc import Callable
 
 import torch
-from model_case import Case, scaled
+from image_models import vae
+from model_case import Case, classes, scaled, scores
 from torch import Tensor, nn
 
 
@@ -61,6 +63,68 @@ def sequences_first(scale: float) -> Case:
     return Case(model, (x,), lambda m, x: m(x).square().mean(), lambda m, x: m(x))
 
 
+class Prompted(nn.Module):
+    """Visual prompt tuning: a frozen encoder that takes batches first, before which prompts train, and a head."""
+
+    def __init__(self, layers: int, width: int = 384) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 16, 16)
+        layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.requires_grad_(False)
+        self.prompts, self.head = nn.Parameter(torch.randn(1, 10, width) / 50), nn.Linear(width, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [batch, 1000] for images."""
+        patches = self.patch(x).flatten(2).transpose(1, 2)
+        return self.head(self.encoder(torch.cat([self.prompts.expand(len(x), -1, -1), patches], 1))[:, 0])
+
+
+def prompt_tuning(scale: float) -> Case:
+    """Prompts before a frozen ``nn.TransformerEncoder(batch_first=True)``: 6 layers of 384, 8 images of 224 px."""
+    batch = scaled(8, scale)
+    x, y = torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))
+    return Case(Prompted(scaled(6, scale)), (x, y), classes, scores, images=True)
+
+
+class EinsumAttention(nn.Module):
+    """Attention as CompVis' latent diffusion, and many a model after it, writes it: two Einstein sums."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.scale = heads, (width // heads) ** -0.5
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.to_out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, length, width] for ``x`` of that shape."""
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.to_q, self.to_k, self.to_v))
+        weights = (torch.einsum("b h i d, b h j d -> b h i j", q, k) * self.scale).softmax(-1)
+        return self.to_out(torch.einsum("b h i j, b h j d -> b h i d", weights, v).transpose(1, 2).flatten(2))
+
+
+class EinsumBlock(nn.Module):
+    """A transformer block around that attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = EinsumAttention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [batch, length, width]."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def einsum_attention(scale: float) -> Case:
+    """Such blocks as in the middle of a diffusion model: 6 layers of 320, 8 heads, 4 images of 16 x 16 pixels."""
+    blocks = nn.Sequential(*(EinsumBlock(320, 8) for _ in range(scaled(6, scale))))
+    x, noise = torch.randn(scaled(4, scale), 256, 320), torch.randn(scaled(4, scale), 256, 320)
+    return Case(blocks, (x, noise), lambda m, x, y: (m(x) - y).square().mean(), lambda m, x, _: m(x))
+
+
 def _language_model(model: nn.Module, words: int, shape: tuple[int, int]) -> Case:
     ids = torch.randint(0, words, shape)
     return Case(model, (ids,), lambda m, x: m(input_ids=x, labels=x).loss, lambda m, x: m(input_ids=x).logits)
@@ -89,4 +153,7 @@ LIBRARY: dict[str, Callable[[float], Case]] = {
     "efficientnet": efficientnet,
     "bit": bit,
     "sequences_first": sequences_first,
+    "prompt_tuning": prompt_tuning,
+    "einsum_attention": einsum_attention,
+    "vae": vae,
 }

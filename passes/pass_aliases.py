@@ -1,6 +1,6 @@
-"""Former names of passes and groups of passes, which policies may still use.
+"""Former names of passes and groups of passes, and names of deleted passes, which policies may still use.
 
-Before: ``skip=old_name``. After: ``skip=new_name``, which is what the policy holds and prints.
+Before: ``skip=old_name|deleted_name``. After: ``skip=new_name``, which is what the policy holds and prints.
 """
 
 from __future__ import annotations
@@ -51,3 +51,6 @@ ALIASES: dict[str, str] = {
     "widen_large": "upcast_into_huge_pages",
     "widen_products": "chunk_upcast_linears",
 }  # former name -> current name, both with underscores
+
+# Passes that were deleted, with underscores: a policy may still skip them, and there is nothing to skip.
+DELETED = frozenset({"accumulate_in_place"})

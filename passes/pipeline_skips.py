@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from amp_graph.passes.pass_aliases import ALIASES
+from amp_graph.passes.pass_aliases import ALIASES, DELETED
 from amp_graph.passes.pipeline_row import Stage
 from amp_graph.passes.pipeline_table import TABLE
 
@@ -34,6 +34,11 @@ def is_legal(word: str) -> bool:
     return word in SKIPPABLE or word in GROUPS
 
 
+def is_deleted(word: str) -> bool:
+    """Say whether ``word``, a name with underscores, is that of a pass that was deleted."""
+    return word in DELETED
+
+
 def is_pass(word: str) -> bool:
     """Say whether ``word``, a present name with underscores, names a pass of the table, optional or not."""
     return any(row.word == word for row in TABLE)
@@ -50,6 +55,8 @@ def passes_named(words: Iterable[str]) -> dict[str, str]:
     """Return the names of the passes that ``words`` skip, each with the word that names it."""
     found: dict[str, str] = {}
     for word in map(current_word, words):  # a pickled policy may hold former names
+        if is_deleted(word):
+            continue
         for name in GROUPS.get(word, (word.replace("_", "-"),)):
             found.setdefault(name, word)
     return found

@@ -51,7 +51,6 @@ from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
 from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient
 from amp_graph.passes.layout.sink_casts_into_concat import SinkCastsIntoConcat
-from amp_graph.passes.memory.accumulate_in_place import AccumulateInPlace
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
 from amp_graph.passes.memory.reuse_output_buffers import ReuseOutputBuffers
@@ -241,7 +240,5 @@ TABLE = checked((
         after=("fuse-addmm-bias",)),
     Row(LowerSmallGemm, BACKEND, ROUNDING_EQUAL, phases=INDUCTOR, devices=CPU, needs=OURS, after=("fuse-addmm-bias",)),
     Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
-    Row(AccumulateInPlace, MEMORY, approximate("a product is added before it is rounded: one rounding less"),
-        phases=STEP, needs=OURS),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
 ))  # fmt: skip

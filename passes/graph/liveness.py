@@ -30,7 +30,6 @@ class Lifetimes:
     roots: dict[Node, frozenset[Node]] = field(default_factory=dict)
     reads: dict[Node, list[int]] = field(default_factory=dict)
     writes: dict[Node, list[int]] = field(default_factory=dict)
-    joined: dict[Node, Node] = field(default_factory=dict)
 
     @staticmethod
     def of(gm: GraphModule) -> Lifetimes:
@@ -48,7 +47,7 @@ class Lifetimes:
 
     def memory(self, node: Node) -> frozenset[Node]:
         """Return the nodes that allocated the memory of ``node``."""
-        return frozenset(self._now(root) for root in self.roots[node])
+        return self.roots[node]
 
     def is_done_after(self, node: Node, place: Node, reader: Node) -> bool:
         """Say whether the graph allocated the memory of ``node``, and only ``reader`` reads it after ``place``."""
@@ -64,25 +63,6 @@ class Lifetimes:
     def memory_written_by(self, node: Node) -> frozenset[Node]:
         """Return the nodes that allocated the memory to which ``node`` writes."""
         return frozenset(m for source in _written(node) for m in self.memory(source))
-
-    def add(self, node: Node, like: Node) -> None:
-        """Add a new node with its own memory, which runs at the position of ``like``."""
-        self.order[node] = self.order[like]
-        self.roots[node] = frozenset((node,))
-        self.reads[node] = [self.order[like]]
-
-    def join(self, node: Node, into: Node, place: int) -> None:
-        """Record that ``node`` now uses the memory of ``into``, which is written at ``place``."""
-        (old,), (new,) = self.memory(node), self.memory(into)
-        self.writes[new] = sorted([*self.writes.get(new, ()), *self.writes.pop(old, ()), place])
-        if old is not new:
-            self.joined[old] = new
-            self.reads[new] = [*self.reads[new], *self.reads[old]]
-
-    def _now(self, root: Node) -> Node:
-        while root in self.joined:
-            root = self.joined[root]
-        return root
 
     def _of_all(self, nodes: Iterable[Node]) -> frozenset[Node]:
         return frozenset().union(*(self.roots[n] for n in nodes))

@@ -129,25 +129,6 @@ def looking_is_profitable(looked_at: int, spared: int) -> bool:
     return spared > 2 * looked_at + 200_000
 
 
-def accumulating_is_profitable(device: str, dtype: torch.dtype, in_place: bool) -> bool:
-    """Say whether a matmul that accumulates into a tensor beats a matmul and a sum.
-
-    ``in_place``: the tensor has no other use. Speedups on CPU with bf16 dot products: bf16 in place 0.98 (4096 x 768)
-    to 1.07 (1024 x 256), which also saves a tensor and a rounding; bf16 out of place 0.96 to 1.03; fp32 1.00 to 1.07 in
-    both cases. fp16 was not timed. CUDA, from documentation alone: the sum is part of the kernel (cuBLAS' ``beta``).
-    """
-    return device != "cpu" or dtype == torch.float32 or (dtype == torch.bfloat16 and in_place)
-
-
-def scattering_is_profitable(device: str, rows: int, table: int) -> bool:
-    """Say whether ``rows`` embedding gradients are added to a gradient of the whole ``table`` faster row by row.
-
-    Speedups on the CPU: 3.3 to 3.6 for 1,024 rows of GPT-2's and BERT's tables, 2.1 for 4,096 rows of a table of 1,000.
-    It also saves the memory of one table. On CUDA ``index_add_`` sums in an order that changes from run to run.
-    """
-    return device == "cpu" and rows <= 8 * table
-
-
 def widening_together_is_profitable(device: str) -> bool:
     """Say whether one call should upcast many gradients, instead of one call per gradient as soon as it is computed.
 
@@ -159,19 +140,6 @@ def widening_together_is_profitable(device: str) -> bool:
 def reducing_from_low_is_profitable(device: str) -> bool:
     """Say whether reductions to fp32 upcast their input in registers: on CUDA. On the CPU torch makes a copy."""
     return device == "cuda"
-
-
-# Elements below which one more call costs more than it saves.
-FEWEST_WIDENED = 1 << 16
-
-
-def widening_first_is_profitable(device: str, elements: int) -> bool:
-    """Say whether a sum of two precisions is faster as an upcast of the lower operand and an in-place addition.
-
-    On the CPU torch promotes mixed operands by a copy, and adds into a new tensor. Speedup: 1.1 to 1.6 from 65,536
-    elements on, 0.75 at 16,384. On CUDA operands are promoted in registers.
-    """
-    return device == "cpu" and elements >= FEWEST_WIDENED
 
 
 # Multiplications below which call overhead exceeds the time of the kernel.

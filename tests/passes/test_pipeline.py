@@ -86,7 +86,7 @@ copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepac
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: fuse-addmm-bias lower-weight-gradients lower-small-gemm make-weight-gradients-contiguous
-step: fuse-addmm-bias lower-weight-gradients accumulate-in-place logits-gradient-in-place
+step: fuse-addmm-bias lower-weight-gradients logits-gradient-in-place
 autocast's lists: identify-ops decompose-composites plan-precision insert-casts eliminate-casts share-casts
   fp32-norm-gradients""",
         )
@@ -304,6 +304,17 @@ def test_former_names_lead_to_present_ones():
     assert {*pass_aliases.ALIASES.values()} <= legal
     assert not {*pass_aliases.ALIASES} & legal
     assert passes_named(["fuse_gelu"]) == {"fuse-gelu": "fuse_gelu"}
+
+
+@pytest.mark.parametrize("word", sorted(pass_aliases.DELETED))
+def test_a_deleted_pass_may_be_skipped_as_before(word):
+    policy = Policy.parse(f"bf16,skip={word.replace('_', '-')}|fuse_gelu")
+    assert policy == Policy.parse("bf16,skip=fuse_gelu") == Policy(dtype="bf16", skip=(word, "fuse_gelu"))
+    assert Policy.parse(f"bf16,skip={word}") == Policy.parse("bf16")
+    assert passes_named([word]) == {}  # as a pickled policy has it
+    assert word not in {row.word for row in TABLE} | {*pass_aliases.ALIASES.values()} | {*GROUPS}
+    with pytest.raises(PolicyError, match="no such pass"):
+        Policy.parse(f"bf16,skip={word}|{word}x")
 
 
 def test_grades_say_their_bound():

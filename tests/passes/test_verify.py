@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_graph.passes.base import VerifyError
+from amp_graph.passes.base import Change, Pass, PassResult, VerifyError, Writes
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import value
@@ -12,6 +12,7 @@ from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.torch_compat.fake import make_fx
 from amp_graph.passes.verify import Contract, captured_outputs, verify
 from tests.passes.graphs import BF16
 
@@ -240,3 +241,32 @@ def test_what_was_checked_is_checked_again_where_it_changed(graph, break_it):
 def test_captured_outputs_are_those_of_the_capture(graph):
     assert captured_outputs(graph) == (torch.float32, torch.int64)
     assert all(IDENTITY in find(graph, n).meta for n in ("matmul", "dropout", "add_", "exp"))
+
+
+class _SumsInPlace(Pass):
+    """Replaces ``add`` with ``add_``, whatever it writes to."""
+
+    name = "sums-in-place"
+    writes = Writes.OWN
+
+    def run(self, gm):
+        (node,) = (n for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor)
+        node.target = torch.ops.aten.add_.Tensor
+        return PassResult(gm, (Change(self.name, "in place", node.name, "of a test"),))
+
+
+OWN = {
+    "a temporary": lambda x, y: x.sin() + y,
+    "a view of a temporary": lambda x, y: x.sin().view(8) + y.view(8),
+}
+NOT_OWN = {"an input": lambda x, y: x + y, "a view of an input": lambda x, y: x.view(8) + y.view(8)}
+
+
+@pytest.mark.parametrize("name", [*OWN, *NOT_OWN])
+def test_a_pass_may_write_to_memory_of_the_graph_and_not_to_that_of_the_caller(name):
+    gm = make_fx((OWN | NOT_OWN)[name], tracing_mode="fake")(X, X)
+    if name in OWN:
+        run_passes(gm, [_SumsInPlace()], checked=True)
+        return
+    with pytest.raises(VerifyError, match="writes"):
+        run_passes(gm, [_SumsInPlace()], checked=True)

@@ -31,7 +31,8 @@ def metrics(*sources: Any, grad_norm: Tensor | float | None = None) -> dict[str,
 
     ``loss_scale`` and ``skipped_steps``: of a source that scales losses. ``casts``: cast operations in the captured
     graphs; ``held_bytes``: weight copies, fp32 masters and recorded graphs that are held between steps; both added up
-    over the models. ``grad_norm``: the given one, which ``clip_grad_norm_`` returned.
+    over the models. ``grad_norm``: that of a TrainStep with ``clip_norm``, or the given one, which ``clip_grad_norm_``
+    returned.
 
     All that is on a device is copied to the host at once: call it once per logging interval. Raises CaptureError for
     a source without metrics.
@@ -75,6 +76,8 @@ def _of_step(step: TrainStep) -> Iterator[tuple[str, Value]]:
     yield "casts", sum(_casts(captured.rewritten) for captured in step.captured)
     copies = sum(t.numel() * t.element_size() for t in step.weight_copies())
     yield "held_bytes", copies + _bytes_of_masters(step.model)
+    if step.grad_norm is not None:
+        yield "grad_norm", step.grad_norm
     if step.loss_scale is not None:
         yield from _of_loss_scale(step.loss_scale)
 

@@ -129,7 +129,7 @@ def test_both_learn(script):
 
 
 SMALL = {
-    "imagenet": "--epochs 2 --steps 3 -b 8 --size 32 --norm group --dynamic-loss-scale --opt-level",
+    "imagenet": "--epochs 2 --steps 3 -b 8 --size 32 --norm group --lr 0.004 --dynamic-loss-scale --opt-level",
     "bert_classifier": f"--num_train_epochs 2 --max_steps 4 --train_batch_size 16 {' '.join(TINY_BERT)} --opt_level",
 }
 SAVES = {"imagenet": "--output-dir", "bert_classifier": "--output_dir"}

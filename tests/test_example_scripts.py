@@ -151,10 +151,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(script, name, level, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "near"), [("O0", 2e-5), ("O1", 5e-3), ("O2", 5e-3)])
+@pytest.mark.parametrize(("level", "near"), [("O0", 2e-5), ("O1", 2**-6), ("O2", 2**-6)])
 @pytest.mark.parametrize("name", SMALL)
 def test_two_processes_train_as_one_with_twice_the_batch(name, level, near, tmp_path):
-    """Within rounding; the batch statistics of batch norms are each process's own, so there are none."""
+    """Within rounding, of fp32 or bf16: at O1 one process is as far from O0.
+
+    The batch statistics of batch norms are each process's own, so there are none.
+    """
     words = [*SMALL[name].split(), level]
     if name == "bert_classifier":  # its batch is that of all processes
         one, two = [*words, "--dropout", "0"], [*words, "--dropout", "0"]

@@ -12,10 +12,9 @@ written (``eligibility`` has the reasons): who reads a gradient within a backwar
 from __future__ import annotations
 
 import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,9 @@ from amp_graph.passes.torch_compat.optimizers import let_steps_be_skipped
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import called_by_script, site_of_call
 from amp_graph.run.gradient_leaves import leaves_of, why_not_scaled
+
+if TYPE_CHECKING:
+    from amp_graph.run.own_scale import OwnScale
 
 References = dict[int, "weakref.ref[Tensor]"]
 
@@ -40,7 +42,7 @@ class LossScaling:
         """Watch from ``start()`` on."""
         self.why, self.skipped, self.is_on = "", 0, False
         self._stood_aside = stood_aside
-        self._scale: Any = None  # a LossScale; its module is imported when it is needed
+        self._scale: OwnScale | None = None  # once a model is in fp16
         self._scaled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models in fp16
         self._reached: References = {}  # leaves that a backward of the script has reached
         self._held: References = {}  # parameters of optimizers whose steps can be skipped
@@ -58,10 +60,9 @@ class LossScaling:
         trained = [p for p in module.parameters() if _is_in(self._reached, p)]
         return "" if trained and all(_is_in(self._held, p) for p in trained) else why.NO_STEP
 
-    def begin(self, module: torch.nn.Module) -> None:
+    def begin(self, module: torch.nn.Module, new_scale: Callable[[], OwnScale]) -> None:
         """Scale all losses from now on: ``module`` was converted to fp16."""
-        if self._scale is None:
-            self._scale = importlib.import_module("amp_graph.scaling.loss_scale").LossScale()
+        self._scale = self._scale or new_scale()
         self.is_on = True
         self._scaled.add(module)
 
@@ -77,26 +78,39 @@ class LossScaling:
         if self._scale is None:
             return []
         count = f"{self.skipped} optimizer step{'s' * (self.skipped != 1)} skipped"
-        return [f"fp16: losses scaled by {self._scale.values()[0]:g} at the end, {count}"]
+        return [f"fp16: losses scaled by {self._scale.value():g} at the end, {count}"]
 
     # -- backward -------------------------------------------------------------------------------------
 
     def backward(self, plain: Callable[..., None], tensors: Any, grad_tensors: Any, **how: Any) -> None:
         """Run ``plain``, which is ``torch.autograd.backward``, from scaled gradients if that is due."""
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        seeds = [grad_tensors] if isinstance(grad_tensors, Tensor) or grad_tensors is None else list(grad_tensors)
-        leaves, reason = leaves_of(roots, converted=self.is_on)
-        reason = reason or why_not_scaled(roots, seeds, how)
+        roots = [*tensors] if type(tensors) in (list, tuple) else [tensors]
+        seeds = [*grad_tensors] if type(grad_tensors) in (list, tuple) else [grad_tensors]
+        if grad_tensors is None:
+            seeds = [None] * len(roots)
+        try:
+            leaves, reason = leaves_of(roots, converted=self.is_on)
+            reason = reason or why_not_scaled(roots, seeds, how)
+        except Exception as error:  # whatever it is, the script must go on
+            leaves, reason = [], f"amp-graph run itself failed: {type(error).__name__}: {error}"
         if reason:
             self.stand_aside(f"{reason}, at {site_of_call()}")
-        if not self.is_on or not leaves:
+        if not self.is_on or self._scale is None or not leaves or not _can_begin(roots, seeds):
             plain(tensors, grad_tensors, **how)
             self._look_at(leaves)
             return
         _add(self._reached, leaves)
         parameters = (p for m in self._scaled for p in m.parameters() if p.requires_grad)
         leaves += [p for p in parameters if p.device == leaves[0].device]
-        self._scaled_backward(plain, roots, seeds, list({id(leaf): leaf for leaf in leaves}.values()), how)
+        leaves = list({id(leaf): leaf for leaf in leaves}.values())
+        self._enlarge(leaves, scale := self._scale.on(leaves[0].device))
+        given = [
+            (torch.ones_like(root) if seed is None else seed) * scale for root, seed in zip(roots, seeds, strict=True)
+        ]
+        try:
+            plain(roots, given, **how)
+        finally:
+            self._unscale(self._scale, roots, leaves)
 
     def _look_at(self, leaves: Sequence[Tensor]) -> None:
         """Take note of what a backward as written has reached."""
@@ -106,40 +120,26 @@ class LossScaling:
             self.stand_aside(why.SPARSE)
         _add(self._reached, leaves)
 
-    def _scaled_backward(
-        self, plain: Callable[..., None], roots: list[Tensor], seeds: list[Any], leaves: list[Tensor], how: Any
-    ) -> None:
-        scale = self._scale.to(leaves[0].device).scale
-        with torch.no_grad():
-            before = {id(leaf.grad): leaf.grad for leaf in leaves if leaf.grad is not None}
-            if before:
-                torch._foreach_mul_([*before.values()], scale)  # unscaled again below
-            seeds = [*seeds, *[None] * (len(roots) - len(seeds))]
-            given = [_seed(root, seed) * scale for root, seed in zip(roots, seeds, strict=True)]
-        try:
-            plain(roots, given, **how)
-        finally:
-            self._unscale(roots, leaves)
+    @torch.no_grad()
+    def _enlarge(self, leaves: Sequence[Tensor], scale: Tensor) -> None:
+        """Scale the gradients that are there already, to which scaled ones are added."""
+        before = {id(leaf.grad): leaf.grad for leaf in leaves if leaf.grad is not None}
+        if before:
+            torch._foreach_mul_([*before.values()], scale)
 
     @torch.no_grad()
-    def _unscale(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def _unscale(self, scale: OwnScale, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         kept = [leaf for leaf in leaves if leaf.grad is not None]
         if any(leaf.grad is not None and leaf.grad.layout != torch.strided for leaf in kept):
             for leaf in kept:
-                leaf.grad = leaf.grad * self._scale.inverse if leaf.grad is not None else None
+                leaf.grad = leaf.grad * scale.inverse() if leaf.grad is not None else None
             self.stand_aside(why.SPARSE)
             return
         grads = [*{id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None}.values()]
-        if not grads:
-            return
-        unscale = importlib.import_module("amp_graph.passes.loss_scaling.unscale").unscale
-        found_inf = unscale(grads, self._scale.scale)
-        lowest = bool(self._scale.scale <= 1)
-        self._scale.update(found_inf)
-        if not found_inf.item():
+        if not grads or not scale.unscale(grads):
             return
         _add(self._bad, [leaf for leaf in kept if leaf.grad is not None and not leaf.grad.isfinite().all()])
-        if lowest or not all(root.isfinite().all() for root in roots):
+        if scale.at_lowest or not all(root.isfinite().all() for root in roots):
             self.stand_aside(why.OVERFLOWS)
 
     def _forget_dropped(self) -> None:
@@ -175,7 +175,12 @@ class LossScaling:
             _replaced(torch.amp.GradScaler, "scale", lambda plain: self._refused(plain, why.OWN_SCALER, _is_enabled)),
             let_steps_be_skipped(self.skips),
         ]
-        return lambda: [end() for end in ends] and None
+
+        def end_all() -> None:
+            for end in ends:
+                end()
+
+        return end_all
 
     def _backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -211,8 +216,12 @@ def _is_enabled(scaler: Any) -> bool:
     return bool(scaler.is_enabled())
 
 
-def _seed(root: Tensor, given: Tensor | None) -> Tensor:
-    return torch.ones_like(root) if given is None else given
+def _can_begin(roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> bool:
+    """Return whether torch can start a backward there; else it raises the error that says why not."""
+    if len(roots) != len(seeds):
+        return False
+    pairs = zip(roots, seeds, strict=True)
+    return all(root.numel() == 1 if seed is None else seed.shape == root.shape for root, seed in pairs)
 
 
 def _add(known: References, tensors: Iterable[Tensor]) -> None:

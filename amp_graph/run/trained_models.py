@@ -239,7 +239,7 @@ class TrainedModels:
             model.state, model.converted, model.reason = State.CONVERTED, made, ""
             if why.needs_scale(self.options.policy) and not model.in_autocast:
                 model.is_scaled = True
-                self.scaling.begin(module)
+                self.scaling.begin(module, conversions.OwnScale)
             made.changed = self.times.captured
             self._take_parts({id(part) for part in made.modules()} - {id(why.inner_of(module))})
 

@@ -70,11 +70,12 @@ def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -
 
         return maybe_step
 
-    torch.optim.Optimizer.profile_hook_step = staticmethod(profile_hook_step)  # type: ignore[method-assign]
+    optimizers: Any = torch.optim.Optimizer
+    optimizers.profile_hook_step = staticmethod(profile_hook_step)
 
     def end() -> None:
         live[0] = False
-        torch.optim.Optimizer.profile_hook_step = staticmethod(plain)  # type: ignore[method-assign]
+        optimizers.profile_hook_step = staticmethod(plain)
 
     return end
 

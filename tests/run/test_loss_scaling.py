@@ -272,6 +272,33 @@ def test_a_model_that_overflows_in_fp16_becomes_fp32_again(watch):
     assert models.scaling.skipped == 1
 
 
+WRONG = {
+    "a second time": lambda out: ((out.sum() * 1e-3).backward(), out.sum().backward()),
+    "no scalar": lambda out: out.backward(),
+    "a wrong shape": lambda out: out.backward(torch.ones(3)),
+    "no graph": lambda out: out.detach().sum().backward(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_torch_refuses_is_refused_with_its_words_and_gradients_stay_unscaled(name, watch):
+    def failing(model):
+        optimizer = made(model)
+        for x, y in batches(3):
+            ordinary(optimizer, (model(x) - y).square().mean())
+        with pytest.raises(RuntimeError) as caught:
+            WRONG[name](model(batches(1)[0][0]))
+        return str(caught.value), [p.grad for p in model.parameters()]
+
+    expected, grads = failing(net())
+    models, model = watch(), net()
+    found, others = failing(model)
+    assert conversion_of(model) is not None, lines(models)
+    assert found == expected
+    norms = [(one.norm(), two.norm()) for one, two in zip(grads, others, strict=True)]
+    assert all(one / 4 <= two <= 4 * one for one, two in norms), "a failed backward may have added a part"
+
+
 def test_a_dry_run_says_what_fp16_would_convert(watch):
     models, model = watch(dry_run=True), net()
     optimizer = made(model)

@@ -35,7 +35,7 @@ class OwnScale:
 
     def inverse(self) -> Tensor:
         """Return 1 / scale."""
-        return self._state.inverse
+        return self._state.inverse()
 
     def value(self) -> float:
         """Return the scale as a number."""

@@ -220,7 +220,15 @@ def without_optimizer(model, optimizer, x, y):
         p.grad = None
 
 
+def with_sparse(model, optimizer, x, y):
+    table = nn.Embedding(8, 4, sparse=True)
+    table.weight.data.zero_()
+    ordinary(optimizer, (model(x) + table(torch.arange(16) % 8) - y).square().mean())
+    assert table.weight.grad.to_dense().abs().max() < 10, "unscaled"
+
+
 REFUSED = {
+    "sparse": (with_sparse, eligibility.SPARSE),
     "closure": (with_closure, eligibility.CLOSURE),
     "hook": (with_hook, eligibility.HOOKS),
     "parameter hook": (with_parameter_hook, eligibility.HOOKS),

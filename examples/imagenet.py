@@ -35,7 +35,7 @@ def read_options(words: Sequence[str] | None) -> argparse.Namespace:
     add("--size", type=int, help="pixels of a side: 32 for digits, else 224")
     add("--epochs", type=int, default=3)
     add("--steps", type=int, help="steps of an epoch, where it is to be shorter")
-    add("--lr", type=float, default=0.05, help="for 32 images; in proportion for others")
+    add("--lr", type=float, default=0.01, help="for 32 images; in proportion for others")
     add("--momentum", type=float, default=0.9)
     add("--weight-decay", type=float, default=1e-4)
     add("--norm", choices=("batch", "group"), default="batch", help="group: the same for any number of processes")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "examples"
+SCRIPTS = ("imagenet", "bert_classifier")  # whole scripts with options: tests/test_example_scripts.py
 
 
 def load(name):
@@ -73,9 +74,10 @@ def test_all_examples_are_tested():
         "torch_compile_backend",
         "scale_a_joint_graph",
         "ask_the_graph",
+        *SCRIPTS,
     }
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
 def test_examples_are_short(path):
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(path.read_text().splitlines()) <= (170 if path.stem in SCRIPTS else 60)

@@ -6,15 +6,18 @@ this callback, which converts the model while it trains.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert, revert
-from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
+from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import HELD_LOW, Policy
 from amp_graph.report.metrics import metrics
 
@@ -36,6 +39,8 @@ class AmpGraphCallback(TrainerCallback):
     is refused. fp16 needs a scaler, which the Trainer must know before it trains: ``AmpGraphCallback("fp16").add_to(
     trainer)``. That puts the callback before those that report, too, so that TensorBoard and others get the metrics;
     of a callback that was given as ``callbacks=[...]`` they reach ``state.log_history`` and the callbacks after it.
+    With ``widen=true``, ``add_to`` converts the model before the Trainer loads a checkpoint, whose fp32 values would
+    be rounded to the dtypes that the model came in: a resumed run then equals the uninterrupted one.
     """
 
     def __init__(self, policy: Policy | str | None = None, *, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -51,11 +56,35 @@ class AmpGraphCallback(TrainerCallback):
             self.scaler = give_scaler(trainer.accelerator, self.scaler)
             self._ready = True
         trainer.callback_handler.callbacks.insert(0, self)
+        if self.policy.widen:
+            self._convert_before_checkpoints(trainer)
         return self
 
+    def _convert_before_checkpoints(self, trainer: Any) -> None:
+        load = trainer._load_from_checkpoint  # transformers 5.0 - 5.23
+
+        @functools.wraps(load)
+        def load_into_fp32(*args: Any, **given: Any) -> Any:
+            self._convert(trainer.model, trainer.args)
+            return load(*args, **given)
+
+        trainer._load_from_checkpoint = load_into_fp32
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Convert the model, or say what keeps it from being converted."""
+        """Convert the model, unless it was converted before a checkpoint was loaded."""
         model = given["model"]
+        if self.policy.widen and state.global_step and conversion_of(model) is None and trained_halves(model):
+            warnings.warn(
+                f"amp_graph: resumed at step {state.global_step}: the Trainer has rounded the checkpoint to the dtypes "
+                f"that {type(model).__name__} came in, before widen=true took effect\n"
+                f"  fix:   AmpGraphCallback('{self.policy}').add_to(trainer), in place of callbacks=[...]",
+                AmpGraphWarning,
+                stacklevel=2,
+            )
+        self._convert(model, args)
+
+    def _convert(self, model: Any, args: Any) -> None:
+        """Convert the model, unless it is; or say what keeps it from being converted."""
         self._refuse_autocast(args)
         if self._needs_scaler(args.device.type) and not self._ready:
             raise PolicyError(

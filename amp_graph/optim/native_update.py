@@ -63,8 +63,12 @@ class OnePass:
         inverse: Tensor | None,
         clip_norm: float | None,
         clip_value: float | None,
+        norm_into: Tensor | None = None,
     ) -> Tensor | None:
-        """Update all groups; return ``found_inf``. Without a loss scale, it and ``inverse`` are None."""
+        """Update all groups; return ``found_inf``. Without a loss scale, it and ``inverse`` are None.
+
+        norm_into: 0-d, gets the norm of the unscaled gradients where ``clip_norm`` is given.
+        """
         found_inf, clip = None, None
         if inverse is not None or clip_norm is not None:
             grads = [grad for group in given for grad in group.grads]
@@ -72,6 +76,8 @@ class OnePass:
             if clip_norm is not None:
                 total = norm if inverse is None else norm * inverse
                 clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+                if norm_into is not None:
+                    norm_into.copy_(total)
             found_inf = None if inverse is None else found_inf
         for update, group, lr, rule in zip(updates, given, rates, self.rules, strict=True):
             options = {**options_of(update), **({} if clip_value is None else {"clip_value": clip_value})}

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from amp_graph.errors import CaptureError
-from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises
+from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises, updated_master
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.policy import HALVES
 
@@ -68,10 +68,10 @@ def narrow_parameters(model: Module, before: Mapping[str, torch.dtype]) -> None:
 
 
 def widen_states(optimizer: Optimizer) -> None:
-    """Make half-precision state of widened parameters fp32."""
+    """Make half-precision state of widened parameters fp32, where the optimizer updates fp32: not at O3."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if hasattr(parameter, WIDENED):
+            if hasattr(parameter, WIDENED) and (parameter.dtype not in HALVES or updated_master(parameter) is not None):
                 state = optimizer.state.get(parameter, {})
                 state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in HALVES})
 

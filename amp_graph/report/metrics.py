@@ -31,8 +31,8 @@ def metrics(*sources: Any, grad_norm: Tensor | float | None = None) -> dict[str,
 
     The keys: ``loss_scale``, ``skipped_steps`` and, from the first step on, ``skipped_of_last_100`` of a source that
     scales losses; ``casts``, cast operations in the captured graphs, and ``held_bytes``, weight copies, fp32 masters
-    and recorded graphs that are held between steps, in bytes, both added up over the models; ``grad_norm``, if it is
-    given.
+    and recorded graphs that are held between steps, in bytes, both added up over the models; ``grad_norm`` of a
+    ``TrainStep`` with ``clip_norm``, before it clips, or the given one.
 
     sources: converted models, steps, scalers, loss scales, mixed-precision optimizers; None is left out.
     grad_norm: what ``clip_grad_norm_`` returned, a number or a 0-d tensor.
@@ -80,6 +80,8 @@ def _of_step(step: TrainStep) -> Iterator[tuple[str, Value]]:
     yield "casts", sum(_casts(captured.rewritten) for captured in step.captured)
     copies = sum(t.numel() * t.element_size() for t in step.weight_copies())
     yield "held_bytes", copies + _bytes_of_masters(step.model)
+    if step.grad_norm is not None:
+        yield "grad_norm", step.grad_norm
     if step.loss_scale is not None:
         yield from _of_loss_scale(step.loss_scale)
 

@@ -40,6 +40,15 @@ def site_of_call() -> str:
     return other
 
 
+def called_by_script() -> bool:
+    """Return whether the nearest caller outside of torch and of this room is the script, or a library that it uses."""
+    for frame in _frames():
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "torch":
+            return package != "amp_graph"
+    return False
+
+
 def _relative(file: str) -> str:
     try:
         found = os.path.relpath(file)

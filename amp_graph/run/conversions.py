@@ -18,6 +18,7 @@ from amp_graph.report.model_report import Report, report
 from amp_graph.run.as_written import keep_as_written
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
+from amp_graph.run.own_scale import OwnScale as OwnScale
 
 
 class Converted:

@@ -19,6 +19,19 @@ FROZEN = "frozen: none of its parameters requires gradients"
 NO_GRADIENTS = "only called without gradients"
 CHECKPOINTED = "called by torch.utils.checkpoint, whose recomputation must repeat the forward as it was"
 
+NO_STEP = (
+    "in fp16 a step with infinite gradients must be skipped, and no optimizer.step() without a closure was seen that "
+    "updates all its trained parameters"
+)
+CLOSURE = "in fp16 a step with infinite gradients must be skipped, and optimizer.step(closure) computes them itself"
+HOOKS = "in fp16 gradients are scaled within a backward, and a hook of the script would see them"
+FUNCTION = "in fp16 gradients are scaled within a backward, which may not be right for a custom autograd function"
+AUTOGRAD_GRAD = "torch.autograd.grad, whose gradients are not those that an optimizer would skip"
+OWN_SCALER = "the script has a GradScaler of its own; --replace-autocast leaves the scale to it, under fp16 autocast"
+SPARSE = "it has sparse gradients, which are not scaled"
+OVERFLOWS = "it overflows in fp16: its loss was infinite, or its gradients were at a scale of 1"
+RANKS = "in fp16 over several processes, these would have to agree on a scale: amp_graph.GradScaler does"
+
 
 def inner_of(module: torch.nn.Module) -> torch.nn.Module:
     """Return the model in a wrapper for several processes or devices; else ``module``."""
@@ -62,12 +75,25 @@ def _no_dtype(module: torch.nn.Module, policy: Policy) -> str:
     return ""
 
 
-def why_without_scale(policy: Policy) -> str:
-    """Return why the present call cannot be in fp16; "" if the script scales its loss, or computes in bf16.
+def needs_scale(policy: Policy) -> bool:
+    """Return whether losses are scaled under ``policy``."""
+    return policy.dtype == "fp16" and policy.level != "O0"
 
-    Scripts scale their loss for their own fp16 autocast.
-    """
-    if policy.dtype != "fp16" or policy.level == "O0":
-        return ""
-    scales = any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in ("cpu", "cuda"))
-    return "" if scales else "not called under fp16 autocast, so the script may not scale its loss; bf16 needs no scale"
+
+def script_scales() -> bool:
+    """Return whether the present call is under fp16 autocast: scripts scale their loss for that."""
+    devices = ("cpu", "cuda")
+    return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
+
+
+def why_not_scaled(module: torch.nn.Module) -> str:
+    """Return what about ``module`` keeps its gradients from being scaled; "" if nothing does."""
+    if module is not inner_of(module) or _are_several():
+        return RANKS
+    hooked = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
+    return HOOKS if hooked else ""
+
+
+def _are_several() -> bool:
+    ranks = torch.distributed
+    return bool(ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1)

@@ -38,7 +38,7 @@ def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -
     else:
         yield f"nothing was converted{_why_nothing(models, left)}"
     yield from _few(Counter(f"  not converted: {_named(m)}: {m.why_not_converted()}" for m in left))
-    yield from (f"  {line}" for line in (*workers.lines(), *models.times.lines()))
+    yield from (f"  {line}" for line in (*workers.lines(), *models.scaling.lines(), *models.times.lines()))
     yield from _few(Counter({f"  note: {_on_one_line(text)}": n for text, n in notes.items()}))
 
 

@@ -50,7 +50,7 @@ class RunOptions:
     ) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
         return RunOptions(
-            _policy(policy, replace_autocast),
+            _policy(policy),
             compile,
             _pattern(only),
             dry_run,
@@ -60,7 +60,7 @@ class RunOptions:
         )
 
 
-def _policy(given: str | None, replaces: bool) -> Policy:
+def _policy(given: str | None) -> Policy:
     text = given if given is not None else os.environ.get(VARIABLE) or None
     where = "" if given is not None or text is None else f" (from {VARIABLE})"
     try:
@@ -73,12 +73,6 @@ def _policy(given: str | None, replaces: bool) -> Policy:
         raise RunError(
             f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script holds\n"
             f"  legal: level O1, which keeps parameters in fp32\n  fix:   {EXAMPLE}"
-        )
-    if policy.dtype == "fp16" and policy.level != "O0" and not replaces:
-        raise RunError(
-            f"run: policy {text!r}{where}: fp16 gradients need a loss scale, and the script has none that is known\n"
-            "  legal: bf16, which needs none; fp16 with --replace-autocast, for scripts with torch.autocast and a "
-            f"GradScaler\n  fix:   {EXAMPLE}"
         )
     return policy
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 
 from amp_graph.lists.errors import TAKERS
+from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import is_first_rank, report_lines, write_reports
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
@@ -26,6 +27,8 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     models = TrainedModels(options, StepTimes(options.measure), lambda text: notes.update([text]))
     workers, process = Workers(), os.getpid()
     hear(models)
+    if needs_scale(options.policy):
+        models.scaling.start()
     failure: BaseException | None = None
     try:
         execute(target, arguments)

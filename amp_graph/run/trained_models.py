@@ -19,6 +19,7 @@ import torch
 from amp_graph.passes.torch_compat.dispatch import being_traced, has_modes, in_transform, is_autocast_on
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import is_checkpointed_call, owner_of_call, site_of_call
+from amp_graph.run.loss_scaling import LossScaling
 from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
 
@@ -49,6 +50,7 @@ class Model:
     reason: str = ""
     is_trained: bool = False
     saw_gradients: bool = False  # called with gradients enabled
+    is_scaled: bool = False  # in fp16, with a scale of ours
     in_autocast: bool = False  # its present call is under the script's torch.autocast
     calls: int = 0
     hooks: list[Any] = field(default_factory=list)
@@ -80,6 +82,7 @@ class TrainedModels:
     def __init__(self, options: RunOptions, times: StepTimes, note: Callable[[str], None]) -> None:
         """Know no model yet."""
         self.options, self.times, self.note = options, times, note
+        self.scaling = LossScaling(self._give_up_fp16)
         self.seen: list[Model] = []
         self._by_id: dict[int, tuple[Model, weakref.ref[torch.nn.Module]]] = {}
         self._off = False
@@ -166,10 +169,32 @@ class TrainedModels:
             model.saw_gradients, model.site = True, site_of_call()
         if model.in_autocast and not self.options.replace_autocast:
             model.leave(why.OWN_AUTOCAST)
-        elif reason := why.why_without_scale(self.options.policy):
-            model.leave(reason)
+        elif reason := self._why_without_scale(model):
+            self._wait(model, reason)
         elif model.is_trained and self.times.may_convert(model.calls):
             self._convert(model)
+
+    def _why_without_scale(self, model: Model) -> str:
+        """Return why the loss of a trained model cannot be scaled, as fp16 needs it; "" if it can, or by the script."""
+        if not why.needs_scale(self.options.policy) or (model.in_autocast and why.script_scales()):
+            return ""
+        module = model.ref()
+        return self.scaling.why_not(module) if model.is_trained and module is not None else ""
+
+    def _wait(self, model: Model, reason: str) -> None:
+        """Leave a model for good, or until an optimizer has made a step."""
+        if reason == why.NO_STEP:
+            model.reason = reason
+        else:
+            model.leave(reason)
+
+    def _give_up_fp16(self, reason: str) -> None:
+        """Revert the models whose losses were scaled, as that cannot go on."""
+        for model in self.seen:
+            if model.converted is not None and model.is_scaled:
+                importlib.import_module("amp_graph.run.conversions").undo(model.converted)
+                model.converted = None
+                model.leave(f"{reason}; in fp16 until then")
 
     def _is_to_be_watched(self, model: Model) -> bool:
         looks = model.calls <= LOOKED_AT or model.calls % 16 == 0
@@ -211,7 +236,10 @@ class TrainedModels:
         if isinstance(made, str):
             model.leave(made)
         else:
-            model.state, model.converted = State.CONVERTED, made
+            model.state, model.converted, model.reason = State.CONVERTED, made, ""
+            if why.needs_scale(self.options.policy) and not model.in_autocast:
+                model.is_scaled = True
+                self.scaling.begin(module, conversions.OwnScale)
             made.changed = self.times.captured
             self._take_parts({id(part) for part in made.modules()} - {id(why.inner_of(module))})
 

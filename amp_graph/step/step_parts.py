@@ -65,6 +65,7 @@ class StepParts:
     absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step only
     absent_names: Mapping[int, str] = field(default_factory=dict)
     by_data: bool = False  # whether the captured graph has data-dependent sizes
+    norm: Tensor | None = None  # gets the norm of the gradients where they are clipped by it
 
     def tensor_of(self, i: int) -> Any:
         """Return the tensor of number ``i``."""
@@ -143,7 +144,7 @@ class StepParts:
         states = [update.states for update in self.updates]
         scale = self.scale.state if self.scale is not None else ()
         made = [laid_out(upcast(grads[i]), targets[i], ()) for i in self.own()]
-        now = AtUpdate(targets, made, scale, self.learning_rates, states, lows)
+        now = AtUpdate(targets, made, scale, self.learning_rates, states, lows, self.norm)
         found_inf = None
         if self.accumulators:
             now.grads = self._added_up(self.accumulators, now.grads)

@@ -126,7 +126,7 @@ class _Appended:
         return [
             *([] if options.pointwise else [UpcastGradients()]),
             *([CheckFiniteAndUnscale()] if scaled else []),
-            *([ClipGradients(*clips)] if any(limit is not None for limit in clips) else []),
+            *([ClipGradients(*clips, self._norm())] if any(limit is not None for limit in clips) else []),
             UpdateParameters(self._groups()),
         ]
 
@@ -136,7 +136,12 @@ class _Appended:
         assert options.one_pass is not None, "only called with a one-pass update"
         first = {name: lows.pop(0) for name, lows in copies.items()}
         how = (options.one_pass, tuple(self.parts.updates), self._groups(), first)
-        return [UpdateInOnePass(*how, options.clip_norm, options.clip_value)]
+        return [UpdateInOnePass(*how, options.clip_norm, options.clip_value, self._norm())]
+
+    def _norm(self) -> StateInput | None:
+        """Return the input that gets the norm of the gradients."""
+        norm = self.parts.norm
+        return None if norm is None else self._input("gradient_norm", norm, "norm of the gradients")
 
     def _groups(self) -> tuple[GroupInputs, ...]:
         """Return the inputs of each parameter group."""

@@ -38,6 +38,7 @@ class StepState:
     pending: dict[int, Tensor] = field(default_factory=dict)  # parameters with a gradient sum, between micro-batches
     rates: dict[int, Tensor] = field(default_factory=dict)
     read: dict[int, float] = field(default_factory=dict)  # the values last written to ``rates``
+    norm: Tensor | None = None  # of the last update's gradients before they were clipped; 0-d fp32
 
     def __post_init__(self) -> None:
         """Subscribe to weight writes that version counters do not show."""
@@ -73,6 +74,12 @@ class StepState:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         made = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         return self.rates.setdefault(id(group), made)
+
+    def norm_on(self, device: torch.device) -> Tensor:
+        """Return the tensor that gets the norm of the gradients; NaN before the first update."""
+        if self.norm is None or self.norm.device != device:
+            self.norm = torch.full((), torch.nan, device=device)
+        return self.norm
 
     def read_rates(self, groups: list[dict[str, Any]]) -> None:
         """Copy changed learning rates of the groups into their tensors."""

@@ -50,6 +50,7 @@ class AtUpdate:
     rates: Sequence[Tensor]  # learning rates, one per group
     states: Sequence[Sequence[Sequence[Tensor]]]  # by group, kind and parameter
     lows: dict[int, list[Tensor]]  # low-precision tensors to round from each target
+    norm: Tensor | None = None  # gets the norm of the gradients where they are clipped by it
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class StepUpdate:
         if any(given is not None for given in (self.scale, options.clip_norm, options.clip_value)):
             now.grads[:] = _each_its_own(now.grads)
         found_inf = None if self.scale is None else unscale(now.grads, now.scale[0])
-        clip_(now.grads, options.clip_norm, options.clip_value)
+        clip_(now.grads, options.clip_norm, options.clip_value, now.norm)
         self._update(now, found_inf)
         if self.scale is not None:
             OPS.update_loss_scale_(*now.scale, found_inf, *self.scale.options())

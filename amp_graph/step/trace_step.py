@@ -188,7 +188,8 @@ class StepBuilder:
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
         run, by_data = captured.computed(), captured.depends_on_data()
-        parts = StepParts(run, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data)
+        norm = None if self.clip_norm is None or not parameters else state.norm_on(parameters[0].device)
+        parts = StepParts(run, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data, norm)
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:

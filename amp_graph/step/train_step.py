@@ -348,6 +348,14 @@ class TrainStep:
         ready = self.loss_scale is not None and self.loss_scale.ready
         return self.loss_scale.state[3] if ready and self.loss_scale is not None else torch.tensor(0)
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last update's unscaled gradients before they were clipped to ``clip_norm``: 0-d fp32.
+
+        On the device, and written by every update; None before the first one and without ``clip_norm``.
+        """
+        return self._state.norm
+
     def state_dict(self) -> dict[str, Any]:
         """Return the step's own state, besides model and optimizer: that of the loss scale."""
         return {"loss_scale": self.loss_scale.state_dict() if self.loss_scale is not None else None}

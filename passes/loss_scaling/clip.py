@@ -14,18 +14,20 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
-from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import UPDATES, joint_of, record_done, refuse_behind
 from amp_graph.passes.loss_scaling.unscale import own_gradients
 
 
-def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None) -> None:
-    """Clip ``grads`` in place, by their norm first; None leaves one of both out."""
+def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into: Tensor | None = None) -> None:
+    """Clip ``grads`` in place, by their norm first; None leaves one of both out. into: 0-d, gets the norm as it was."""
     grads = list(grads)
     if norm is not None:
         norms = torch._foreach_norm(grads, 2.0)
         total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+        if into is not None:
+            into.copy_(total)
     if value is not None:
         torch._foreach_clamp_min_(grads, -value)
         torch._foreach_clamp_max_(grads, value)
@@ -35,15 +37,19 @@ def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None) -> N
 class ClipGradients(Pass):
     """Clips the gradients of a joint graph in place. norm: of all together; value: of each element; None: not at all.
 
+    into: an input, 0-d, that gets their norm before it is clipped.
+
     Law: as ``clip_grad_norm_``, then ``clip_grad_value_``. Exactness: bit-exact.
     """
 
     norm: float | None = None
     value: float | None = None
+    into: StateInput | None = None
 
     name: ClassVar[str] = "clip-gradients"
     required: ClassVar[bool] = True
     writes: ClassVar[Writes] = Writes.APPENDED
+    adds_inputs: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append the clipping."""
@@ -60,6 +66,7 @@ class ClipGradients(Pass):
         if not limits or not joint.gradients:
             return PassResult(gm)
         grads = own_gradients(gm)
-        append(gm, clip_, grads, self.norm, self.value)
+        into = add_inputs(gm, [self.into])[0] if self.into is not None else None
+        append(gm, clip_, grads, self.norm, self.value, into)
         record_done(gm, self.name)
         return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))

@@ -5,6 +5,7 @@ Each states the versions of torch that it was checked on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,35 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     step: Any = kind.step
     found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return found
+
+
+def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -> Callable[[], None]:
+    """Leave out each ``optimizer.step()``, hooks included, of which ``skips(optimizer, has_closure)``; return the end.
+
+    Of classes of which no optimizer was made before: torch/optim/optimizer.py wraps ``step`` by this name then; 2.11 to
+    2.13.
+    """
+    plain = torch.optim.Optimizer.profile_hook_step
+    live = [True]
+
+    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        hooked = plain(step)
+
+        @functools.wraps(step)
+        def maybe_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            closure = args[0] if args else kwargs.get("closure")
+            return None if live[0] and skips(self, closure is not None) else hooked(self, *args, **kwargs)
+
+        return maybe_step
+
+    optimizers: Any = torch.optim.Optimizer
+    optimizers.profile_hook_step = staticmethod(profile_hook_step)
+
+    def end() -> None:
+        live[0] = False
+        optimizers.profile_hook_step = staticmethod(plain)
+
+    return end
 
 
 def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.errors import PolicyError
+from amp_graph.errors import AmpGraphWarning, PolicyError
 from tests.integrations import training
 
 pytestmark = pytest.mark.needs("transformers", "accelerate")
@@ -114,6 +114,36 @@ def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
     if policy == "fp16":
         assert first.scaler.state_dict() == second.scaler.state_dict()
         assert second.scaler.get_scale() == 2.0**12, "it grew before and after"
+
+
+@pytest.mark.parametrize("policy", ["bf16,widen=true", "bf16-O2,widen=true", "fp16-O2,widen=true"])
+def test_a_model_that_comes_in_bf16_resumes_exactly(policy, tmp_path):
+    def run(folder, resumed=None):
+        model, given = gpt2(torch.bfloat16), callback(policy, scaler=growing() if "fp16" in policy else None)
+        one = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=4, max_steps=8)
+        given.add_to(one)
+        one.train(resume_from_checkpoint=resumed)
+        assert conversion_of(model) is None
+        saved = sorted((tmp_path / folder / "checkpoint-8").glob("*.safetensors"))
+        return model, load_file(saved[0]), torch.load(tmp_path / folder / "checkpoint-8" / "optimizer.pt")["state"]
+
+    from safetensors.torch import load_file
+
+    whole, saved, state = run("whole")
+    again, found, theirs = run("again", str(tmp_path / "whole" / "checkpoint-4"))
+    assert {t.dtype for t in saved.values()} == {torch.float32}
+    training.assert_same(found, saved)
+    training.assert_same(training.weights(again), training.weights(whole))
+    assert all(torch.equal(theirs[i][k], v) for i, kinds in state.items() for k, v in kinds.items())
+
+
+def test_a_checkpoint_that_the_trainer_rounded_is_warned_of(tmp_path):
+    first = trainer(gpt2(torch.bfloat16), tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    callback("bf16,widen=true").add_to(first)
+    first.train()
+    second = trainer(gpt2(torch.bfloat16), tmp_path, None, callback("bf16,widen=true"), max_steps=4)
+    with pytest.warns(AmpGraphWarning, match=r"resumed at step 2.*rounded the checkpoint(?s:.*)fix:.*add_to"):
+        second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def growing():

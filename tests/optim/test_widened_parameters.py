@@ -81,6 +81,32 @@ def test_a_step_as_one_graph_widens_too():
     assert all(torch.equal(found.state_dict()[name], value) for name, value in expected.state_dict().items())
 
 
+@pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "bf16-O3"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_resumed_run_equals_the_uninterrupted_one(policy, first):
+    """Of checkpoints that are loaded after the conversion, in either order, into an optimizer built before it."""
+
+    def start(steps, loaded=()):
+        model = net()
+        optimizer = adamw(model)
+        amp_graph.convert(model, f"{policy},widen=true")
+        for one, state in loaded:
+            (model if one == "model" else optimizer).load_state_dict(copy.deepcopy(state))
+        for i in steps:
+            model(batch(i)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+    saved, state = start(range(3))
+    order = [("model", saved), ("optimizer", state)]
+    found, theirs = start(range(3, 6), order if first == "model" else order[::-1])
+    expected, states = start(range(6))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for i, kinds in states["state"].items():
+        assert all(torch.equal(theirs["state"][i][name], value) for name, value in kinds.items())
+
+
 def test_frozen_halves_stay_beside_trained_fp32_ones():
     model = torch.nn.Sequential(net().requires_grad_(False), torch.nn.Linear(4, 2))
     reference = copy.deepcopy(model).double()

@@ -13,7 +13,7 @@ BAD = {
     "no such module on top": (["-m", "no_such_package"], "there is no such module"),
     "a package without main": (["-m", "xml"], "it is a package without a __main__ module"),
     "an unknown policy": (["--policy", "bf17", "started.py"], "bf17"),
-    "fp16": (["--policy", "fp16", "started.py"], "legal: bf16, which needs none"),
+    "fp16-O2": (["--policy", "fp16-O2", "started.py"], "legal: level O1"),
     "O2": (["--policy", "bf16-O2", "started.py"], "legal: level O1"),
     "a list that is not there": (["--policy", "bf16,lists=none.toml", "started.py"], "none.toml"),
     "no directory": (["--report", "none/report.html", "started.py"], "there is no directory"),

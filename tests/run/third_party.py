@@ -79,7 +79,7 @@ class Ran:
     seconds: float
 
 
-def run(script: Script, how: str, path: Path, work: Path, site: Path) -> Ran:
+def run(script: Script, how: str, path: Path, work: Path, site: Path, policy: str = "bf16") -> Ran:
     """Run ``script`` in a fresh folder: ``how`` is "fp32", "autocast" or "amp-graph"."""
     here = work / re.sub(r"\W+", "-", f"{script.name} {how}") / "here"
     here.mkdir(parents=True)
@@ -91,7 +91,7 @@ def run(script: Script, how: str, path: Path, work: Path, site: Path) -> Ran:
     if how == "autocast":
         words = [str(here.parent / "autocast.py"), *words]
     elif how == "amp-graph":
-        words = ["-m", "amp_graph", "run", "--policy", "bf16", *words]
+        words = ["-m", "amp_graph", "run", "--policy", policy, *words]
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "AMP_GRAPH_MACHINE": "default"}
     begin = time.perf_counter()
     found = subprocess.run([sys.executable, *words], cwd=here, env=env, capture_output=True, text=True, timeout=900)
@@ -136,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--examples", type=Path, help="a checkout of github.com/pytorch/examples")
     parser.add_argument("--work", type=Path, default=Path("/tmp/amp_graph_third_party"), help="where all is kept")
+    parser.add_argument("--policy", default="bf16", help="of amp-graph run; autocast runs in bf16 in any case")
     parser.add_argument("--only", default="", help="scripts whose name has this in it")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -152,7 +153,8 @@ def main() -> int:
             print(f"{script.name:36} left out: --examples DIR")
             continue
         path = roots[script.source] / script.path
-        found = {how: run(script, how, path, runs, args.work / "site") for how in ("fp32", "autocast", "amp-graph")}
+        where = (path, runs, args.work / "site", args.policy)
+        found = {how: run(script, how, *where) for how in ("fp32", "autocast", "amp-graph")}
         plain, cast, ours = found.values()
         last = [f"{one.losses[-1]:9.4f}" if one.losses else f"{'-':>9}" for one in found.values()]
         far = distance(plain.losses, cast.losses), distance(plain.losses, ours.losses)

@@ -1,0 +1,1 @@
+"""What the two training scripts share, their data and models; mixed precision is in ``levels`` alone."""

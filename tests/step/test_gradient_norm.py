@@ -1,0 +1,66 @@
+"""``TrainStep.grad_norm`` is what ``clip_grad_norm_`` returns in the loop by hand, however the step updates."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp_graph
+from tests.step.test_train_step import batches, build
+
+WAYS = {
+    "in torch's kernels": {"update": "torch"},
+    "in one pass": {"update": "one_pass"},
+    "with a scale": {"policy": "fp16", "update": "torch"},
+    "with a scale, in one pass": {"policy": "fp16", "update": "one_pass"},
+    "micro-batches": {"micro_batches": 2},
+    "by norm and value": {"clip_value": 0.01},
+    "not traced": {"sizes": True},
+    "behind the graph": {"optimizer": torch.optim.RMSprop},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_that_of_the_loop_by_hand(way):
+    options = dict(WAYS[way])
+    policy, kind, sizes = (
+        options.pop(k, d) for k, d in (("policy", "bf16"), ("optimizer", torch.optim.SGD), ("sizes", False))
+    )
+    given = [b for n in range(4 if sizes else 1) for b in batches(2, (8 + 2 * n, 6))]
+    model, optimizer = build(optimizer=kind)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, clip_norm=0.1, **options)
+    assert step.grad_norm is None
+    other, theirs = build(optimizer=kind)
+    amp_graph.convert(other, policy)
+    scaler, parts = amp_graph.GradScaler("cpu", enabled=policy == "fp16"), options.get("micro_batches", 1)
+    for x, y in given:
+        theirs.zero_grad()
+        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            scaler.scale(F.cross_entropy(other(one), target) / parts).backward()
+        scaler.unscale_(theirs)
+        norm = nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+        if "clip_value" in options:
+            nn.utils.clip_grad_value_(other.parameters(), 0.01)
+        scaler.step(theirs)
+        scaler.update()
+        step(x, y)
+        assert step.grad_norm.shape == ()
+        assert step.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        assert amp_graph.metrics(step)["grad_norm"] == step.grad_norm.item()
+
+
+def test_an_infinite_gradient_has_an_infinite_norm():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", clip_norm=1.0)
+    x, y = next(batches(1))
+    step(x * 1e38, y)
+    assert not torch.isfinite(step.grad_norm)
+    assert step.skipped_steps == 1
+
+
+def test_without_clipping_there_is_none():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", clip_value=1.0)
+    step(*next(batches(1)))
+    assert step.grad_norm is None
+    assert "grad_norm" not in amp_graph.metrics(step)

@@ -122,7 +122,8 @@ def main(words: Sequence[str] | None = None) -> list[Training]:
         check_dali(args.data)
     if args.compare_levels and args.resume:
         raise SystemExit("--compare-levels trains every level from the start\n  fix:   leave --resume out")
-    torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    if args.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
     images, processes = load_images(args.data, args.size, args.seed), Processes.start()
     if args.loader == "dali":
         images = DaliImages(images.train, images.held, images.classes, args.data, args.size)

@@ -41,7 +41,7 @@ def test_the_planted_line_is_named_at_first_try(name, kind, direction, scale):
     assert found, found.text()
     assert (found.kind, found.direction, found.dtype, found.result) == ("overflow", direction, "f16", "inf")
     assert "# planted" in found.line, found.text()
-    assert found.line.partition(":")[0].endswith("planted.py")
+    assert found.line.partition(":")[0].endswith("overflows.py")
     assert found.module.endswith(("plant", "intermediate_act_fn"))
     assert 65504 < found.in_fp32 < math.inf
     assert all(math.isfinite(size) for _, _, size in found.operands)

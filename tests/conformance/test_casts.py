@@ -127,7 +127,7 @@ def activations(casts):
     return casts.forward_activation + casts.backward_gradient
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LARGE)
 def test_casts_of_activations_as_exact_as_autocast(name):
     ours, _ = step(LARGE[name], "bf16")
@@ -135,7 +135,7 @@ def test_casts_of_activations_as_exact_as_autocast(name):
     assert activations(ours) <= 0.10 * activations(theirs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", DEEP)
 def test_casts_of_activations_of_small_models(name):
     """Where calls cost more than memory, norms are torch's, and so are the casts around them."""
@@ -152,7 +152,7 @@ def test_casts_of_activations_where_fast(name):
     assert activations(ours) <= 0.25 * activations(theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DEEP)
 def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     ours, _ = step(DEEP[name], "bf16")
@@ -160,7 +160,7 @@ def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
     assert ours.weight <= theirs.weight
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", DEEP)
 def test_a_second_micro_batch_casts_no_weight(name):
     ours, _ = step(DEEP[name], "bf16", updated=False)
@@ -171,7 +171,7 @@ def test_a_second_micro_batch_casts_no_weight(name):
     assert ours.total < theirs.total
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WIDE)
 def test_saved_activations_where_fast(name):
     _, ours = step(WIDE[name], "bf16,accuracy=fast")

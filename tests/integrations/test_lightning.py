@@ -277,7 +277,7 @@ def test_metrics_reach_tensorboard_once_per_interval(tmp_path):
     events = EventAccumulator(logger.log_dir)
     events.Reload()
     names = {tag.removeprefix("amp_graph/") for tag in events.Tags()["scalars"] if tag.startswith("amp_graph/")}
-    assert names == {"loss_scale", "skipped_steps", "casts", "held_bytes", "grad_norm"}
+    assert names == {"loss_scale", "skipped_steps", "skipped_of_last_100", "casts", "held_bytes", "grad_norm"}
     assert [e.step for e in events.Scalars("amp_graph/loss_scale")] == [3, 6]
 
 

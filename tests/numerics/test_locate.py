@@ -31,7 +31,7 @@ def same(one, other):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("kind", "direction", "scale"), [("big", "forward", SCALE), ("loud", "backward", 2.0**14)])
 def test_the_planted_line_is_named_at_first_try(name, kind, direction, scale):
@@ -63,7 +63,7 @@ def test_nothing_is_found_where_nothing_is_planted(name):
     assert same(state_of(model), before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["big", "loud"])
 def test_the_suggested_policy_was_tried_and_trains(kind):
     model, batch = made("mlp", kind)

@@ -139,6 +139,7 @@ class Gaps(nn.Module):
         return self.last(x @ self.weight)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("compile", ["eager", INDUCTOR])
 @pytest.mark.parametrize("name", KINDS)

@@ -102,7 +102,7 @@ def autocast_saves(name):
     return saved_bytes(forward, model, weight_copies=False)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("policy", "most"), [("bf16", 0.85), ("bf16,recompute=all", 0.75), ("bf16,accuracy=fast", 0.60)]
@@ -174,7 +174,7 @@ def test_a_step_graph_leaves_the_same_bits_and_computes_again_inside(name, polic
     assert more > fewer
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_model_saves_as_little_as_without(reentrant):
     """What is computed again inside of a checkpoint is held by nobody outside of it."""

@@ -117,6 +117,7 @@ def is_taken_by_layers(anyhow):
     return keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_without_gradients_all_layers_are_one_call_and_those_of_a_gru_one_each(kind):
     wanted = amp_graph.convert(built(kind), "bf16").eval()
@@ -160,6 +161,7 @@ def test_inductor_compiles_them(kind):
         assert (a - b).norm() <= 1e-2 * b.norm() + 1e-6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_a_compiled_training_step(kind, anyhow):
     found = []

@@ -129,3 +129,11 @@ def _modules_are_called_by_torch():
     yield
     left, torch.nn.Module.__call__ = torch.nn.Module.__call__, TORCHS_CALL
     assert left is TORCHS_CALL, "the test left a replaced torch.nn.Module.__call__"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Go back to one thread: Lightning sets as many as there are cores, and the bits of sums then differ by load."""
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)

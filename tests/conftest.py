@@ -133,7 +133,7 @@ def _modules_are_called_by_torch():
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Go back to one thread: Lightning sets as many as there are cores, and the bits of sums then differ by load."""
+    """Go back to one thread: Lightning's DDP leaves as many as there are cores, for all later tests of the process."""
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)

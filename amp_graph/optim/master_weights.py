@@ -207,28 +207,29 @@ def master_of(parameter: Tensor) -> Tensor | None:
         return None
     if master.version == UNKNOWN:
         _set_master(parameter, master.full)
-    elif parameter._version != master.version:  # the user wrote the parameter: its value counts
-        follow(parameter)
-    elif master.memory is None or not master.memory.is_of(parameter):  # ``p.data = ...``, which bumps no counter
-        _follow_move(parameter, master)
-    elif master.mark is None or master.mark is not watch_of(parameter).mark:  # ``p.data.mul_``, maybe
-        _follow_move(parameter, master)
+    elif (
+        parameter._version != master.version  # the user wrote the parameter
+        or master.memory is None
+        or not master.memory.is_of(parameter)  # ``p.data = ...``, which bumps no counter
+        or master.mark is None
+        or master.mark is not watch_of(parameter).mark  # ``p.data.mul_``, maybe
+    ):
+        _follow_changed(parameter, master)
     return master.full
 
 
 def follow(parameter: Tensor) -> None:
-    """Copy the current value of ``parameter`` into its master, if it has one."""
+    """Update the master of ``parameter``, if it has one, whatever the counters say."""
     master: Master | None = getattr(parameter, MASTER, None)
     if master is not None and master.full is not None:
-        with torch.no_grad():
-            master.full.copy_(parameter)
-        _note_equal(parameter, master)
+        _follow_changed(parameter, master)
 
 
-def _follow_move(parameter: Tensor, master: Master) -> None:
-    """Update the master of a parameter with new memory: moved by ``model.to``, or set by ``vector_to_parameters``.
+def _follow_changed(parameter: Tensor, master: Master) -> None:
+    """Update the master of a parameter that was written, moved by ``model.to``, or set by ``vector_to_parameters``.
 
-    Elements equal to the rounded master were only moved: they keep the master's bits.
+    Elements equal to the rounded master have not changed: they keep the master's bits. DDP, for one, writes the values
+    that it broadcasts over those that are there.
     """
     full = master.full
     assert full is not None, "only called with a master"

@@ -642,3 +642,33 @@ def test_what_o2_refuses():
     with pytest.raises(CaptureError, match="buckets"):
         amp_graph.convert(wrapped, "bf16-O2")
     assert set(dtypes(wrapped).values()) == {F32}
+
+
+def written_again(model):
+    """As DDP does with what it broadcasts."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.clone())
+
+
+@pytest.mark.parametrize("write", [written_again, lambda model: amp_graph.memory.drop_weight_copies(model)])
+def test_masters_keep_their_bits_where_a_write_changes_nothing(write):
+    model, optimizer = build()
+    amp_graph.convert(model, "bf16-O2")
+    train(model, optimizer, batches(3))
+    before = {name: master_of(p).clone() for name, p in model.named_parameters() if master_of(p) is not None}
+    assert any(not torch.equal(full, full.bfloat16().float()) for full in before.values()), "some bits are the masters'"
+    write(model)
+    assert all(torch.equal(master_of(p), before[name]) for name, p in model.named_parameters() if name in before)
+
+
+def test_a_write_to_one_element_changes_its_master_alone():
+    model, optimizer = build()
+    amp_graph.convert(model, "bf16-O2")
+    train(model, optimizer, batches(3))
+    weight = model.first.weight
+    expected = master_of(weight).clone()
+    with torch.no_grad():
+        weight[0, 0] = 3.0
+    expected[0, 0] = 3.0
+    assert torch.equal(master_of(weight), expected)

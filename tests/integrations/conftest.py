@@ -1,6 +1,7 @@
 """Tests with the real packages, run by ``make test-integrations``; here only ours is strict about warnings."""
 
 import importlib.util
+import os
 
 import pytest
 
@@ -21,3 +22,12 @@ def _needs(request):
         for name in mark.args:
             if importlib.util.find_spec(name) is None:
                 pytest.skip(f"{name} is missing; fix: pip install 'amp-graph[integrations]'")
+
+
+@pytest.fixture(autouse=True)
+def _same_environment():
+    """Undo what Lightning's DDP leaves: LOCAL_RANK, with which later trainings of transformers use DDP as well."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -116,20 +116,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
         assert second.scaler.get_scale() == 2.0**12, "it grew before and after"
 
 
-NOW_AND_THEN = pytest.mark.xfail(
-    strict=False, reason="at O2 the resumed weights differ in their last places in one of about ten runs of all tests"
-)
+@pytest.mark.parametrize("ranks", [0, 1])
+@pytest.mark.parametrize("policy", ["bf16,widen=true", "bf16-O2,widen=true", "fp16-O2,widen=true"])
+def test_a_model_that_comes_in_bf16_resumes_exactly(policy, ranks, tmp_path, monkeypatch, request):
+    if ranks:  # as under torchrun: DDP writes the values that it broadcasts over those that were loaded
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        request.addfinalizer(torch.distributed.destroy_process_group)
 
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "bf16,widen=true",
-        pytest.param("bf16-O2,widen=true", marks=NOW_AND_THEN),
-        pytest.param("fp16-O2,widen=true", marks=NOW_AND_THEN),
-    ],
-)
-def test_a_model_that_comes_in_bf16_resumes_exactly(policy, tmp_path):
     def run(folder, resumed=None):
         model, given = gpt2(torch.bfloat16), callback(policy, scaler=growing() if "fp16" in policy else None)
         one = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=4, max_steps=8)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from amp_graph.report.report_text import aligned
+from amp_graph.passes.graph.graph_text import aligned
 
 
 def write_lines(lines: Iterable[tuple[str, str]], out: TextIO) -> None:

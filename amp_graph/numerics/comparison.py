@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.native.atomic_files import write_atomically
 
 SCHEMA, VERSION = "amp_graph.comparison", 1
@@ -94,15 +95,13 @@ class Comparison:
         """Return a table of the ``most`` worst layers."""
         rows = self.rows()
         lines = [[*COLUMNS.values()], *([_cell(row[name]) for name in COLUMNS] for row in rows[:most])]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         scale = f", gradients with a loss scale of {self.loss_scale:g}" if self.loss_scale != 1.0 else ""
         head = (
             f"{self.model}, policy {self.policy}: relative errors against {self.reference}, over {self.batches} batches"
         )
         scale += f"\ntorch.autocast fails: {self.autocast_failed}" if self.autocast_failed else ""
         left = [f"and {len(rows) - most} more layers"] if len(rows) > most else []
-        return "\n".join([head + scale, "", *table, *left])
+        return "\n".join([head + scale, "", *aligned(lines), *left])
 
 
 def _row(layer: str, found: list[Operation]) -> dict[str, Any]:

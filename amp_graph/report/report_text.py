@@ -246,16 +246,6 @@ def _names(ops: tuple[str, ...]) -> str:
     return shown[0] if len(shown) == 1 else f"{shown[0]}, {len(shown) - 1} more"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns; the last column is not padded."""
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return lines
-
-
 def size_text(size: int) -> str:
     """``4.1 MiB`` for a number of bytes."""
     amount = float(size)

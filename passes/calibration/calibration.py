@@ -17,6 +17,7 @@ from amp_graph.passes.calibration.calibration_file import NodeRange, from_json, 
 from amp_graph.passes.calibration.errors import CalibrationError
 from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.calibration.ranges import LIMITS, Peak, Range
+from amp_graph.passes.graph.graph_text import aligned
 
 LARGEST_SCALE = 2.0**24  # a loss scale's default ceiling
 COLUMNS = ("operation", "max", "min normal", "overflow", "underflow", "max gradient", "loss scale", "depth")
@@ -116,13 +117,11 @@ class Calibration:
         """Return a table of the ``most`` largest values, and the operations that stay full in ``dtype``."""
         rows = self.rows(dtype)
         lines = [COLUMNS, *([_cell(row[name]) for name in COLUMNS] for row in rows[:most])]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         advised = self.loss_scale(dtype)
         said = f"{self.model}: {len(rows)} operations over {self.batches} batches, against {dtype}"
         scale = f"loss scale {advised.scale:g}, with which {advised.underflow:.2%} of nonzero gradients become 0"
         kept = [f"stays full: {name}: {why}" for name, why in self.out_of_range(dtype).items()]
-        return "\n".join([said, scale if self.gradients else "no gradients were measured", *kept, "", *table])
+        return "\n".join([said, scale if self.gradients else "no gradients were measured", *kept, "", *aligned(lines)])
 
 
 def _known(dtype: str) -> str:

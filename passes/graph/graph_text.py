@@ -1,10 +1,11 @@
-"""A stable text form of a graph: the same graph gives the same text in every run.
+"""A stable text form of a graph: the same graph gives the same text in every run; and lines with aligned columns.
 
 ``%3: bf16[2,4] = linear(%1, %2)  # layer1.fc``
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,3 +103,13 @@ def _show(leaf: Any) -> str:
     if isinstance(leaf, torch.dtype):
         return SHORT.get(leaf, str(leaf))
     return repr(leaf) if not callable(leaf) else getattr(leaf, "__name__", type(leaf).__name__)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns; the last column is not padded."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return lines

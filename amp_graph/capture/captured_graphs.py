@@ -16,10 +16,8 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_line
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.dynamo_backend import Compile, Runner, lower, with_sums_in_fp32
+from amp_graph.capture.dynamo_backend import Compile, lower, with_sums_in_fp32
 from amp_graph.capture.gradient_underflow import UnderflowWatch
-from amp_graph.capture.graph_break_autocast import without_autocast
-from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.missing_kernels import tell_of_missing_kernels
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
@@ -28,6 +26,8 @@ from amp_graph.capture.run_as_captured import or_as_captured, plain_runner, sett
 from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
+from amp_graph.graph_breaks.escaped_code import EscapedCode
+from amp_graph.graph_breaks.run_under_autocast import without_autocast
 from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
 from amp_graph.passes.autocast_regions.user_casts import conversions
 from amp_graph.passes.base import PassError, VerifyError
@@ -41,6 +41,7 @@ from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.dtype_reads import has_raised
 from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
 from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
 from amp_graph.passes.torch_compat.storage import bytes_of

@@ -11,32 +11,28 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import inspect
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.fx import GraphModule
 
-from amp_graph.capture.capture_fixes import fix_of, with_place
 from amp_graph.capture.capture_log import CaptureLog
-from amp_graph.capture.captured_graphs import Captured, CapturedGraphs, break_of
+from amp_graph.capture.capture_runners import OWN, CaptureRunners
+from amp_graph.capture.captured_graphs import Captured, CapturedGraphs
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.dynamo_backend import Compile, Runner
-from amp_graph.capture.graph_break_autocast import AsksDtypes, Escaping, InPieces, NotWhole, WholeOnly
-from amp_graph.capture.graph_break_policy import EscapedCode, FailsUnderAutocast
+from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.capture.graph_limits import GraphLimits
+from amp_graph.capture.missed_code import MissedCode
 from amp_graph.capture.new_objects import forget_new_objects, watch_new_objects
-from amp_graph.capture.recapture_limits import MOST, NoGraph, Variants
-from amp_graph.capture.recapture_reasons import called
-from amp_graph.capture.sparse_operands import with_sparse_in_full
+from amp_graph.capture.recapture_limits import MOST, NoGraph
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.graph_breaks.escaped_code import EscapedCode, FailsUnderAutocast
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.precision.measure_sensitivity import Measured
@@ -49,24 +45,19 @@ from amp_graph.passes.torch_compat.dispatch import (
     jit_trace,
     mode_without_capture,
 )
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
-from amp_graph.passes.torch_compat.dynamo_entries import CALLS, FRAMES, CompiledFrames, Entry, Find
+from amp_graph.passes.torch_compat.dynamo_entries import CALLS, FRAMES, Entry
 from amp_graph.passes.torch_compat.dynamo_frames import (
     dynamo_listens,
     outside_dynamo,
-    own_code_object,
-    weakly,
 )
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
-from amp_graph.passes.torch_compat.fake import plain_forward, refused_under_fx, wait_for_traces_of_others
-from amp_graph.passes.torch_compat.modules import is_sharded
+from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import HELD_LOW, Policy
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 CONVERSION = "_amp_graph"  # the attribute that marks a converted model
-OWN = "amp_graph_forward"  # the name of the function that is captured
 # After these numbers of calls without any graph, capture is tried again: the cause may be gone.
 TRIED_AGAIN = frozenset(8**n for n in range(20))
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
@@ -102,10 +93,14 @@ class Conversion:
         self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
+        seen = (self.escaped, self.log, self.said)
+        self.missed = MissedCode(self.model, self.forward, self.captured, *seen)
         self._misses = 0  # calls in which no graph ran
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
+        own = (self.policy, self.compile, self.dynamic, self.captured, self.escaped, self.limits, self.log, self.said)
+        self.runners = CaptureRunners(self.model, self._wide, *own)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
 
     @property
@@ -126,11 +121,11 @@ class Conversion:
     @property
     def escaped_runs(self) -> str:
         """How code between graphs runs ("in fp32", "under torch.autocast(...)"); "" if there is no such code."""
-        return self.escaped.how if self._is_in_pieces() or self.log.breaks else ""
+        return self.escaped.how if self.runners.is_in_pieces() or self.log.breaks else ""
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
-        self._run = self._capturing()
+        self.runners.start()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
         watch_new_objects(self.model, str(self.policy))
@@ -227,7 +222,7 @@ class Conversion:
         if limits.has_pauses() and limits.passes():
             return self.escaped.run(self._wide, args, kwargs)
         try:
-            found = self._find({"args": args, "kwargs": kwargs, "forward": self._wide})
+            found = self.runners.find({"args": args, "kwargs": kwargs, "forward": self._wide})
         except RuntimeError as error:  # guards read strides; strided nested tensors have none
             self.said.complain(
                 f"called with an input that Dynamo's guards cannot check: it ran {self.escaped.how}",
@@ -240,7 +235,7 @@ class Conversion:
             if not limits.has_none(stopped):
                 raise
         except FailsUnderAutocast:
-            self._run = self._capturing()
+            self.runners.start()
             return self._call(args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
@@ -251,8 +246,8 @@ class Conversion:
                 if captured.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if captured.runs == before:  # Dynamo skips a frame for good after its trace raised
-                self._run = self._escaping() if self._whole is not None else self._capturing()
+            if captured.runs == before:
+                self.runners.start_after_error()
             raise
         else:
             return self._ran(result, args, kwargs, before, alone)
@@ -265,19 +260,19 @@ class Conversion:
         if captured.runs == before:
             self._nothing_ran()
         elif self.log.events:
-            self._look_for_what_escaped()
+            self.missed.report_parts()
         elif captured.runs_left_alone - alone == captured.runs - before == 1:
             self._leave_alone(args, kwargs)
-        elif self._frames is not None and not self.limits.has_pauses():
-            self._ready = self._frames.settled()  # nothing is left to report of calls like this one
+        elif (frames := self.runners.frames) is not None and not self.limits.has_pauses():
+            self._ready = frames.settled()  # nothing is left to report of calls like this one
         return result
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""
         if self.compile != "eager":
-            return self._run(*args, **kwargs)
+            return self.runners.run(*args, **kwargs)
         with parameters_as_inputs():
-            return self._run(*args, **kwargs)
+            return self.runners.run(*args, **kwargs)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one uncaptured from now on: its graph is all fp32."""
@@ -286,116 +281,19 @@ class Conversion:
         left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
         self.said.left_alone(left.gm, left.dtype)
 
-    def _look_for_what_escaped(self) -> None:
-        """Report the parameters that no captured graph has read, if a part of the forward was not captured."""
-        self.log.events = 0
-        unread = self.captured.unread()
-        if unread:
-            few = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
-            self.said.complain(
-                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); the "
-                f"code that reads them ran {self.escaped.how}",
-                self._causes(),
-                warned=not self.escaped.is_cast,
-            )
-
     def _nothing_ran(self) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
-        how = self.escaped.how if self._is_in_pieces() else "in fp32"
+        how = self.escaped.how if self.runners.is_in_pieces() else "in fp32"
         self._misses += 1
         if self._misses in TRIED_AGAIN:  # Dynamo skips a frame for good, even if the cause is gone
-            self._run = self._capturing()
-        causes = with_place(self._causes() or "no tensor operations", called(inspect.unwrap(self.forward)).where)
-        self.said.complain(f"nothing was captured, so this call ran {how}", causes, fix=fix_of(causes))
-
-    def _causes(self) -> str:
-        """Return in one line why capture was incomplete."""
-        sharded = [name for name, part in self.model.named_modules() if name and is_sharded(part)]
-        if sharded:
-            return (
-                f"the hooks of {len(sharded)} sharded modules ({sharded[0]}, ...) cannot be captured; convert each one "
-                "before sharding it: fully_shard(amp_graph.convert(part))"
-            )
-        return self.log.causes()
+            self.runners.start()
+        self.missed.report_call(how)
 
     @property
     def __code__(self) -> types.CodeType:
         """The code of the model's own forward: torch.export reads it before it calls."""
         return self.forward.__code__
-
-    # -- capture --------------------------------------------------------------------------------------
-
-    def _capturing(self) -> Runner:
-        self._find: Find = _find_nothing
-        self._ready = None
-        self._frames: CompiledFrames | None = None
-        self._whole: WholeOnly | None = None
-        self.escaped.look_again()
-        if self.policy.level == "O0":
-            return self.forward
-        forward = self._wide
-
-        def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
-        own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
-        if self.compile in ("eager", "inductor"):
-            self._frames = CompiledFrames(own)
-            self._find = self._frames.find
-        self.limits.whole.forget()  # Dynamo dropped those
-        if not self.escaped.is_cast:
-            return self._captured_by(own, self.captured.take, self.log, self.limits.whole)
-        self._whole = WholeOnly(own.__code__)
-        self._own = own
-        self._as_whole = self._captured_by(own, self._take_whole, self._whole, self.limits.whole)
-        return self._escaping()
-
-    def _escaping(self) -> Escaping:
-        """Return a runner that tries one graph per call, then partial graphs, none of which is captured yet."""
-        assert self._whole is not None, "only called if uncaptured code runs under autocast"
-        again = own_code_object(self._own)
-        many = InPieces(again.__code__, self.log)
-        self.limits.pieces.forget()
-        pieces = self._captured_by(again, self.captured.take_piece, many, self.limits.pieces)
-        pieces = with_sparse_in_full(pieces, self._wide, self.model, self._whole, self.log)
-        whole = (self._as_whole, self._whole)
-        own = (self.escaped.region, self.escaped.finished, self.escaped.attempt, self.escaped.asks_dtypes)
-        return Escaping(whole, (pieces, many), *own)
-
-    def _captured_by(
-        self, function: Any, backend: Callable[..., Runner], heard: CaptureListener, variants: Variants
-    ) -> Runner:
-        return capture_with_dynamo(
-            function,
-            weakly(backend),
-            dynamic=self.dynamic,
-            fullgraph=False,
-            heard=heard,
-            choice=variants,
-            collector_waits=self.compile == "eager",
-            eager=self.compile == "eager",
-        )
-
-    def _take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take the graph of a whole call; stop the capture if it must be repeated under autocast."""
-        assert self._whole is not None, "only the backend of whole-call captures"
-        if break_of(gm) is not None:
-            self._whole.stop(NotWhole)
-            return plain_forward(gm)
-        if self.policy.budget is not None:  # an error budget counts the roundings of its own plan
-            return self.captured.take(gm, example_inputs)
-        run = self.captured.take_whole(gm, example_inputs)
-        if run is None:
-            self._whole.stop(AsksDtypes)
-            self.said.note(
-                "its code branches on dtypes: it was captured under torch.autocast, so that it sees autocast's dtypes"
-            )
-        return run or plain_forward(gm)
-
-    def _is_in_pieces(self) -> bool:
-        """Return whether any call ran as partial graphs since the last capture began."""
-        return isinstance(self._run, Escaping) and self._run.broken
 
     # -- copies ---------------------------------------------------------------------------------------
 
@@ -448,10 +346,6 @@ def _whole_of(part: torch.nn.Module) -> tuple[torch.nn.Module, str] | None:
             if module is part and path:
                 return model, path
     return None
-
-
-def _find_nothing(local: dict[str, Any]) -> None:
-    """Find no compiled code, so that every call goes through Dynamo."""
 
 
 def conversion_of(model: Any) -> Conversion | None:

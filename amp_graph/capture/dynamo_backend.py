@@ -26,11 +26,11 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.weights.memory_access_hooks import have_data_noticed
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 
-Runner = Callable[..., Any]
 Compile = str | Callable[..., Runner]
 OWN = ("policy", "compile", "mode")  # options of the backend that are not Inductor's
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.recapture_limits import Bare, Budget, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
+from amp_graph.graph_breaks.escaped_code import EscapedCode
 
 
 @dataclass(eq=False)

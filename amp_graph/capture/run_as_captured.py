@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.capture.dynamo_backend import Runner, lower
+from amp_graph.capture.dynamo_backend import lower
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_entries import SETTLED
 from amp_graph.policy import Policy
 

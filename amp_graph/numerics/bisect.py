@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.dynamo_backend import Runner, lower
+from amp_graph.capture.dynamo_backend import lower
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, PolicyError
@@ -30,6 +30,7 @@ from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.precision.op_cost import picoseconds, work_of
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import LOW
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
 

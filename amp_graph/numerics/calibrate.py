@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
@@ -25,6 +24,7 @@ from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import Peak, Range, range_of
 from amp_graph.passes.graph.fake_values import tensors
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
 

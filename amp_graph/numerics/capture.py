@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.sensitivity_sample import Silent
 from amp_graph.errors import CaptureError
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 
 Take = Callable[[GraphModule], Runner]

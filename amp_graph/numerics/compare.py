@@ -16,7 +16,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
@@ -26,6 +25,7 @@ from amp_graph.numerics.differences import Against, Differences, Reference
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
 from amp_graph.passes.calibration.node_keys import module_of, node_keys
 from amp_graph.passes.graph.node_info import source_line
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 
 ROOM = 16.0  # by which the scaled gradients stay below the largest number of fp16

@@ -16,16 +16,16 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.dynamo_backend import Runner, lower, with_sums_in_fp32
-from amp_graph.capture.graph_break_policy import EscapedCode
+from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
+from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.locate_restore import as_before
 from amp_graph.numerics.locate_watch import Event, Watch, is_bad
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.policy import Policy

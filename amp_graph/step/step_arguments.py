@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.capture.call_snapshot import BeforeCall
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.graph_breaks.call_snapshot import BeforeCall
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
-from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.native_update import check_way

@@ -37,6 +37,8 @@ from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT, NO_RECORDS, 
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.versions import torch_version
 
+Runner = Callable[..., Any]  # runs what was captured
+
 
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with a chunk of Python's stack in front that has room for all nested calls.

@@ -30,7 +30,7 @@ class Breaks(nn.Module):
 def found(model, *args, **kwargs):
     """What the model finds for a call: the compiled code, or None for the long way."""
     conversion = conversion_of(model)
-    return conversion._find({"args": args, "kwargs": kwargs, "forward": conversion._wide})
+    return conversion.runners.find({"args": args, "kwargs": kwargs, "forward": conversion._wide})
 
 
 def test_a_call_like_the_last_one_finds_its_code_and_another_does_not():

@@ -260,10 +260,9 @@ def test_graphs_that_are_kept_go_on_being_used():
 def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
     torch.manual_seed(0)
     tried = []
-    plain = amp_graph.capture.conversion.Conversion._capturing
-    monkeypatch.setattr(
-        amp_graph.capture.conversion.Conversion, "_capturing", lambda self: tried.append(1) or plain(self)
-    )
+    runners = amp_graph.capture.capture_runners.CaptureRunners
+    plain = runners.start
+    monkeypatch.setattr(runners, "start", lambda self: tried.append(1) or plain(self))
     conversion, _ = called(kind(), [(X * (n + 1),) for n in range(40)])
     assert len(tried) <= 3
     assert len(conversion.graphs) <= MOST

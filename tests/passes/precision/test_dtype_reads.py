@@ -154,7 +154,7 @@ def dtypes(model, *names):
 
 
 def asks(model):
-    return conversion_of(model)._run.asks_dtypes
+    return conversion_of(model).runners.run.asks_dtypes
 
 
 SEEN = ("aten.add", "aten.clamp", "aten.round", "aten.exp")

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.call_snapshot import BeforeCall
-from amp_graph.capture.fp32_modules import KeptModules, kept_in_fp32
-from amp_graph.capture.graph_break_autocast import autocast_region, is_of_precision
-from amp_graph.capture.upcast_outputs import widened_outputs
 from amp_graph.devices import device_of_model
+from amp_graph.graph_breaks.call_snapshot import BeforeCall
+from amp_graph.graph_breaks.fp32_modules import KeptModules, kept_in_fp32
+from amp_graph.graph_breaks.run_under_autocast import autocast_region, is_of_precision
+from amp_graph.graph_breaks.upcast_outputs import widened_outputs
 from amp_graph.passes.autocast_regions.user_casts import METHODS, Conversions
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.errors import warn
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner
 
 HINT = (
     "amp_graph: code that escapes capture was running under torch.autocast({kind!r}, {dtype}), where low and full "

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.capture.dynamo_backend import Runner
-from amp_graph.capture.graph_break_autocast import WholeOnly
+from amp_graph.graph_breaks.run_under_autocast import WholeOnly
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.precision.fp32_operands import DENSE
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner
 
 REFUSED = "the model takes or holds sparse tensors, which torch.compile does not capture"
 WHY = "operations on sparse tensors run in fp32, as few have low-precision kernels"

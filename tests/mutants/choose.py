@@ -1,0 +1,59 @@
+"""Choose the tests for a mutant: of those that run the changed lines the mirrored ones first, and the fast ones first.
+
+Tests mirror the sources: passes/casts/insert_casts.py has tests/passes/casts/test_insert_casts.py, and its folder has
+tests/passes/casts/.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from tests.mutants.coverage_map import Map, test_files
+from tests.mutants.population import Mutant
+
+
+def mirrored(source: str) -> tuple[str, str]:
+    """Return the test file and the folder of tests that mirror a source, whether they exist or not."""
+    path = PurePosixPath(source.removeprefix("amp_graph/"))
+    folder = PurePosixPath("tests") / path.parent
+    return str(folder / f"test_{path.stem}.py"), str(folder)
+
+
+def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
+    """Return ids of tests that take ``seconds`` together without a mutant, the first to be run first.
+
+    Where no recorded test runs the file, the mirrored test file is returned, or the files of the mirrored folder.
+    """
+    lines, times = covered.lines(mutant.file), covered.times()
+    tests = set(lines.get(-1, ()))
+    for line in range(mutant.start[0], mutant.end[0] + 1):
+        tests |= lines.get(line, set())
+    tests = tests or lines[0]  # of the import: any test of the file may see it
+    file, folder = mirrored(mutant.file)
+
+    def rank(test: str) -> tuple[int, float, str]:
+        mirror = (
+            0
+            if test.startswith(file)
+            else 1
+            if PurePosixPath(test.partition("::")[0]).parent == PurePosixPath(folder)
+            else 2
+        )
+        return mirror, times[test], test
+
+    found, spent = [], 0.0
+    for test in sorted(tests, key=rank):
+        if spent + times[test] <= seconds:
+            found.append(test)
+            spent += times[test]
+    return _grouped(found) or [f for f in test_files() if f == file] or _directly_in(folder)
+
+
+def _directly_in(folder: str) -> list[str]:
+    return [f for f in test_files() if str(PurePosixPath(f).parent) == folder]
+
+
+def _grouped(tests: list[str]) -> list[str]:
+    """Keep the tests of a file together, in the order of the files' first tests."""
+    order = list(dict.fromkeys(t.partition("::")[0] for t in tests))
+    return sorted(tests, key=lambda t: order.index(t.partition("::")[0]))

@@ -25,7 +25,7 @@ from tests.mutants import table
 from tests.mutants.child import ENOUGH, preload, run_tests
 from tests.mutants.choose import chosen
 from tests.mutants.coverage_map import Map, test_files
-from tests.mutants.population import ROOT, Mutant, controls, core, sample
+from tests.mutants.population import ROOT, Mutant, controls, core, module_of, sample
 
 NO_SUCH_TEST = 4  # pytest's exit status
 NO_TESTS = 5
@@ -130,7 +130,7 @@ def tested(mutant: Mutant, covered: Map, seconds: float) -> WorkResult:
     tests = chosen(mutant, covered, seconds)
     if not tests:
         return WorkResult(WorkerOutcome.NORMAL, "no test runs this line", TestOutcome.SURVIVED, diff)
-    given = {"module": _module(mutant.file), "file": str(ROOT / mutant.file), "source": mutated}
+    given = {"module": module_of(mutant.file), "file": str(ROOT / mutant.file), "source": mutated}
     ended = run_tests(tests, covered.times(), covered.cache, given, seconds)
     if ended.status == NO_SUCH_TEST:  # the mutant changed what tests are parametrized with: all of their cases then
         ended = run_tests(
@@ -140,11 +140,6 @@ def tested(mutant: Mutant, covered: Map, seconds: float) -> WorkResult:
         return WorkResult(WorkerOutcome.NORMAL, f"survived {len(tests)} tests", TestOutcome.SURVIVED, diff)
     cause = f"timeout in {ended.failed}" if ended.is_timeout else f"failed: {ended.failed or 'import'}"
     return WorkResult(WorkerOutcome.NORMAL, f"{cause}\n{ended.output}", TestOutcome.KILLED, diff)
-
-
-def _module(file: str) -> str:
-    name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    return name if name.split(".")[0] == "amp_graph" else f"amp_graph.{name}"
 
 
 def score(database: WorkDB) -> str:

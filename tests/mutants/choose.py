@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from tests.mutants.coverage_map import Map, test_files
-from tests.mutants.population import Mutant
+from tests.mutants.population import ROOT, Mutant, module_of
 
 
 def mirrored(source: str) -> tuple[str, str]:
@@ -22,7 +22,8 @@ def mirrored(source: str) -> tuple[str, str]:
 def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
     """Return ids of tests that take ``seconds`` together without a mutant, the first to be run first.
 
-    Where no recorded test runs the file, the mirrored test file is returned, or the files of the mirrored folder.
+    Where no recorded test runs the file, the mirrored test file is returned; if there is none, the test files that name
+    the module, and those of the mirrored folder.
     """
     lines, times = covered.lines(mutant.file), covered.times()
     tests = set(lines.get(-1, ()))
@@ -46,11 +47,13 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
         if spent + times[test] <= seconds:
             found.append(test)
             spent += times[test]
-    return _grouped(found) or [f for f in test_files() if f == file] or _directly_in(folder)
+    return _grouped(found) or [f for f in test_files() if f == file] or _of_the_folder(mutant.file, folder)
 
 
-def _directly_in(folder: str) -> list[str]:
-    return [f for f in test_files() if str(PurePosixPath(f).parent) == folder]
+def _of_the_folder(source: str, folder: str) -> list[str]:
+    """Return the test files that name the source's module, and then those of the folder that mirrors its own."""
+    naming = [f for f in test_files() if module_of(source) in (ROOT / f).read_text()]
+    return list(dict.fromkeys([*naming, *(f for f in test_files() if str(PurePosixPath(f).parent) == folder)]))
 
 
 def _grouped(tests: list[str]) -> list[str]:

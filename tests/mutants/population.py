@@ -24,7 +24,7 @@ from cosmic_ray.work_item import MutationSpec, WorkItem
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("amp_graph", "passes", "lists")
 NOT_CORE = "passes/backends/"
-FAMILIES = ("ReplaceBinaryOperator", "ReplaceComparisonOperator", "ReplaceUnaryOperator")
+FAMILIES = ("ReplaceBinaryOperator", "ReplaceUnaryOperator")  # all of one from-operator look at the same places
 NO_MUTANT = "none"  # of a control: an operator that changes nothing
 
 
@@ -80,14 +80,22 @@ def core(only: Iterable[str] = ()) -> list[str]:
     return [f for f in files if not f.startswith(NOT_CORE) and (not chosen or f.startswith(chosen))]
 
 
+def module_of(file: str) -> str:
+    """Return the name that a file of the core is imported by."""
+    name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    return name if name.split(".")[0] == "amp_graph" else f"amp_graph.{name}"
+
+
 def places(file: str) -> dict[tuple, list[Mutant]]:
     """Return the mutants of a file by the place that they change."""
     source = (ROOT / file).read_text()
     notes, nodes = annotations(source), list(ast_nodes(get_ast(source)))
+    comparisons = [node for node in nodes if node.type == "comparison"]
     found = defaultdict(list)
     for names in _families().values():
-        operator = cosmic_ray.plugins.get_operator(names[0])()  # all of a family look at the same places
-        positions = ((node, *at) for node in nodes for at in operator.mutation_positions(node))
+        operator = cosmic_ray.plugins.get_operator(names[0])()
+        looked_at = comparisons if "ReplaceComparison" in names[0] else nodes
+        positions = ((node, *at) for node in looked_at for at in operator.mutation_positions(node))
         for occurrence, (node, start, end) in enumerate(positions):
             if not any(first <= start and end <= last for first, last in notes):
                 definition = ASTQuery(node).get_definition_name() or ""

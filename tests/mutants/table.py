@@ -103,22 +103,23 @@ def _session(name: str, found: list[Tested]) -> list[str]:
     found = [t for t in found if not t.mutant.is_control]
     killed = [t for t in found if t.result.is_killed]
     low, high = interval(len(killed), len(found))
-    told = reasons()
-    kinds = Counter(told.get((t.mutant.file, *t.change), ("no reason", ""))[0] for t in found if not t.result.is_killed)
+    known = reasons()
+    kinds = Counter(
+        known.get((t.mutant.file, *t.change), ("no reason", ""))[0] for t in found if not t.result.is_killed
+    )
     counts = {
         "tested": len(found),
         "killed": len(killed),
         "of these by a timeout": sum("timeout in" in t.told for t in killed),
         "of these by an import that fails": sum(t.told.endswith("failed: import") for t in killed),
-        "of these only when tested again, with tests added since": sum(t.told.startswith(AGAIN) for t in killed),
+        "of these only by tests added since": sum(t.told.startswith(AGAIN) for t in killed),
         **{f"survived: {kind}": count for kind, count in sorted(kinds.items())},
-        "runs with no change that pass, as all must": f"{sum(not t.result.is_killed for t in controls)}/{len(controls)}",
+        "runs with no change": f"{len(controls)}, of which {sum(not t.result.is_killed for t in controls)} passed",
     }
-    lines = ["", f"## Session {name}", "", f"**{_percent(len(killed), len(found))} killed** ({100 * low:.1f} to "]
-    lines[-1] += (
-        f"{100 * high:.1f} %), {_percent(len(killed), len(found) - kinds['equivalent'])} without equivalent ones."
-    )
-    lines += ["", *(f"- {what}: {count}" for what, count in counts.items()), "", "| folder | killed | tested |"]
+    shares = _percent(len(killed), len(found)), _percent(len(killed), len(found) - kinds["equivalent"])
+    told = f"**{shares[0]} killed** ({100 * low:.1f} to {100 * high:.1f} %), {shares[1]} without equivalent mutants."
+    lines = ["", f"## Session {name}", "", told, "", *(f"- {what}: {count}" for what, count in counts.items())]
+    lines += ["", "| folder | killed | tested |"]
     rooms = dict[str, list[bool]]()
     for t in found:
         rooms.setdefault(str(Path(t.mutant.file).parent), []).append(t.result.is_killed)

@@ -43,6 +43,16 @@ def test_annotations_are_left_out_and_what_is_computed_is_not(population, tmp_pa
     assert (tmp_path / "one.py").read_text().endswith("x | y\n")
 
 
+def test_every_mutant_can_be_made(population, tmp_path, monkeypatch):
+    monkeypatch.setattr(population, "ROOT", tmp_path)
+    source = "for x in not y, -1:\n    if x == 1 or x is None or x < y != 2:\n        z = x and y + 2.5\n"
+    (tmp_path / "one.py").write_text(source)
+    made = [mutant for found in population.places("one.py").values() for mutant in found]
+    assert len(made) > 40
+    assert all(m.mutated() != source for m in made)
+    assert len({m.mutated() for m in made}) == len(made)
+
+
 def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(population, tmp_path, monkeypatch):
     monkeypatch.setattr(population, "ROOT", tmp_path)
     for name, lines in [("a.py", 10), ("b.py", 30)]:

@@ -6,6 +6,7 @@ tests/passes/casts/.
 
 from __future__ import annotations
 
+import ast
 from pathlib import PurePosixPath
 
 from tests.mutants.coverage_map import Map, test_files
@@ -27,9 +28,11 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
     """
     lines, times = covered.lines(mutant.file), covered.times()
     tests = set(lines.get(-1, ()))
-    for line in range(mutant.start[0], mutant.end[0] + 1):
-        tests |= lines.get(line, set())
-    tests = tests or lines[0]  # of the import: any test of the file may see it
+    if _is_in_a_function(mutant):
+        for line in range(mutant.start[0], mutant.end[0] + 1):
+            tests |= lines.get(line, set())
+    else:  # run by the import, in whichever test that was: any test of the file may see it
+        tests = lines[0]
     file, folder = mirrored(mutant.file)
 
     def rank(test: str) -> tuple[int, float, str]:
@@ -54,6 +57,12 @@ def _of_the_folder(source: str, folder: str) -> list[str]:
     """Return the test files that name the source's module, and then those of the folder that mirrors its own."""
     naming = [f for f in test_files() if module_of(source) in (ROOT / f).read_text()]
     return list(dict.fromkeys([*naming, *(f for f in test_files() if str(PurePosixPath(f).parent) == folder)]))
+
+
+def _is_in_a_function(mutant: Mutant) -> bool:
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    bodies = [n.body for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return any(body[0].lineno <= mutant.start[0] <= body[-1].end_lineno for body in bodies)
 
 
 def _grouped(tests: list[str]) -> list[str]:

@@ -66,9 +66,13 @@ def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(populati
     assert drawn[0].job != before  # a session tells that its mutants are of another source
 
 
-def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(population):
+def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(population, tmp_path, monkeypatch):
     pytest.importorskip("coverage", reason="pip install 'amp-graph[mutation]'")
-    from tests.mutants.choose import chosen
+    from tests.mutants import choose
+
+    monkeypatch.setattr(choose, "ROOT", tmp_path)
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "load.py").write_text("A = 1\ndef f():\n    return 1\n    return 2\n    return 3\n")
 
     far, near, own, slow = (
         "tests/test_x.py::f",
@@ -79,7 +83,7 @@ def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(popul
 
     class Covered:
         def lines(self, source):
-            return {0: {far, near, own, slow}, 7: {far, near, own, slow}, 8: {far}}
+            return {0: {far, near, own, slow}, 1: {slow}, 3: {far, near, own, slow}, 4: {far}}
 
         def times(self):
             return {far: 1.0, near: 3.0, own: 5.0, slow: 50.0}
@@ -87,9 +91,17 @@ def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(popul
     def mutant(line):
         return population.Mutant("lists/load.py", "core/AddNot", 0, (line, 0), (line, 4), "")
 
-    assert chosen(mutant(7), Covered(), seconds=30.0) == [own, near, far]  # the slow one takes too long
-    assert chosen(mutant(8), Covered(), seconds=30.0) == [far]
-    assert chosen(mutant(99), Covered(), seconds=5.0) == [own]  # of no recorded line: any that runs the file
+    def chosen(line, seconds):
+        return choose.chosen(mutant(line), Covered(), seconds)
+
+    assert chosen(3, seconds=30.0) == [own, near, far]  # the slow one takes too long
+    assert chosen(4, seconds=30.0) == [far]
+    assert chosen(1, seconds=5.0) == [own]  # outside of functions: any test that runs the file
+    monkeypatch.setattr(choose, "test_files", lambda: ["tests/test_x.py", "tests/lists/test_y.py"])
+    (tmp_path / "tests" / "lists").mkdir(parents=True)
+    (tmp_path / "tests" / "test_x.py").write_text("from amp_graph.lists.load import load\n")
+    (tmp_path / "tests" / "lists" / "test_y.py").write_text("")
+    assert chosen(5, seconds=30.0) == ["tests/test_x.py", "tests/lists/test_y.py"]  # of no recorded line
 
 
 def test_the_interval_is_wilsons(population):

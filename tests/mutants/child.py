@@ -6,6 +6,7 @@ without a mutant; a test that passes its limit ends the fork.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -147,6 +148,7 @@ def _child(body: Callable[[], int], output: Path) -> None:
     status = 3
     try:
         os.setsid()
+        _end_with_the_parent()
         os.chdir(ROOT)
         file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -158,3 +160,8 @@ def _child(body: Callable[[], int], output: Path) -> None:
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
+
+
+def _end_with_the_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

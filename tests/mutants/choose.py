@@ -23,8 +23,8 @@ def mirrored(source: str) -> tuple[str, str]:
 def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
     """Return ids of tests that take ``seconds`` together without a mutant, the first to be run first.
 
-    Where no recorded test runs the file, the mirrored test file is returned; if there is none, the test files that name
-    the module, and those of the mirrored folder.
+    Then, as far as they are not recorded: the mirrored test file, or if there is none, the test files that name the
+    module, and those of the mirrored folder.
     """
     lines, times = covered.lines(mutant.file), covered.times()
     tests = set(lines.get(-1, ()))
@@ -50,7 +50,8 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
         if spent + times[test] <= seconds:
             found.append(test)
             spent += times[test]
-    return _grouped(found) or [f for f in test_files() if f == file] or _of_the_folder(mutant.file, folder)
+    nearest = [f for f in test_files() if f == file] or _of_the_folder(mutant.file, folder)
+    return [*_grouped(found), *(f for f in nearest if not covered.is_recorded(f))]
 
 
 def _of_the_folder(source: str, folder: str) -> list[str]:

@@ -85,6 +85,9 @@ def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(popul
         def lines(self, source):
             return {0: {far, near, own, slow}, 1: {slow}, 3: {far, near, own, slow}, 4: {far}}
 
+        def is_recorded(self, file):
+            return False
+
         def times(self):
             return {far: 1.0, near: 3.0, own: 5.0, slow: 50.0}
 
@@ -94,6 +97,7 @@ def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(popul
     def chosen(line, seconds):
         return choose.chosen(mutant(line), Covered(), seconds)
 
+    monkeypatch.setattr(choose, "test_files", list)
     assert chosen(3, seconds=30.0) == [own, near, far]  # the slow one takes too long
     assert chosen(4, seconds=30.0) == [far]
     assert chosen(1, seconds=5.0) == [own]  # outside of functions: any test that runs the file

@@ -76,8 +76,9 @@ def write(folder: Path, seconds: float, written: Path = WRITTEN) -> int:
     told, missing = reasons(), []
     lines = [HEAD.format(seconds=seconds)]
     for name, found in sessions.items():
-        lines += _session(name, found)
-    survivors = {(*t.change, t.mutant.file): t for found in sessions.values() for t in found if not t.result.is_killed}
+        lines += _session(name, *found)
+    alive = [t for found, _ in sessions.values() for t in found if not (t.result.is_killed or t.mutant.is_control)]
+    survivors = {(*t.change, t.mutant.file): t for t in alive}
     lines += ["", "## Survivors", "", "| where | was | is | kind | reason |", "|---|---|---|---|---|"]
     for t in sorted(survivors.values(), key=lambda t: (t.mutant.file, t.mutant.start)):
         was, now = t.change
@@ -92,32 +93,37 @@ def write(folder: Path, seconds: float, written: Path = WRITTEN) -> int:
     return int(bool(missing))
 
 
-def _tested(path: Path) -> list[Tested]:
+def _tested(path: Path) -> tuple[list[Tested], int]:
     with use_db(path, WorkDB.Mode.open) as database:
         found = [Tested(Mutant.of(item), result) for item, result in database.completed_work_items]
-    return sorted(found, key=lambda t: (t.mutant.file, t.mutant.start))
+        drawn = sum(not Mutant.of(item).is_control for item in database.work_items)
+    return sorted(found, key=lambda t: (t.mutant.file, t.mutant.start)), drawn
 
 
-def _session(name: str, found: list[Tested]) -> list[str]:
+def _session(name: str, found: list[Tested], drawn: int) -> list[str]:
     controls = [t for t in found if t.mutant.is_control]
     found = [t for t in found if not t.mutant.is_control]
     killed = [t for t in found if t.result.is_killed]
     low, high = interval(len(killed), len(found))
+    since = sum(t.told.startswith(AGAIN) for t in killed)
+    first = interval(len(killed) - since, len(found))
     known = reasons()
     kinds = Counter(
         known.get((t.mutant.file, *t.change), ("no reason", ""))[0] for t in found if not t.result.is_killed
     )
     counts = {
-        "tested": len(found),
+        "tested": f"{len(found)}, a random part of {drawn} that were drawn",
         "killed": len(killed),
         "of these by a timeout": sum("timeout in" in t.told for t in killed),
         "of these by an import that fails": sum(t.told.endswith("failed: import") for t in killed),
-        "of these only by tests added since": sum(t.told.startswith(AGAIN) for t in killed),
+        "of these only when tested again, with tests added since, or with more of those that were there": since,
         **{f"survived: {kind}": count for kind, count in sorted(kinds.items())},
         "runs with no change": f"{len(controls)}, of which {sum(not t.result.is_killed for t in controls)} passed",
     }
     shares = _percent(len(killed), len(found)), _percent(len(killed), len(found) - kinds["equivalent"])
-    told = f"**{shares[0]} killed** ({100 * low:.1f} to {100 * high:.1f} %), {shares[1]} without equivalent mutants."
+    told = f"**{shares[0]} killed** ({100 * low:.1f} to {100 * high:.1f} %), {shares[1]} without equivalent mutants. "
+    told += f"In the first run: {_percent(len(killed) - since, len(found))} "
+    told += f"({100 * first[0]:.1f} to {100 * first[1]:.1f} %)."
     lines = ["", f"## Session {name}", "", told, "", *(f"- {what}: {count}" for what, count in counts.items())]
     lines += ["", "| folder | killed | tested |"]
     rooms = dict[str, list[bool]]()

@@ -17,6 +17,7 @@ FUZZ_ARGS ?=
 SCRIPT_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
+MUTANTS_ARGS ?=
 PROGRAM_ARGS ?= --count 5000
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -25,7 +26,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz mutants check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +68,9 @@ guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and e
 
 fuzz: $(STAMPS)/test  ## check that 20,000 random policies, lists, input specs and machine files are accepted or refused
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
+
+mutants: $(STAMPS)/test $(STAMPS)/mutation  ## change the core in 200 places and see which changes no test finds (MUTANTS_ARGS="--seed 3 --only passes/casts")
+	nice -n 5 $(VENV)/bin/python -m tests.mutants run $(MUTANTS_ARGS)
 
 check: $(STAMPS)/dev  ## check lint rules, formatting and types
 	$(VENV)/bin/ruff check .

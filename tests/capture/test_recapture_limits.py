@@ -15,7 +15,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.recapture_limits import FREE, MOST, PAUSE
+from amp_graph.capture.recapture_limits import EARNS, FREE, MOST, NODES, PAUSE, Bare, Budget
 from amp_graph.errors import AmpGraphWarning, CaptureError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -351,3 +351,40 @@ def test_modes_and_orders_are_few_graphs():
         found, wanted = converted(X, options), model(X, options)
         assert (found - wanted).norm() < 0.05 * wanted.norm()
     assert len(conversion_of(converted).graphs) <= 4
+
+
+# -- the arithmetic of the limits ---------------------------------------------------------------------------
+
+
+def test_a_budget_is_nodes_and_then_calls_twice_as_many_each_time():
+    budget = Budget()
+    budget.spend(NODES)
+    assert budget.allows(), "up to and with the limit"
+    budget.spend(1)
+    assert (budget.earns, budget.beyond, budget.allows()) == (EARNS, NODES + 1, False)
+    budget.calls = EARNS - 1
+    assert not budget.allows()
+    budget.calls += 1
+    assert budget.allows()
+    budget.spend(3)
+    assert (budget.earns, budget.beyond, budget.calls, budget.allows()) == (2 * EARNS, NODES + 4, 0, False)
+
+
+def test_pauses_between_looks_at_guards_double_up_to_a_limit_and_end_with_a_hit():
+    bare = Bare()
+    assert not bare.passes(True)
+    lengths = []
+    for _ in range(6):
+        bare.missed(True)
+        lengths.append(0)
+        while bare.passes(True):
+            lengths[-1] += 1
+    assert lengths == [1, 3, 7, 15, PAUSE, PAUSE]
+    bare.missed(True)
+    assert not bare.passes(False), "of the other mode"
+    with torch.no_grad():
+        assert not bare.passes(True)
+    bare.hit(False)
+    assert bare.passes(True)
+    bare.hit(True)
+    assert not bare.pauses

@@ -373,3 +373,21 @@ def test_batches_of_other_sizes_and_dicts_are_legal():
     assert found.gradients
     assert found.batches == 3
     assert {"plant:mul.1", "plant:div"} <= set(found.out_of_range())
+
+
+def test_the_depth_of_an_operation_is_how_many_elements_it_adds_up():
+    class Each(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 5, 4), nn.Linear(6, 2)
+
+        def forward(self, x):
+            h = self.conv(x).mean((2, 3))  # [2, 5, 6, 8] to [2, 5]
+            w = self.fc(torch.cat([h, h[:, :1]], 1)).softmax(-1)
+            return h.sum() + (w @ w.t()).sum(0).relu().sum() + torch.logsumexp(h, 0).sum()
+
+    found = amp_graph.calibrate(Each(), [torch.randn(2, 3, 9, 11)])
+    depths = {key: one.depth for key, one in found.values.items()}
+    expected = {"conv:conv2d": 3 * 4 * 4, ":mean": 6 * 8, "fc:linear": 6, ":softmax": 2, ":sum": 2 * 5, ":matmul": 2,
+                ":sum.1": 2, ":relu": 1, ":logsumexp": 2}  # fmt: skip
+    assert {key: depths.get(key) for key in expected} == expected, depths

@@ -121,3 +121,16 @@ def test_forms(tmp_path):
 def test_what_has_no_history_is_refused(wrong):
     with pytest.raises(CaptureError, match=f"a {type(wrong).__name__} has none"):
         amp_graph.scale_history(wrong)
+
+
+def test_the_last_row_is_that_of_the_last_step():
+    ours, plain = ScaleRecords(most=3), ScaleRecords(most=3)
+    for i in range(5):
+        plain.note((float(i), 0, 0, 10 * i))
+        ours.note((torch.tensor(float(i)), None, None, torch.tensor(10 * i)))
+        assert plain.last() == (i, 10 * i)
+        assert [int(number) for number in ours.last()] == [i, 10 * i]
+        assert plain.first() == ours.first() == max(i - 1, 1)
+    assert [number for number, _, _ in plain.rows(40)] == [3, 4, 5]
+    assert [plain.skipped_before(steps) for steps in (1, 2, 3, 4)] == [40, 30, 20, 20]
+    assert ScaleRecords().skipped_before(1) == 0

@@ -1,6 +1,7 @@
 """Error budgets on real graphs: kept, never slower than the plans they span, and found out where harm is ignored."""
 
 import random
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -104,6 +105,23 @@ def keeps_its_promises(made):
     for m, p in found.items():
         assert low_of(made.choices(m, p), made.made) == p.low
     return len({p.low for p in found.values()})
+
+
+def shares(made, multiple, plan):
+    text = " ".join(choice.reason for choice in made.choices(multiple, plan).values())
+    return [float(share) for share in re.findall(r"([0-9.]+)% of the error budget", text)]
+
+
+def test_shares_are_of_the_squared_error_that_is_allowed():
+    found = []
+    for seed in range(3):
+        made = budgets(seed)
+        plan = made.within(1.0)
+        once, thrice = shares(made, 1.0, plan), shares(made, 3.0, plan)
+        assert thrice == pytest.approx([share / 9 for share in once], abs=0.01)
+        found += once
+        assert made.budget(3.0, plan).multiple == 3.0
+    assert max(found) > 1.0
 
 
 @pytest.mark.sampled(3)

@@ -130,3 +130,16 @@ def test_strides_are_kept():
         assert copies.read(weight).stride() == weight.stride()
         copies.read(weight).float().sum().backward()
         assert weight.grad.stride() == weight.bfloat16().float().stride()
+
+
+@pytest.mark.parametrize(("layout", "grad", "last"), [(torch.channels_last, True, True),
+                                                      (torch.channels_last, False, False),
+                                                      (torch.contiguous_format, True, False)])  # fmt: skip
+def test_copies_of_trained_channels_last_convolutions_are_channels_last(layout, grad, last):
+    model, x = nn.Conv2d(128, 128, 3), torch.randn(1, 128, 4, 4).to(memory_format=layout)
+    amp_graph.convert(model, "bf16,skip=channels_last|prepack_weights", strict=True)
+    with torch.set_grad_enabled(grad):
+        model(x)
+    text = amp_graph.report(model).graphs[0].text
+    assert "weight_copy(%0" in text
+    assert ("last=True" in text) == last, text

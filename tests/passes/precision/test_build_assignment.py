@@ -1,0 +1,65 @@
+"""A graph as numbers: what each assignment costs on a machine of round rates, by hand."""
+
+import pytest
+import torch
+
+from amp_graph.passes.precision.build_assignment import formulate
+from amp_graph.passes.precision.op_cost import cast_picoseconds
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost, is_legal
+from tests.passes.graphs import capture_function
+from tests.passes.planning import problem_of
+from tests.passes.precision.test_op_cost import CALL, PLAIN
+
+
+def two_products(s, x):
+    return torch.relu(x @ s.w) + x @ s.v
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Two products and their sum, with the time of what is cast once: [64, 16] values, and the gradients of them."""
+    given = capture_function(two_products, torch.randn(64, 32), w=torch.randn(32, 16), v=torch.randn(32, 16))
+    problem, dtype = problem_of(given)
+    return formulate(problem, PLAIN, dtype, skip=True)
+
+
+def of(made, *names):
+    numbers = {node.name: i for node, i in made.of.items()}
+    return frozenset({LOW_ALWAYS, *(numbers[name] for name in names)})
+
+
+def seconds(made, *names):
+    """The cost of low precision in these operations alone, over that of their own work."""
+    task, low = made.task(), of(made, *names)
+    return (cost(task, low) - sum(task.low[i] if i in low else task.full[i] for i in range(len(task.full)))) / 1e12
+
+
+VALUE, INPUT, WEIGHT = (n * 6 / 1e8 for n in (64 * 16, 64 * 32, 32 * 16))  # a cast by bytes; each takes a call as well
+KEPT = {name: n * 2 / 1e8 for name, n in {"x": 64 * 32, "w": 32 * 16, "relu": 64 * 16}.items()}
+
+
+def test_a_full_sum_promotes_low_operands_of_which_one_is_cast(made):
+    one = INPUT + CALL + 2 * (WEIGHT + CALL) + KEPT["x"] + KEPT["w"] + 2 * KEPT["relu"]  # relu stays full: fp32 is kept
+    assert seconds(made, "matmul_1") == pytest.approx(one + 2 * VALUE), "in registers, without a call"
+    low = INPUT + CALL + 2 * (WEIGHT + CALL) + KEPT["x"] + KEPT["w"] + KEPT["relu"]
+    assert seconds(made, "matmul", "relu") == pytest.approx(low + 2 * (VALUE + CALL)), "the first: by a cast"
+
+
+def test_all_in_low_precision_is_cast_once_at_each_end(made):
+    assert is_legal(made.task(), of(made, "matmul", "relu", "matmul_1", "add"))
+    ends = INPUT + CALL + 2 * 2 * (WEIGHT + CALL) + 2 * (VALUE + CALL)
+    kept = KEPT["x"] + 2 * KEPT["w"] + KEPT["relu"]
+    assert seconds(made, "matmul", "relu", "matmul_1", "add") == pytest.approx(ends + kept)
+
+
+def test_a_low_sum_casts_full_operands(made):
+    casts = 2 * 2 * (VALUE + CALL) + 2 * (VALUE + CALL)  # of both, and of the result, and their gradients
+    assert seconds(made, "add") == pytest.approx(casts + 2 * KEPT["relu"])
+    assert seconds(made) == pytest.approx(2 * KEPT["relu"])
+    assert not is_legal(made.task(), of(made, "add")), "autocast rounds no value for a sum"
+
+
+def test_the_gradient_of_what_is_trained_is_cast_as_well(made):
+    for node in made.problem.gm.graph.find_nodes(op="placeholder"):
+        trained = node.meta["example_value"].requires_grad
+        assert made._cast_price(node) == cast_picoseconds(node, PLAIN, "bfloat16") * (1 + trained)

@@ -1,0 +1,143 @@
+"""The work of one operation: FLOPs as torch counts them, and its time on a machine of round rates, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine
+from amp_graph.passes.precision.op_cost import Work, cast_picoseconds, kept_picoseconds, picoseconds, work_of
+from tests.passes.graphs import capture, capture_function
+from tests.passes.planning import problem_of
+
+
+def works_of(function, *inputs, **state):
+    """The work of each operation that is planned, by the first of its names."""
+    problem, _ = problem_of(capture_function(function, *inputs, **state))
+    return {kind.names[0]: work_of(node, kind) for node, kind in problem.classes.items() if kind.names}
+
+
+# What torch's own counter knows.
+COUNTED = {
+    "linear": (lambda s, x: F.linear(x, s.w, s.b), [(5, 3, 8)], {"w": (6, 8), "b": (6,)}),
+    "product": (lambda s, x: x @ s.w, [(7, 8)], {"w": (8, 6)}),
+    "products of a batch": (lambda s, x: x @ s.w, [(4, 7, 8)], {"w": (4, 8, 6)}),
+    "products of four dimensions": (lambda s, x: x @ s.w, [(2, 3, 7, 8)], {"w": (2, 3, 8, 5)}),
+    "convolution": (lambda s, x: F.conv2d(x, s.w, s.b, stride=2), [(2, 4, 9, 9)], {"w": (6, 4, 3, 3), "b": (6,)}),
+    "grouped convolution": (lambda s, x: F.conv1d(x, s.w, groups=2), [(2, 4, 9)], {"w": (6, 2, 3)}),
+    "transposed convolution": (lambda s, x: F.conv_transpose2d(x, s.w), [(2, 4, 5, 5)], {"w": (4, 6, 3, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_that_torch_counts(name):
+    function, shapes, state = COUNTED[name]
+    inputs, state = [torch.randn(s) for s in shapes], {key: torch.randn(s) for key, s in state.items()}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        function(type("State", (), state), *inputs)
+    (work,) = [w for w in works_of(function, *inputs, **state).values() if w.flops]
+    assert work.flops == counter.get_total_flops()
+    assert work.family == ("convolution" if "convolution" in name else "matmul")
+
+
+def test_flops_of_attention_are_those_of_its_two_products():
+    def attention(s, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = torch.randn(2, 3, 8, 4), torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 4)
+    work = works_of(attention, q, k, v)["aten.scaled_dot_product_attention"]
+    assert (work.family, work.flops) == ("attention", 2 * 2 * (2 * 3) * 8 * 6 * 4)
+
+
+def test_flops_of_a_recurrent_layer_are_those_of_its_products():
+    lstm, x = nn.LSTM(5, 7, batch_first=True), torch.randn(3, 4, 5)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        problem, _ = problem_of(capture(lstm, x))
+    (work,) = [w for node, kind in problem.classes.items() if (w := work_of(node, kind)).flops]
+    assert work.flops == 2 * 3 * 4 * (4 * 7 * 5 + 4 * 7 * 7)
+    assert work.family == "matmul"
+    assert work.calls > 4, "one kernel after the other in each step"
+
+
+def test_elements_are_what_is_read_and_written_and_views_move_none():
+    found = works_of(lambda s, x: (torch.relu(x + s.b).t() * 2.0, x.softmax(-1)), torch.randn(6, 8), b=torch.randn(8))
+    assert found["aten.add"].elements == 6 * 8 + 8 + 6 * 8
+    assert (found["aten.relu"].elements, found["aten.relu"].family) == (2 * 6 * 8, "elementwise")
+    assert found["aten.softmax"].family == "activation"
+    assert [found[f"aten.{n}"].keeps for n in ("add", "relu")] == ["", "output"]
+    assert (found["aten.softmax"].backward, found["aten.softmax"].keeps) == (0.0, ""), "its input is not trained"
+
+
+def test_backward_has_a_product_for_each_operand_that_is_trained():
+    both = works_of(lambda s, x: (x * s.a) @ s.b, torch.randn(4, 8), a=torch.randn(8), b=torch.randn(8, 3))
+    one = works_of(lambda s, x: x @ s.b, torch.randn(4, 8), b=torch.randn(8, 3))
+    assert (both["aten.matmul"].backward, one["aten.matmul"].backward) == (2.0, 1.0)
+    assert (both["aten.matmul"].keeps, one["aten.matmul"].keeps) == ("inputs", "inputs")
+
+
+def test_gradients_of_several_readers_are_summed():
+    one = works_of(lambda s, x: (x * s.a).exp(), torch.randn(4, 8), a=torch.randn(8))
+    assert one["aten.mul"].sums == 0
+    shared = works_of(three_readers, torch.randn(4, 8), a=torch.randn(8))
+    assert shared["aten.mul"].sums == 2 * 3 * 4 * 8
+
+
+def three_readers(s, x):
+    y = x * s.a
+    return y.exp(), y.sin(), y.cos()
+
+
+CALL, PRODUCT = 1e-6, 2e-6
+PLAIN = Machine(
+    "plain", "cuda", "round", CALL, 0.0, 1e8, True,
+    {"float32": PRODUCT, "bfloat16": 2 * PRODUCT, "float16": PRODUCT},
+    {n: dict.fromkeys(DTYPES, 1e8) for n in FAMILIES} | {"matmul": {"float32": 1e9, "bfloat16": 2e9, "float16": 4e9}},
+)  # fmt: skip
+
+
+def seconds(work, dtype="float32", machine=PLAIN):
+    return picoseconds(work, machine, dtype) / 1e12
+
+
+def test_times_by_hand():
+    linear = Work("matmul", flops=10**6, elements=100, backward=2.0, keeps="inputs")
+    assert seconds(linear) == pytest.approx(3 * 10**6 / 1e9 + 3 * (CALL + PRODUCT))
+    assert seconds(linear, "bfloat16") == pytest.approx(3 * 10**6 / 2e9 + 3 * (CALL + 2 * PRODUCT))
+    trained_once = replace(linear, backward=1.5)  # a call for each begun product
+    assert seconds(trained_once) == pytest.approx(2.5 * 10**6 / 1e9 + 3 * (CALL + PRODUCT))
+    moved = replace(linear, elements=10**6)  # bound by what it moves: more than it computes
+    assert seconds(moved) == pytest.approx(3 * 4 * 10**6 / 1e8 + 3 * (CALL + PRODUCT))
+    assert seconds(moved, "bfloat16") == pytest.approx(3 * 2 * 10**6 / 1e8 + 3 * (CALL + 2 * PRODUCT))
+
+
+def test_times_of_what_is_no_product_by_hand():
+    relu = Work("elementwise", elements=1000, backward=1.0)
+    assert seconds(relu) == pytest.approx(2 * 4000 / 1e8 + 2 * CALL)
+    assert seconds(replace(relu, sums=500), "float16") == pytest.approx(2 * 2000 / 1e8 + 2 * CALL + 1000 / 1e8)
+    assert seconds(Work("", sums=500)) == pytest.approx(2000 / 1e8), "a view"
+    steps = Work("matmul", flops=10**6, elements=10, calls=20)  # of a recurrent layer: the library prepares nothing
+    assert seconds(steps) == pytest.approx(10**6 / 1e9 + 20 * CALL)
+    attention = Work("attention", flops=10**6, elements=10)
+    assert seconds(attention) == pytest.approx(10**6 / 1e8 + CALL)
+
+
+def test_nothing_is_differentiated_where_weights_are_kept():
+    linear = Work("matmul", flops=10**6, elements=10, backward=2.0)
+    kept = replace(PLAIN, keeps_weights=True)
+    assert seconds(linear, machine=kept) == pytest.approx(10**6 / 1e9 + CALL + PRODUCT)
+
+
+def test_casts_and_what_is_kept_by_hand():
+    problem, _ = problem_of(capture_function(lambda s, x: x @ s.w, torch.randn(10, 100), w=torch.randn(100, 30)))
+    x, w = sorted(problem.gm.graph.find_nodes(op="placeholder"), key=lambda n: n.meta["example_value"].shape[0])
+    assert cast_picoseconds(x, PLAIN, "bfloat16") / 1e12 == pytest.approx(1000 * 6 / 1e8 + CALL)
+    assert cast_picoseconds(x, PLAIN, "bfloat16", within=True) / 1e12 == pytest.approx(1000 * 6 / 1e8)
+    assert cast_picoseconds(w, PLAIN, "float16") / 1e12 == pytest.approx(3000 * 6 / 1e8 + CALL)
+    kept = replace(PLAIN, keeps_weights=True)
+    assert cast_picoseconds(w, kept, "bfloat16") == 0
+    assert cast_picoseconds(x, kept, "bfloat16") > 0
+    assert kept_picoseconds(x, PLAIN, "bfloat16") / 1e12 == pytest.approx(1000 * 2 / 1e8)
+    assert kept_picoseconds(x, PLAIN, "float32") / 1e12 == pytest.approx(1000 * 4 / 1e8)

@@ -1,0 +1,137 @@
+"""The loss scale by itself: which options and states are legal, and what a change of options does to its counts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from amp_graph import LossScale
+from amp_graph.errors import ScaleError
+from amp_graph.scaling.loss_scale import check_at_floor, loss_scale_of
+
+LARGEST = float(torch.finfo(torch.float32).max)
+# The nearest illegal and legal values of each option.
+REFUSED = {
+    "init_scale": [0.0, -1.0, float("inf"), float("nan"), 4e38, "8", True],
+    "growth_factor": [1.0, 0.5, float("inf"), None],
+    "backoff_factor": [0.0, 1.0, 1.5, float("nan")],
+    "growth_interval": [0, 1.5, 2**31, True],
+    "hysteresis": [0, 2.5, 2**31],
+    "floor": [0.0, -1.0, float("inf")],
+    "ceiling": [0.5, 4e38],
+    "dynamic": [1, None],
+}
+LEGAL = {
+    "init_scale": [1e-30, LARGEST, torch.tensor(4.0)],
+    "growth_factor": [1.0001, 1e30],
+    "backoff_factor": [1e-6, 0.9999],
+    "growth_interval": [1, 2**31 - 1, 3.0],
+    "hysteresis": [1, 2**31 - 1],
+    "floor": [1e-30, 2.0],
+    "ceiling": [1.0, LARGEST],
+    "dynamic": [True, False],
+}
+
+
+def test_options_are_refused_right_outside_of_their_bounds():
+    for name, values in REFUSED.items():
+        for value in values:
+            with pytest.raises(ScaleError, match=f"{name}="):
+                LossScale(**{"floor": 1.0, "dynamic": False, name: value})
+    for name, values in LEGAL.items():
+        for value in values:
+            LossScale(**{"floor": 1.0, "dynamic": False, name: value})
+
+
+def test_a_static_scale_never_changes_and_keeps_its_options():
+    scale = LossScale(8.0, dynamic=False, growth_interval=1).to(torch.device("cpu"))
+    for bad in (0.0, 1.0, 0.0, 1.0):
+        scale.update(torch.tensor(bad))
+    assert scale.values()[0] == 8.0
+    assert scale.options() == (2.0, 1.0, 2**31 - 1, 1, 0.0, LARGEST)
+    assert LossScale(8.0, growth_factor=3.0, growth_interval=7).options()[:3] == (3.0, 0.5, 7)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_changed_options_change_the_counts_so_far(placed):
+    scale = LossScale(8.0, growth_interval=10, hysteresis=2)
+    scale.load_state_dict({**scale.state_dict(), "_growth_tracker": 6, "_skipped": 3})
+    if placed:
+        scale.to(torch.device("cpu"))
+    assert scale.values() == (8.0, 6, 2, 3, 0)
+    scale.change("growth_interval", 5)
+    assert scale.values() == (8.0, 4, 2, 3, 0), "one less: the next good step grows it"
+    scale.change("hysteresis", 5)
+    assert scale.values() == (8.0, 4, 5, 3, 0)
+    scale.change("hysteresis", 1)
+    scale.change("growth_interval", 100)
+    assert scale.values() == (8.0, 4, 1, 3, 0)
+    for name in ("init_scale", "scale", "none"):
+        with pytest.raises(ScaleError, match="cannot be changed"):
+            scale.change(name, 2.0)
+    with pytest.raises(ScaleError, match="ceiling="):
+        scale.change("ceiling", scale.floor / 2)
+    scale.change("ceiling", scale.floor)
+
+
+def test_a_state_is_loaded_as_a_whole_or_not_at_all():
+    scale = LossScale(8.0, growth_interval=10)
+    state = LossScale(4.0, growth_interval=5, hysteresis=3).state_dict() | {"_growth_tracker": 9, "_stuck": 2}
+    for key, value in (("scale", 0.0), ("_skipped", -1), ("growth_interval", 0), ("_growth_tracker", 0.5)):
+        with pytest.raises(ScaleError, match=f"the state has {key}="):
+            scale.load_state_dict({**state, key: value})
+    assert scale.values() == (8.0, 0, 1, 0, 0)
+    for device in (None, torch.device("cpu")):
+        loaded = LossScale(8.0)
+        if device is not None:
+            loaded.to(device)
+        loaded.load_state_dict(state)
+        assert loaded.values() == (4.0, 4, 3, 0, 2), "as many good steps as the interval allows"
+        assert (loaded.growth_interval, loaded.hysteresis) == (5, 3)
+    torchs = torch.amp.GradScaler("cpu", init_scale=32.0)
+    torchs.scale(torch.ones(1))
+    scale.load_state_dict(torchs.state_dict())
+    assert scale.values() == (32.0, 0, 1, 0, 0)
+    assert scale.growth_interval == 2000
+    with pytest.raises(ScaleError, match="has no 'backoff_factor'; it has 'scale'"):
+        scale.load_state_dict({k: v for k, v in state.items() if k in ("scale", "growth_factor")} | {
+            "growth_interval": 1, "_growth_tracker": 0})  # fmt: skip
+
+
+def test_a_scale_is_set_as_a_number_and_as_a_tensor():
+    for scale in (LossScale(8.0), LossScale(8.0).to(torch.device("cpu"))):
+        scale.set(2.0)
+        assert scale.values() == (2.0, 0, 1, 0, 0)
+        scale.set(torch.tensor([[4.0]]))
+        assert scale.values()[0] == 4.0
+        for wrong in (torch.ones(2), torch.tensor(1.0, requires_grad=True), 0.0):
+            with pytest.raises(ScaleError, match="new_scale"):
+                scale.set(wrong)
+        assert scale.values()[0] == 4.0
+        for copied in (copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
+            assert copied.values() == scale.values()
+            assert not copied.ready
+
+
+def test_the_inverse_is_correctly_rounded():
+    for value in (3.0, 2.0**-120, 1e30):
+        scale = LossScale(value, dynamic=False).to(torch.device("cpu"))
+        assert float(scale.inverse()) == float(torch.tensor(1.0 / float(torch.tensor(value)), dtype=torch.float32))
+    with pytest.raises(ScaleError, match="no device yet"):
+        _ = LossScale(3.0).scale
+
+
+def test_what_an_argument_may_be():
+    own = LossScale(2.0)
+    assert loss_scale_of("step", None) is None
+    assert loss_scale_of("step", own) is own
+    assert [loss_scale_of("step", x).dynamic for x in (16, torch.tensor(4.0), "dynamic")] == [False, False, True]
+    assert loss_scale_of("step", 0, zero=True).dynamic
+    assert loss_scale_of("step", 0.25).values()[0] == 0.25
+    for wrong, legal in ((0, "'dynamic', a number"), (-1, "'dynamic', a number"), ("on", "a number"), (True, "a")):
+        with pytest.raises(ScaleError, match=legal):
+            loss_scale_of("step", wrong)
+    check_at_floor("step", "warn")
+    with pytest.raises(ScaleError, match="at_floor='no'"):
+        check_at_floor("step", "no")

@@ -26,10 +26,10 @@ class OwnScale:
         """Return the scale on ``device``, 0-d fp32."""
         return self._state.to(device).scale
 
-    def unscale(self, grads: Sequence[Tensor]) -> bool:
-        """Unscale ``grads`` in place and adjust the scale; return whether any of them is not finite."""
+    def unscale(self, grads: Sequence[Tensor], *, done: bool = False) -> bool:
+        """Unscale ``grads`` in place, unless ``done``, and adjust the scale; return whether any is not finite."""
         self.at_lowest = bool(self._state.scale <= 1)
-        found_inf = unscale(grads, self._state.scale)
+        found_inf = unscale(grads, torch.ones_like(self._state.scale) if done else self._state.scale)
         self._state.update(found_inf)
         return bool(found_inf > 0)
 

@@ -316,10 +316,26 @@ def test_a_dry_run_says_what_fp16_would_convert(watch):
     assert conversion_of(model) is None
 
 
-def test_several_ranks_and_wrappers_are_left(watch, monkeypatch):
+def test_what_would_keep_an_overflow_is_left(watch):
+    """DataParallel's replicas, and a communication hook that may keep what it saw; those of DDP are not scaled here."""
+    models, model, other = watch(), nn.DataParallel(net()), net()
+    other._comm_hooks = [(lambda state, bucket: None, None)]
+    for one in (model, other):
+        optimizer = made(one)
+        for x, y in batches(3):
+            ordinary(optimizer, (one(x) - y).square().mean())
+    assert state_of(models, model) == (State.LEFT, eligibility.REPLICAS)
+    assert state_of(models, other) == (State.LEFT, eligibility.COMM_HOOK)
+
+
+def test_several_overflows_between_steps_halve_the_scale_once(watch):
+    """Micro-batches behind one that overflowed add to a gradient that is infinite already."""
     models, model = watch(), net()
-    monkeypatch.setattr(eligibility, "_are_several", lambda: True)
     optimizer = made(model)
-    for x, y in batches(3):
-        ordinary(optimizer, (model(x) - y).square().mean())
-    assert state_of(models, model) == (State.LEFT, eligibility.RANKS)
+    for step in range(4):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(batches(20)):
+            ((model(x) - y).square().mean() * (2.0**14 if (step, i) == (2, 1) else 1.0)).backward()
+        optimizer.step()
+    assert "losses scaled by 32768 at the end, 1 optimizer step skipped" in lines(models)
+    assert conversion_of(model) is not None

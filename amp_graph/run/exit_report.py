@@ -84,7 +84,9 @@ def write_reports(models: TrainedModels, path: Path) -> Iterator[str]:
         target = path if not i else path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
         try:
             replace(page, times=times).html(target)
-        except (OSError, AmpGraphError) as error:
-            yield f"--report {target}: {error}"
+        except OSError as error:
+            yield f"--report {target}: not written: {error.strerror or error}"
+        except AmpGraphError as error:
+            yield f"--report {target}: not written: {error}"
         else:
             yield f"report of {page.model}: {target}"

@@ -151,4 +151,36 @@ SCRIPTS = (
         ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.001", "--no-accel"),
         images("images", 16, 64),
     ),
+    # For fp16, which converts after an optimizer's first step, and whose convolutions are slow on a CPU.
+    Script(
+        "dcgan, 4 iterations",
+        EXAMPLES,
+        "dcgan/main.py",
+        (
+            *("--dataset", "fake", "--workers", "0", "--batchSize", "250", "--niter", "1"),
+            *("--ngf", "4", "--ndf", "4", "--nz", "16"),
+        ),
+        seed="--manualSeed",
+    ),
+    Script(
+        "mnist, 128 images",
+        EXAMPLES,
+        "mnist/main.py",
+        ("--epochs", "2", "--no-accel", "--log-interval", "1"),
+        mnist(128, "../data"),
+    ),
+    Script(
+        "siamese_network, 128 images",
+        EXAMPLES,
+        "siamese_network/main.py",
+        ("--epochs", "1", "--no-accel", "--log-interval", "1"),
+        mnist(128, "../data"),
+    ),
+    Script(
+        "imagenet (resnet18), 8 images",
+        EXAMPLES,
+        "imagenet/main.py",
+        ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.001", "--no-accel"),
+        images("images", 4, 64),
+    ),
 )

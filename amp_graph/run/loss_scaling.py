@@ -13,6 +13,7 @@ DDP does so: ``several_ranks`` has the gradients unscaled before that, and the r
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,12 @@ class LossScaling:
         """Watch from ``start()`` on."""
         self.why, self.skipped, self.is_on = "", 0, False
         self._stood_aside = stood_aside
-        self._scale: OwnScale | None = None  # once a model is in fp16
+        self._new_scale: Callable[[float], OwnScale] | None = None  # once a model is in fp16
+        self._scale: OwnScale | None = None  # from the first loss then
         self._scaled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models in fp16
         self._reached: References = {}  # leaves that a backward of the script has reached
         self._held: References = {}  # parameters of optimizers whose steps can be skipped
+        self._left: References = {}  # parameters of models that never run in fp16, among them shards
         self._bad: References = {}  # leaves whose gradient overflowed, until it is dropped or zeroed
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -61,10 +64,13 @@ class LossScaling:
         trained = [p for p in module.parameters() if is_in(self._reached, p)]
         return "" if trained and all(is_in(self._held, p) for p in trained) else why.NO_STEP
 
-    def begin(self, module: torch.nn.Module, new_scale: Callable[[], OwnScale]) -> None:
+    def leave(self, module: torch.nn.Module) -> None:
+        """Skip no step because of the gradients of ``module``."""
+        add(self._left, module.parameters())
+
+    def begin(self, module: torch.nn.Module, new_scale: Callable[[float], OwnScale]) -> None:
         """Scale all losses from now on: ``module`` was converted to fp16."""
-        self._scale = self._scale or new_scale()
-        self.is_on = True
+        self._new_scale, self.is_on = new_scale, True
         self._scaled.add(module)
 
     def stand_aside(self, reason: str) -> None:
@@ -96,10 +102,11 @@ class LossScaling:
             leaves, reason = [], f"amp-graph run itself failed: {type(error).__name__}: {error}"
         if reason:
             self.stand_aside(f"{reason}, at {site_of_call()}")
-        if not self.is_on or self._scale is None or not leaves or not can_begin(roots, seeds):
+        if not self.is_on or self._new_scale is None or not leaves or not can_begin(roots, seeds):
             plain(tensors, grad_tensors, **how)
             self._look_at(leaves)
             return
+        self._scale = self._scale or self._new_scale(_largest(roots, seeds))
         add(self._reached, leaves)
         parameters = (p for m in self._scaled for p in m.parameters() if p.requires_grad)
         leaves += [p for p in parameters if p.device == leaves[0].device]
@@ -171,7 +178,7 @@ class LossScaling:
             self._counts[optimizer] = len(params)
             add(self._held, params)
         if are_several():
-            skipped = not closure and not are_finite(params)
+            skipped = not closure and not are_finite(p for p in params if not is_in(self._left, p))
         else:
             skipped = bool(self._bad) and any(p.grad is not None and is_in(self._bad, p) for p in params)
         self.skipped += skipped
@@ -186,7 +193,7 @@ class LossScaling:
             _replaced(torch.autograd, "grad", lambda plain: self._refused(plain, why.AUTOGRAD_GRAD)),
             _replaced(torch.Tensor, "register_hook", lambda plain: self._refused(plain, why.HOOKS, _is_inner)),
             _replaced(torch.Tensor, "retain_grad", lambda plain: self._refused(plain, why.HOOKS, _is_inner)),
-            _replaced(torch.amp.GradScaler, "scale", lambda plain: self._refused(plain, why.OWN_SCALER, _is_enabled)),
+            _replaced(torch.amp.GradScaler, "scale", lambda plain: self._refused(plain, why.OWN_SCALER, _enabled)),
             let_steps_be_skipped(self.skips),
         ]
 
@@ -226,12 +233,15 @@ def _is_inner(tensor: Any) -> bool:
     return not tensor.is_leaf  # hooks of leaves are looked for at each backward
 
 
+def _largest(losses: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> float:
+    return max((abs(loss.item()) for loss, seed in zip(losses, seeds, strict=True) if seed is None), default=1.0)
+
+
 def _has_sparse(leaves: Sequence[Tensor]) -> bool:
     return any(leaf.grad is not None and leaf.grad.layout != torch.strided for leaf in leaves)
 
 
-def _is_enabled(scaler: Any) -> bool:
-    return bool(scaler.is_enabled())
+_enabled = operator.methodcaller("is_enabled")  # of a scaler
 
 
 def _replaced(place: Any, name: str, wrapper: Callable[[Any], Any]) -> Callable[[], None]:

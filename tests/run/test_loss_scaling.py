@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.run import as_written, eligibility
+from amp_graph.run import as_written, eligibility, loss_scaling, trained_models
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
@@ -339,3 +339,31 @@ def test_several_overflows_between_steps_halve_the_scale_once(watch):
         optimizer.step()
     assert "losses scaled by 32768 at the end, 1 optimizer step skipped" in lines(models)
     assert conversion_of(model) is not None
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_over_ranks_steps_are_skipped_for_what_can_be_in_fp16(is_left, watch, monkeypatch):
+    """A shard's gradient is one rank's own: a step that only one rank leaves out would part the shards."""
+    watch()
+    model = net()
+    monkeypatch.setattr(loss_scaling, "are_several", lambda: True)
+    monkeypatch.setattr(trained_models.why, "why_left", lambda module, policy: "sharded" if is_left else "")
+    optimizer = made(model)
+    ((x, y),) = batches(1)
+    ordinary(optimizer, (model(x) - y).square().mean())
+    before = model.head.bias.detach().clone()
+    model.head.weight.grad.fill_(torch.inf)
+    optimizer.step()
+    assert torch.equal(model.head.bias, before) != is_left
+
+
+@pytest.mark.parametrize(("factor", "first"), [(1e-3, 65536), (2.0**9 / 4, 512), (2.0**9 * 1e6, 16)])
+def test_a_sum_over_a_batch_begins_at_a_lower_scale(factor, first, watch):
+    """Of a mean around 1 this is GradScaler's first scale; a sum has gradients that are larger by its factor."""
+    models, model = watch(), net()
+    optimizer = made(model, lr=1e-9)
+    for x, y in batches(3):
+        out = model(x)
+        ordinary(optimizer, (out - out.detach() + y * 0).square().mean() + factor)
+    assert conversion_of(model) is not None, lines(models)
+    assert f"losses scaled by {first} at the end, 0 optimizer steps skipped" in lines(models)

@@ -43,7 +43,7 @@ def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -
 
 
 def _why_nothing(models: TrainedModels, left: list[Model]) -> str:
-    if any(m.state is State.LEFT for m in left):
+    if any(m.state is State.LEFT or m.reason for m in left):
         return ""
     steps = models.times.steps
     what = NO_BACKWARD if models.seen else NO_MODULE

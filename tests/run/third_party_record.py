@@ -23,7 +23,7 @@ unmodified, on small inputs, on a CPU with torch {torch} and Python {python}: in
 bf16 autocast, and by `amp-graph run` in bf16 and in fp16. All of a row have the same seed. The distance of two runs is
 the mean difference of the losses that they print, relative to the mean loss. Losses are the last ones printed.
 Three runs in fp32 from three seeds are the yardstick of what a script's own chance does: the last column is the
-largest distance between them.
+largest distance between them. An empty cell was not run.
 """
 WAYS = ("fp32", "autocast", "amp-graph bf16", "amp-graph fp16")
 

@@ -10,6 +10,7 @@ import torch
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.modules import is_compiled, is_fsdp
 from amp_graph.policy import Policy
+from amp_graph.run.several_ranks import keeps_state_of_gradients
 
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 OWN_AUTOCAST = "called under the script's own torch.autocast; --replace-autocast takes its place"
@@ -30,7 +31,8 @@ AUTOGRAD_GRAD = "torch.autograd.grad, whose gradients are not those that an opti
 OWN_SCALER = "the script has a GradScaler of its own; --replace-autocast leaves the scale to it, under fp16 autocast"
 SPARSE = "it has sparse gradients, which are not scaled"
 OVERFLOWS = "it overflows in fp16: its loss was infinite, or its gradients were at a scale of 1"
-RANKS = "in fp16 over several processes, these would have to agree on a scale: amp_graph.GradScaler does"
+REPLICAS = "in fp16 the replicas of DataParallel are not scaled; DistributedDataParallel's are"
+COMM_HOOK = "in fp16 a gradient may overflow, and the communication hook of DistributedDataParallel may keep it"
 
 
 def inner_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -88,12 +90,9 @@ def script_scales() -> bool:
 
 def why_not_scaled(module: torch.nn.Module) -> str:
     """Return what about ``module`` keeps its gradients from being scaled; "" if nothing does."""
-    if module is not inner_of(module) or _are_several():
-        return RANKS
+    if isinstance(module, torch.nn.DataParallel):
+        return REPLICAS
+    if keeps_state_of_gradients(module):
+        return COMM_HOOK
     hooked = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
     return HOOKS if hooked else ""
-
-
-def _are_several() -> bool:
-    ranks = torch.distributed
-    return bool(ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1)

@@ -43,7 +43,7 @@ def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -
 
 
 def _why_nothing(models: TrainedModels, left: list[Model]) -> str:
-    if any(m.state is State.LEFT for m in left):
+    if any(m.state is State.LEFT or m.reason for m in left):
         return ""
     steps = models.times.steps
     what = NO_BACKWARD if models.seen else NO_MODULE
@@ -84,7 +84,9 @@ def write_reports(models: TrainedModels, path: Path) -> Iterator[str]:
         target = path if not i else path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
         try:
             replace(page, times=times).html(target)
-        except (OSError, AmpGraphError) as error:
-            yield f"--report {target}: {error}"
+        except OSError as error:
+            yield f"--report {target}: not written: {error.strerror or error}"
+        except AmpGraphError as error:
+            yield f"--report {target}: not written: {error}"
         else:
             yield f"report of {page.model}: {target}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from amp_graph.run import eligibility as why
 
 OURS = "amp_graph."
+DDP = "torch.nn.parallel.distributed"  # its function hands gradients on as they are
 COMPILED = (
     "torch._functorch."  # by --compile; before a model is converted, such a node is of code that the script compiled
 )
@@ -52,9 +53,17 @@ def why_not_scaled(roots: Sequence[Any], seeds: Sequence[Any], how: Mapping[str,
     return ""
 
 
+def can_begin(roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> bool:
+    """Return whether torch can start a backward there; else it raises the error that says why not."""
+    if len(roots) != len(seeds):
+        return False
+    pairs = zip(roots, seeds, strict=True)
+    return all(root.numel() == 1 if seed is None else seed.shape == root.shape for root, seed in pairs)
+
+
 def _of_function(node: Any, converted: bool) -> str:
     function = getattr(type(node), "_forward_cls", type(node))
-    if function.__module__.startswith(OURS) or (converted and function.__module__.startswith(COMPILED)):
+    if function.__module__.startswith((OURS, DDP)) or (converted and function.__module__.startswith(COMPILED)):
         return ""
     return f"{why.FUNCTION}, {function.__name__}"
 

@@ -6,14 +6,16 @@ would be. Where gradients overflowed, the scale is halved, and optimizers that h
 
 The law: scales are powers of two, and the leaves are fp32, so that scaling is exact. That holds for any number of
 losses, optimizers and accumulated backwards. What it does not hold for makes all models stay, or become again, as
-written (``eligibility`` has the reasons): who reads a gradient within a backward sees a scaled one.
+written (``eligibility`` has the reasons): who reads a gradient within a backward sees a scaled one. Over several ranks
+DDP does so: ``several_ranks`` has the gradients unscaled before that, and the ranks agree on the steps that they skip.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +26,12 @@ from amp_graph.passes.torch_compat.dispatch import in_backward
 from amp_graph.passes.torch_compat.optimizers import let_steps_be_skipped
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import called_by_script, site_of_call
-from amp_graph.run.gradient_leaves import leaves_of, why_not_scaled
+from amp_graph.run.gradient_leaves import can_begin, leaves_of, why_not_scaled
+from amp_graph.run.several_ranks import are_finite, are_several, spread_overflow, unscaled_on_arrival
+from amp_graph.run.tensor_references import References, add, is_in
 
 if TYPE_CHECKING:
     from amp_graph.run.own_scale import OwnScale
-
-References = dict[int, "weakref.ref[Tensor]"]
 
 
 class LossScaling:
@@ -42,10 +44,12 @@ class LossScaling:
         """Watch from ``start()`` on."""
         self.why, self.skipped, self.is_on = "", 0, False
         self._stood_aside = stood_aside
-        self._scale: OwnScale | None = None  # once a model is in fp16
+        self._new_scale: Callable[[float], OwnScale] | None = None  # once a model is in fp16
+        self._scale: OwnScale | None = None  # from the first loss then
         self._scaled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # models in fp16
         self._reached: References = {}  # leaves that a backward of the script has reached
         self._held: References = {}  # parameters of optimizers whose steps can be skipped
+        self._left: References = {}  # parameters of models that never run in fp16, among them shards
         self._bad: References = {}  # leaves whose gradient overflowed, until it is dropped or zeroed
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -57,13 +61,16 @@ class LossScaling:
             return self.why
         if reason := why.why_not_scaled(module):
             return reason
-        trained = [p for p in module.parameters() if _is_in(self._reached, p)]
-        return "" if trained and all(_is_in(self._held, p) for p in trained) else why.NO_STEP
+        trained = [p for p in module.parameters() if is_in(self._reached, p)]
+        return "" if trained and all(is_in(self._held, p) for p in trained) else why.NO_STEP
 
-    def begin(self, module: torch.nn.Module, new_scale: Callable[[], OwnScale]) -> None:
+    def leave(self, module: torch.nn.Module) -> None:
+        """Skip no step because of the gradients of ``module``."""
+        add(self._left, module.parameters())
+
+    def begin(self, module: torch.nn.Module, new_scale: Callable[[float], OwnScale]) -> None:
         """Scale all losses from now on: ``module`` was converted to fp16."""
-        self._scale = self._scale or new_scale()
-        self.is_on = True
+        self._new_scale, self.is_on = new_scale, True
         self._scaled.add(module)
 
     def stand_aside(self, reason: str) -> None:
@@ -75,9 +82,9 @@ class LossScaling:
 
     def lines(self) -> list[str]:
         """Return the scale and the skipped steps, in a line."""
-        if self._scale is None:
-            return []
         count = f"{self.skipped} optimizer step{'s' * (self.skipped != 1)} skipped"
+        if self._scale is None:
+            return [f"fp16: {count}, as another rank's gradients overflowed"] if self.skipped else []
         return [f"fp16: losses scaled by {self._scale.value():g} at the end, {count}"]
 
     # -- backward -------------------------------------------------------------------------------------
@@ -95,30 +102,34 @@ class LossScaling:
             leaves, reason = [], f"amp-graph run itself failed: {type(error).__name__}: {error}"
         if reason:
             self.stand_aside(f"{reason}, at {site_of_call()}")
-        if not self.is_on or self._scale is None or not leaves or not _can_begin(roots, seeds):
+        if not self.is_on or self._new_scale is None or not leaves or not can_begin(roots, seeds):
             plain(tensors, grad_tensors, **how)
             self._look_at(leaves)
             return
-        _add(self._reached, leaves)
+        self._scale = self._scale or self._new_scale(_largest(roots, seeds))
+        add(self._reached, leaves)
         parameters = (p for m in self._scaled for p in m.parameters() if p.requires_grad)
         leaves += [p for p in parameters if p.device == leaves[0].device]
         leaves = list({id(leaf): leaf for leaf in leaves}.values())
-        self._enlarge(leaves, scale := self._scale.on(leaves[0].device))
+        scale, averaged = self._scale.on(leaves[0].device), are_several()
+        if not averaged:
+            self._enlarge(leaves, scale)
         given = [
             (torch.ones_like(root) if seed is None else seed) * scale for root, seed in zip(roots, seeds, strict=True)
         ]
         try:
-            plain(roots, given, **how)
+            with unscaled_on_arrival(leaves if averaged else (), self._scale.inverse()):
+                plain(roots, given, **how)
         finally:
-            self._unscale(self._scale, roots, leaves)
+            self._unscale(self._scale, roots, leaves, averaged)
 
     def _look_at(self, leaves: Sequence[Tensor]) -> None:
         """Take note of what a backward as written has reached."""
         if self.why:
             return
-        if any(leaf.grad is not None and leaf.grad.layout != torch.strided for leaf in leaves):
+        if _has_sparse(leaves):
             self.stand_aside(why.SPARSE)
-        _add(self._reached, leaves)
+        add(self._reached, leaves)
 
     @torch.no_grad()
     def _enlarge(self, leaves: Sequence[Tensor], scale: Tensor) -> None:
@@ -128,17 +139,24 @@ class LossScaling:
             torch._foreach_mul_([*before.values()], scale)
 
     @torch.no_grad()
-    def _unscale(self, scale: OwnScale, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    def _unscale(self, scale: OwnScale, roots: Sequence[Tensor], leaves: Sequence[Tensor], averaged: bool) -> None:
+        """Unscale the gradients, unless that was done on arrival, and adjust the scale to those that overflowed now."""
         kept = [leaf for leaf in leaves if leaf.grad is not None]
-        if any(leaf.grad is not None and leaf.grad.layout != torch.strided for leaf in kept):
-            for leaf in kept:
+        if _has_sparse(kept):
+            for leaf in kept if not averaged else ():
                 leaf.grad = leaf.grad * scale.inverse() if leaf.grad is not None else None
             self.stand_aside(why.SPARSE)
             return
-        grads = [*{id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None}.values()]
-        if not grads or not scale.unscale(grads):
+        known = {id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None and is_in(self._bad, leaf)}
+        grads = {id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None and id(leaf.grad) not in known}
+        if known and not averaged:
+            torch._foreach_mul_([*known.values()], scale.inverse())
+        if not grads or not scale.unscale([*grads.values()], done=averaged):
             return
-        _add(self._bad, [leaf for leaf in kept if leaf.grad is not None and not leaf.grad.isfinite().all()])
+        bad = [leaf for leaf in kept if leaf.grad is not None and not leaf.grad.isfinite().all()]
+        add(self._bad, bad)
+        if averaged:
+            spread_overflow(bad)
         if scale.at_lowest or not all(root.isfinite().all() for root in roots):
             self.stand_aside(why.OVERFLOWS)
 
@@ -158,8 +176,11 @@ class LossScaling:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not self.why and self._counts.get(optimizer) != len(params):
             self._counts[optimizer] = len(params)
-            _add(self._held, params)
-        skipped = bool(self._bad) and any(p.grad is not None and _is_in(self._bad, p) for p in params)
+            add(self._held, params)
+        if are_several():
+            skipped = not closure and not are_finite(p for p in params if not is_in(self._left, p))
+        else:
+            skipped = bool(self._bad) and any(p.grad is not None and is_in(self._bad, p) for p in params)
         self.skipped += skipped
         return skipped
 
@@ -172,7 +193,7 @@ class LossScaling:
             _replaced(torch.autograd, "grad", lambda plain: self._refused(plain, why.AUTOGRAD_GRAD)),
             _replaced(torch.Tensor, "register_hook", lambda plain: self._refused(plain, why.HOOKS, _is_inner)),
             _replaced(torch.Tensor, "retain_grad", lambda plain: self._refused(plain, why.HOOKS, _is_inner)),
-            _replaced(torch.amp.GradScaler, "scale", lambda plain: self._refused(plain, why.OWN_SCALER, _is_enabled)),
+            _replaced(torch.amp.GradScaler, "scale", lambda plain: self._refused(plain, why.OWN_SCALER, _enabled)),
             let_steps_be_skipped(self.skips),
         ]
 
@@ -212,25 +233,15 @@ def _is_inner(tensor: Any) -> bool:
     return not tensor.is_leaf  # hooks of leaves are looked for at each backward
 
 
-def _is_enabled(scaler: Any) -> bool:
-    return bool(scaler.is_enabled())
+def _largest(losses: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> float:
+    return max((abs(loss.item()) for loss, seed in zip(losses, seeds, strict=True) if seed is None), default=1.0)
 
 
-def _can_begin(roots: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> bool:
-    """Return whether torch can start a backward there; else it raises the error that says why not."""
-    if len(roots) != len(seeds):
-        return False
-    pairs = zip(roots, seeds, strict=True)
-    return all(root.numel() == 1 if seed is None else seed.shape == root.shape for root, seed in pairs)
+def _has_sparse(leaves: Sequence[Tensor]) -> bool:
+    return any(leaf.grad is not None and leaf.grad.layout != torch.strided for leaf in leaves)
 
 
-def _add(known: References, tensors: Iterable[Tensor]) -> None:
-    known.update((id(t), weakref.ref(t)) for t in tensors)
-
-
-def _is_in(known: References, tensor: Tensor) -> bool:
-    ref = known.get(id(tensor))
-    return ref is not None and ref() is tensor
+_enabled = operator.methodcaller("is_enabled")  # of a scaler
 
 
 def _replaced(place: Any, name: str, wrapper: Callable[[Any], Any]) -> Callable[[], None]:

@@ -71,7 +71,8 @@ def _policy(given: str | None) -> Policy:
         raise RunError(f"run: {error}{where}") from error
     if policy.level in HELD_LOW:
         raise RunError(
-            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script holds\n"
+            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script, its optimizer "
+            "and DDP hold already\n"
             f"  legal: level O1, which keeps parameters in fp32\n  fix:   {EXAMPLE}"
         )
     return policy

@@ -144,6 +144,7 @@ class TrainedModels:
         self.seen.append(model)
         if reason := why.why_left(module, self.options.policy):
             model.leave(reason)
+            self.scaling.leave(module)
         elif is_checkpointed_call():
             model.leave(why.CHECKPOINTED)
         elif any(part is module for m in self.seen if m.converted is not None for part in m.converted.modules()):

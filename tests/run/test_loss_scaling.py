@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.run import as_written, eligibility
+from amp_graph.run import as_written, eligibility, loss_scaling, trained_models
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
@@ -265,6 +265,7 @@ def test_what_would_see_the_scale_leaves_the_script_as_written_and_says_so(name,
         return
     assert conversion_of(model) is None
     assert reason in state_of(models, model)[1]
+    assert lines(models).splitlines()[0] == "nothing was converted" or late
     assert ("in fp16 until then" in state_of(models, model)[1]) == late
     for one, two in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.allclose(one, two, atol=2e-3) if late else torch.equal(one, two)
@@ -316,10 +317,54 @@ def test_a_dry_run_says_what_fp16_would_convert(watch):
     assert conversion_of(model) is None
 
 
-def test_several_ranks_and_wrappers_are_left(watch, monkeypatch):
+def test_what_would_keep_an_overflow_is_left(watch):
+    """DataParallel's replicas, and a communication hook that may keep what it saw; those of DDP are not scaled here."""
+    models, model, other = watch(), nn.DataParallel(net()), net()
+    other._comm_hooks = [(lambda state, bucket: None, None)]
+    for one in (model, other):
+        optimizer = made(one)
+        for x, y in batches(3):
+            ordinary(optimizer, (one(x) - y).square().mean())
+    assert state_of(models, model) == (State.LEFT, eligibility.REPLICAS)
+    assert state_of(models, other) == (State.LEFT, eligibility.COMM_HOOK)
+
+
+def test_several_overflows_between_steps_halve_the_scale_once(watch):
+    """Micro-batches behind one that overflowed add to a gradient that is infinite already."""
     models, model = watch(), net()
-    monkeypatch.setattr(eligibility, "_are_several", lambda: True)
     optimizer = made(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(batches(20)):
+            ((model(x) - y).square().mean() * (2.0**14 if (step, i) == (2, 1) else 1.0)).backward()
+        optimizer.step()
+    assert "losses scaled by 32768 at the end, 1 optimizer step skipped" in lines(models)
+    assert conversion_of(model) is not None
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_over_ranks_steps_are_skipped_for_what_can_be_in_fp16(is_left, watch, monkeypatch):
+    """A shard's gradient is one rank's own: a step that only one rank leaves out would part the shards."""
+    watch()
+    model = net()
+    monkeypatch.setattr(loss_scaling, "are_several", lambda: True)
+    monkeypatch.setattr(trained_models.why, "why_left", lambda module, policy: "sharded" if is_left else "")
+    optimizer = made(model)
+    ((x, y),) = batches(1)
+    ordinary(optimizer, (model(x) - y).square().mean())
+    before = model.head.bias.detach().clone()
+    model.head.weight.grad.fill_(torch.inf)
+    optimizer.step()
+    assert torch.equal(model.head.bias, before) != is_left
+
+
+@pytest.mark.parametrize(("factor", "first"), [(1e-3, 65536), (2.0**9 / 4, 512), (2.0**9 * 1e6, 16)])
+def test_a_sum_over_a_batch_begins_at_a_lower_scale(factor, first, watch):
+    """Of a mean around 1 this is GradScaler's first scale; a sum has gradients that are larger by its factor."""
+    models, model = watch(), net()
+    optimizer = made(model, lr=1e-9)
     for x, y in batches(3):
-        ordinary(optimizer, (model(x) - y).square().mean())
-    assert state_of(models, model) == (State.LEFT, eligibility.RANKS)
+        out = model(x)
+        ordinary(optimizer, (out - out.detach() + y * 0).square().mean() + factor)
+    assert conversion_of(model) is not None, lines(models)
+    assert f"losses scaled by {first} at the end, 0 optimizer steps skipped" in lines(models)

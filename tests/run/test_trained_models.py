@@ -154,6 +154,14 @@ def test_parts_that_are_called_alone_are_models(watch):
     assert lines(models).startswith("converted 1 model")
 
 
+def test_a_report_whose_folder_is_gone_is_one_line(watch, tmp_path):
+    models, model = watch(report=str(tmp_path / "report.html")), Net()
+    for _ in range(2):
+        step(model(torch.randn(4, 8)))
+    (told,) = write_reports(models, tmp_path / "gone" / "report.html")
+    assert told == f"--report {tmp_path / 'gone' / 'report.html'}: not written: No such file or directory"
+
+
 def test_parts_of_a_converted_model_are_not_reported(watch):
     models, model, x = watch(), Net(), torch.randn(4, 8)
     with torch.no_grad():

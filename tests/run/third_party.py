@@ -1,25 +1,27 @@
 """Runs published training scripts, unmodified: in fp32, under bf16 autocast, and under ``amp-graph run``.
 
 ``python -m tests.run.third_party`` gets the scripts and their packages by pip, in a folder outside of the repository,
-makes small inputs, runs each three times and prints a table of losses. ``--examples DIR``: a checkout of
+makes small inputs, runs each three times from each seed and prints a table of losses. ``--examples DIR``: a checkout of
 https://github.com/pytorch/examples, which no package holds; without it those scripts are left out, and named.
+``--record FILE.json`` keeps all runs there, begins where an earlier call ended, and writes the table beside it.
 Exit status 1 if a script fails, converts nothing, or ends farther from fp32 than ``MOST`` times autocast.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
+from tests.run.third_party_record import Ran, Record, distance
 from tests.run.third_party_scripts import EXAMPLES, SCRIPTS, Script
 
 SDISTS = ("pytorch-ignite", "torch-optimizer")
@@ -53,57 +55,50 @@ lib = torch.library.Library("torchvision", "DEF")
 for name in ("nms", "qnms"):
     lib.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-# For scripts without a seed of their own; it runs before the script, in each of the three ways.
-SEEDS = "import random, numpy, torch\nrandom.seed(0)\nnumpy.random.seed(0)\ntorch.manual_seed(0)\n"
-SEEDED = (
-    SEEDS
-    + """
-import runpy, sys
-sys.argv = sys.argv[1:]
+# For scripts without a seed of their own, which is the first argument; it runs before the script, in each way.
+SEEDED = """
+import random, runpy, sys, numpy, torch
+seed = int(sys.argv[1])
+random.seed(seed)
+numpy.random.seed(seed)
+torch.manual_seed(seed)
+sys.argv = sys.argv[2:]
 sys.path[0] = __import__("os").path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-)
 
 
 # -- running ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ran:
-    """One run: its exit status, the losses it printed, its errors, its seconds."""
-
-    status: int
-    losses: list[float]
-    errors: str
-    seconds: float
-
-
-def run(script: Script, how: str, path: Path, work: Path, site: Path, policy: str = "bf16") -> Ran:
-    """Run ``script`` in a fresh folder: ``how`` is "fp32", "autocast" or "amp-graph"."""
-    here = work / re.sub(r"\W+", "-", f"{script.name} {how}") / "here"
-    here.mkdir(parents=True)
+def run(script: Script, way: str, seed: int, path: Path, work: Path, site: Path) -> Ran:
+    """Run ``script`` in a fresh folder: ``way`` is "fp32", "autocast" or "amp-graph POLICY"."""
+    here = Path(tempfile.mkdtemp(dir=work)) / "here"
+    here.mkdir()
     if script.make is not None:
         script.make(here)
     for name, code in (("autocast", AUTOCAST), ("seeded", SEEDED)):
         (here.parent / f"{name}.py").write_text(code)
-    words = [*([] if script.seeded else [str(here.parent / "seeded.py")]), str(path), *script.args]
-    if how == "autocast":
+    words = [str(path), *script.args, *((script.seed, str(seed)) if script.seed else ())]
+    if script.seed == "":
+        words = [str(here.parent / "seeded.py"), str(seed), *words]
+    if way == "autocast":
         words = [str(here.parent / "autocast.py"), *words]
-    elif how == "amp-graph":
-        words = ["-m", "amp_graph", "run", "--policy", policy, *words]
+    elif way != "fp32":
+        words = ["-m", "amp_graph", "run", "--policy", way.split()[1], *words]
     env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "AMP_GRAPH_MACHINE": "default"}
     begin = time.perf_counter()
     found = subprocess.run([sys.executable, *words], cwd=here, env=env, capture_output=True, text=True, timeout=900)
+    seconds = time.perf_counter() - begin
+    shutil.rmtree(here.parent)
     losses = [float(word) for word in re.findall(script.losses, found.stdout)]
-    return Ran(found.returncode, losses, found.stderr, time.perf_counter() - begin)
+    told = converted_by(found.stderr, path) if way.startswith("amp-graph") else ""
+    return Ran(found.returncode, losses, told or last_line(found), round(seconds, 1))
 
 
-def distance(one: list[float], other: list[float]) -> float:
-    """Return the mean distance of two runs' losses, relative to the size of the losses."""
-    if len(one) != len(other) or not one:
-        return float("nan")
-    return float(np.abs(np.subtract(one, other)).mean() / max(np.abs(one).mean(), 1e-9))
+def last_line(found: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of the errors of a run that failed."""
+    return found.stderr.strip().rpartition("\n")[2] if found.returncode else ""
 
 
 def fetch(work: Path) -> dict[str, Path]:
@@ -124,11 +119,28 @@ def fetch(work: Path) -> dict[str, Path]:
     return roots
 
 
-def converted_by(errors: str) -> str:
+def converted_by(errors: str, path: Path) -> str:
     """Return the exit report on one line."""
     report = errors.partition("amp-graph run: ")[2].splitlines()
-    lines = [line for i, line in enumerate(report) if not i or line.startswith("  ")]
-    return ";".join(lines)[:300] if lines else "no report"
+    lines = [line.strip() for i, line in enumerate(report) if not i or line.startswith("  ")]
+    text = "; ".join(lines).replace(f"{path.parent}{os.sep}", "")
+    return re.sub(r"/\S*/site/", "", text)[:400]
+
+
+def compare(script: Script, found: dict[str, Ran], ours: str) -> bool:
+    """Print a script's row; return whether it is as near to fp32 as autocast is."""
+    plain, cast, mine = found["fp32"], found["autocast"], found[ours]
+    last = [f"{one.losses[-1]:9.4f}" if one.losses else f"{'-':>9}" for one in (plain, cast, mine)]
+    far = distance(plain.losses, cast.losses), distance(plain.losses, mine.losses)
+    near = far[1] <= max(MOST * far[0], NEAR) if far[0] == far[0] else far[1] <= NEAR
+    good = mine.status == plain.status and (near or any(name in script.name for name in CHAOTIC))
+    told = "" if good else "  <-- "
+    print(f"{script.name:36} {len(plain.losses):6} {' '.join(last)}  {far[0]:.5f} {far[1]:.5f}{told}", flush=True)
+    print(f"{'':36} {mine.told or 'no report'}", flush=True)
+    for way, one in found.items():
+        if one.status:
+            print(f"    {way}: exit status {one.status}: {one.told}", flush=True)
+    return good
 
 
 def main() -> int:
@@ -137,36 +149,30 @@ def main() -> int:
     parser.add_argument("--examples", type=Path, help="a checkout of github.com/pytorch/examples")
     parser.add_argument("--work", type=Path, default=Path("/tmp/amp_graph_third_party"), help="where all is kept")
     parser.add_argument("--policy", default="bf16", help="of amp-graph run; autocast runs in bf16 in any case")
-    parser.add_argument("--only", default="", help="scripts whose name has this in it")
+    parser.add_argument("--only", default="", help="a pattern that is searched in the names of scripts")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--record", type=Path, help="a JSON file that keeps the runs")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     roots = fetch(args.work)
     if args.examples is not None:
         roots[EXAMPLES] = args.examples.resolve()
-    runs = args.work / f"runs-{os.getpid()}"
+    record, ours = Record(args.record), f"amp-graph {args.policy}"
     failed = 0
     print(f"{'script':36} {'losses':>6} {'fp32':>9} {'autocast':>9} {'amp_graph':>9}  distances to fp32")
     for script in SCRIPTS:
-        if args.only not in script.name:
+        if not re.search(args.only, script.name):
             continue
         if script.source not in roots:
             print(f"{script.name:36} left out: --examples DIR")
             continue
-        path = roots[script.source] / script.path
-        where = (path, runs, args.work / "site", args.policy)
-        found = {how: run(script, how, *where) for how in ("fp32", "autocast", "amp-graph")}
-        plain, cast, ours = found.values()
-        last = [f"{one.losses[-1]:9.4f}" if one.losses else f"{'-':>9}" for one in found.values()]
-        far = distance(plain.losses, cast.losses), distance(plain.losses, ours.losses)
-        near = far[1] <= max(MOST * far[0], NEAR) if far[0] == far[0] else far[1] <= NEAR
-        good = ours.status == plain.status and (near or any(name in script.name for name in CHAOTIC))
-        told = "" if good else "  <-- "
-        failed += not good
-        print(f"{script.name:36} {len(plain.losses):6} {' '.join(last)}  {far[0]:.5f} {far[1]:.5f}{told}", flush=True)
-        print(f"{'':36} {converted_by(ours.errors)}", flush=True)
-        for how, one in found.items():
-            if one.status:
-                print(f"    {how}: exit status {one.status}: {one.errors.strip().splitlines()[-1:]}", flush=True)
+        where = roots[script.source] / script.path, args.work, args.work / "site"
+        for seed in args.seeds if script.seed is not None else args.seeds[:1]:
+            found = {
+                way: record.ran(script.name, seed, way, functools.partial(run, script, way, seed, *where))
+                for way in ("fp32", "autocast", ours)
+            }
+            failed += not compare(script, found, ours)
     return int(failed > 0)
 
 

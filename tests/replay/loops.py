@@ -586,6 +586,59 @@ def hooks_on_parameters(word):
     return plain(word, model) + told
 
 
+class TwoHeads(Net):
+    """Each layer belongs to one output."""
+
+    def forward(self, x):
+        return self.first(x), self.last(F.pad(x.detach(), (0, 18))).square().mean()
+
+
+def one_head_at_a_time(word, model, prepare=lambda x: x):
+    optimizer, found = sgd(model), []
+    for i in range(2 * STEPS):
+        outs = model(prepare(batch()[0]))
+        optimizer.zero_grad()
+        (outs[0].sum() if i % 2 else outs[1]).backward()
+        found += seen(model, *outs)
+        optimizer.step()
+    return found
+
+
+@loop
+def heads_that_take_turns(word):
+    return one_head_at_a_time(word, converted(word, TwoHeads()))
+
+
+def _doubled(p):
+    p.grad.mul_(2)
+
+
+@declined("through some of its outputs only, where the hooks")
+def a_hook_on_a_head(word):
+    model = converted(word, TwoHeads())
+    model.first.weight.register_hook(lambda grad: grad * 2)
+    model.last.weight.register_post_accumulate_grad_hook(_doubled)
+    return one_head_at_a_time(word, model)
+
+
+class MakesZeros(torch.autograd.Function):
+    """Python functions hand on zeros where nothing has arrived."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@declined("through some of its outputs only, where what computed")
+def a_head_behind_another_model(word):
+    model, body = converted(word, TwoHeads()), nn.Linear(6, 6).to(DEVICE[0])
+    return one_head_at_a_time(word, model, lambda x: MakesZeros.apply(body(x))) + seen(body)
+
+
 @loop
 def a_hook_on_an_inner_module(word):
     model = converted(word)

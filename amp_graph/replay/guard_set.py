@@ -25,6 +25,7 @@ from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
+from amp_graph.replay.ranks import why_not_partly
 from amp_graph.replay.recorder import CannotRecord
 from amp_graph.replay.replayed_call import ReplayedCall
 from amp_graph.replay.slots import Slot, Wrap
@@ -166,6 +167,7 @@ class GuardSet:
             self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
             entry.partly = partly_reached(graphs.flat) if self.eager else ()
+            why = why or why_not_partly(entry.partly)
         except Exception as error:
             why = _told(error)
         if why:

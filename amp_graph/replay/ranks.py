@@ -7,6 +7,8 @@ them, is not recorded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
@@ -17,6 +19,10 @@ OUTSIDE = (
     "parameters move, is unknown"
 )
 STATIC = "static_graph=True: DistributedDataParallel counts the gradients of each parameter, and a recording has others"
+UNUSED = (
+    "find_unused_parameters=True, and some of its outputs do not lead to all trained inputs: DistributedDataParallel "
+    "would take all of them as used"
+)
 MIXED = "DistributedDataParallel casts the parameters itself (mixed_precision), and frees the casts between calls"
 
 
@@ -35,3 +41,11 @@ def why_not_with_ranks(model: nn.Module | None) -> str:
     if getattr(ddp, "static_graph", False):
         return STATIC
     return MIXED if getattr(ddp, "mixed_precision", None) is not None else ""
+
+
+def why_not_partly(partly: Sequence[int]) -> str:
+    """Return why a graph is not recorded some of whose outputs do not reach the arguments ``partly``; "" if it may be.
+
+    DistributedDataParallel looks from the outputs which parameters have gradients, and a recorded call is one node.
+    """
+    return UNUSED if partly and getattr(surrounding_ddp(), "find_unused_parameters", False) else ""

@@ -79,7 +79,7 @@ class Slot:
         """Whether no call waits for its backward."""
         return self.holder is None or self.holder() is None
 
-    def forward(self, args: Sequence[Any]) -> list[Tensor | None]:
+    def forward(self, args: Sequence[Any]) -> list[Tensor]:
         """Replay forward on ``args``; return copies of the new tensors."""
         flat = self.graphs.flat
         for i in self.by_copy:

@@ -7,6 +7,7 @@ Before: ``x`` of the user, at another address in each call. After: ``twin_of(x)`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ def copied(tensor: Tensor) -> Tensor:
     return made
 
 
-def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return a copy of each tensor, each in memory of its own, with the same strides.
+def copies(tensors: Sequence[Any]) -> list[Any]:
+    """Return a copy of each tensor, each in memory of its own, with the same strides; None stays None.
 
     One call of torch copies all of one dtype, because a call for each would take the host longer than the kernels run.
     """
-    found: list[Tensor | None] = []
+    found = []
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for tensor in tensors:
         if tensor is None or not _is_dense(tensor):
@@ -52,7 +53,7 @@ def copies(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Say whether the elements of ``tensor`` fill their memory, in any order."""
-    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def surrounding_ddp() -> torch.nn.Module | None:
     """Return the DistributedDataParallel whose forward is running; 2.11 to 2.13."""
     if not torch.distributed.is_available():
         return None
-    found: torch.nn.Module | None = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    found: torch.nn.Module | None = kind._get_active_ddp_module()
     return found
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.replay import ranks, recorder
+from amp_graph.replay import ranks, recorder, slots
 from tests.replay.stand_in import StandIn
 
 STEPS = 8
@@ -102,8 +102,10 @@ def run(name, rank, word, **options):
     return found, notes, len(captured.replays.guard_sets) if captured.replays else 0
 
 
-def as_rank(rank, path, names):
+def as_rank(rank, path, names, broken=False):
     """Run each case with and without replay; keep what differs, and what the report says."""
+    if broken:
+        slots.copies = list  # DDP's hooks read gradients in recorded memory
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     recorder.RECORDERS["cpu"] = StandIn
@@ -122,8 +124,8 @@ def as_rank(rank, path, names):
     torch.distributed.destroy_process_group()
 
 
-def in_two_processes(path, names):
-    mp.spawn(as_rank, (str(path), names), nprocs=2)
+def in_two_processes(path, *args):
+    mp.spawn(as_rank, (str(path), *args), nprocs=2)
     return [torch.load(f"{path}/{rank}") for rank in range(2)]
 
 
@@ -138,6 +140,12 @@ def test_replayed_ranks_have_the_bits_of_ranks_that_are_not(tmp_path):
     assert found[0]["in buckets"][3] >= 2  # one graph a bucket
     weights = [kept["accumulated"][4] for kept in found]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))  # reduced, on both
+
+
+@pytest.mark.slow
+def test_control_gradients_that_are_not_copied_show(tmp_path):
+    for kept in in_two_processes(tmp_path, ("unused parameters",), True):
+        assert kept["unused parameters"][0]
 
 
 # -- what is not recorded, in one process ---------------------------------------------------------------
@@ -156,7 +164,8 @@ def notes_of(model, call):
     model = amp_graph.convert(model, "bf16,weight_copies=false,replay=true")
     call = call(model)
     for _ in range(5):
-        call(torch.randn(4, 8)).sum().backward()
+        outs = call(torch.randn(4, 8))
+        sum(out.sum() for out in (outs if isinstance(outs, tuple) else (outs,))).backward()
     return "\n".join(amp_graph.report(model).notes)
 
 
@@ -167,6 +176,25 @@ class Small(nn.Module):
 
     def forward(self, x):
         return self.linear(x).relu() * 2
+
+
+class TwoOutputs(Small):
+    """One of two outputs could be left out of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x), self.other(x)
+
+
+def test_outputs_that_reach_a_part_are_not_recorded_where_ddp_looks_for_it(group):
+    def looking(model):
+        return DistributedDataParallel(model, find_unused_parameters=True)
+
+    assert ranks.UNUSED in notes_of(TwoOutputs(), looking)
+    assert "is not recorded" not in notes_of(TwoOutputs(), DistributedDataParallel)
 
 
 def test_a_call_outside_of_ddp_and_static_graphs_are_not_recorded(group):

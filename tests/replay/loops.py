@@ -593,13 +593,16 @@ class TwoHeads(Net):
         return self.first(x), self.last(F.pad(x.detach(), (0, 18))).square().mean()
 
 
-def one_head_at_a_time(word, model, prepare=lambda x: x):
+def one_head_at_a_time(word, model, body=None):
+    """Train a head in each step; ``body`` computes the input, and is not reached by the second."""
     optimizer, found = sgd(model), []
+    body = body or nn.Sequential()
     for i in range(2 * STEPS):
-        outs = model(prepare(batch()[0]))
-        optimizer.zero_grad()
+        outs = model(body(batch()[0]))
+        model.zero_grad()
+        body.zero_grad()
         (outs[0].sum() if i % 2 else outs[1]).backward()
-        found += seen(model, *outs)
+        found += seen(model, *outs) + [torch.tensor(float(p.grad is None)) for p in body.parameters()]
         optimizer.step()
     return found
 
@@ -621,6 +624,15 @@ def a_hook_on_a_head(word):
     return one_head_at_a_time(word, model)
 
 
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return MakesZeros.apply(self.linear(x))
+
+
 class MakesZeros(torch.autograd.Function):
     """Python functions hand on zeros where nothing has arrived."""
 
@@ -635,8 +647,8 @@ class MakesZeros(torch.autograd.Function):
 
 @declined("through some of its outputs only, where what computed")
 def a_head_behind_another_model(word):
-    model, body = converted(word, TwoHeads()), nn.Linear(6, 6).to(DEVICE[0])
-    return one_head_at_a_time(word, model, lambda x: MakesZeros.apply(body(x))) + seen(body)
+    model, body = converted(word, TwoHeads()), Doubles().to(DEVICE[0])
+    return one_head_at_a_time(word, model, body) + seen(body)
 
 
 @loop

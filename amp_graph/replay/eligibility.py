@@ -31,8 +31,6 @@ Rule = Callable[[Node, torch.device], str]
 
 def why_not_captured(gm: GraphModule, args: Sequence[Any]) -> str:
     """Return why a captured graph cannot be recorded, read off the graph before it is traced; "" if nothing says so."""
-    if why := _why_not_here():
-        return why
     for a in args:
         if isinstance(a, Tensor) and (type(a) not in PLAIN or a.layout is not torch.strided):
             return f"an input is a {type(a).__name__}, not an ordinary tensor"
@@ -45,13 +43,6 @@ def why_not_captured(gm: GraphModule, args: Sequence[Any]) -> str:
                 return f"it calls {node.target}: the hook would not run again"
             if node.op == "get_attr" and _is_trained(part, str(node.target)):
                 return f"it holds {node.target}, which has a gradient, as a constant"
-    return ""
-
-
-def _why_not_here() -> str:
-    """Return why nothing is recorded in this process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "a process group exists: calls between ranks (DDP, FSDP, SyncBatchNorm) are not recorded"
     return ""
 
 

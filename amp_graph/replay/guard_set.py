@@ -25,10 +25,12 @@ from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
+from amp_graph.replay.ranks import why_not_partly
 from amp_graph.replay.recorder import CannotRecord
 from amp_graph.replay.replayed_call import ReplayedCall
 from amp_graph.replay.slots import Slot, Wrap
 from amp_graph.replay.taped_graphs import TapedGraphs
+from amp_graph.replay.unreached_arguments import partly_reached, who_notices
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays
@@ -49,6 +51,7 @@ class Entry:
     moves: int = 0
     why: str = ""  # why it is not recorded
     by_copy: tuple[int, ...] = ()
+    partly: tuple[int, ...] = ()  # arguments that only some outputs with gradients reach
     graphs: FlatGraphs | TapedGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
     timings: list[tuple[Any, Any, float]] = field(default_factory=list)
@@ -86,6 +89,7 @@ class GuardSet:
             self.replays.lock.release()
 
     def _decide(self, args: Sequence[Any]) -> Any:
+        self.replays.note(self)
         entry = self._entry(args)
         if entry is None or entry.why:
             return self.run(*args)
@@ -136,6 +140,9 @@ class GuardSet:
         """Return a slot for a call, recorded now if need be; None if the call has to run as it is."""
         if entry.graphs is None and not self._trace(entry, args):
             return None
+        if why := who_notices(args, entry.partly):
+            entry.decline(why)
+            return None
         free = [slot for slot in entry.slots if slot.is_free]
         for slot in free:
             if slot.is_for(args):
@@ -149,7 +156,7 @@ class GuardSet:
         return self._record(entry, args) if len(entry.slots) < SLOTS and self.replays.make_room() else None
 
     def _trace(self, entry: Entry, args: Sequence[Any]) -> bool:
-        if why := self.replays.pace.why_not(entry):
+        if why := self.replays.why_not_with_ranks() or self.replays.pace.why_not(entry):
             entry.decline(why)
             return False
         own = self.replays.own_tensors()
@@ -159,6 +166,8 @@ class GuardSet:
             graphs = FlatGraphs(self.gm, args)
             self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
+            entry.partly = partly_reached(graphs.flat) if self.eager else ()
+            why = why or why_not_partly(entry.partly)
         except Exception as error:
             why = _told(error)
         if why:

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.casts.product_precision import Lost
+from amp_graph.passes.torch_compat.dynamo_entries import CALLS
 from amp_graph.replay.guard_set import Entry, GuardSet
 from amp_graph.replay.pace import Pace
+from amp_graph.replay.ranks import why_not_with_ranks
 from amp_graph.replay.recorder import RECORDERS, Recorder
 from amp_graph.replay.slots import Slot, Wrap
 
-MOST = 8  # recordings of a model
+MOST = 8  # recordings of each of the graphs that one call runs
 
 
 class Replays:
@@ -34,6 +36,8 @@ class Replays:
         self.pace = Pace(mode == "auto")
         self.guard_sets: list[GuardSet] = []
         self._forwards = 0
+        self._call, self._of_call = -1, set[int]()  # the call that runs, and the graphs that it has run
+        self._graphs = 1  # the most that one call has run
 
     def wrap(
         self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, *, eager: bool, why: str = ""
@@ -56,12 +60,29 @@ class Replays:
 
     # -- what guard sets ask ---------------------------------------------------------------------------
 
+    def note(self, one: GuardSet) -> None:
+        """Note that the model's call that runs comes to this graph: it has several after graph breaks, and in DDP."""
+        if self._call != CALLS.generation:
+            self._call = CALLS.generation
+            self._of_call.clear()
+        self._of_call.add(id(one))
+        self._graphs = max(self._graphs, len(self._of_call))
+
+    @property
+    def most(self) -> int:
+        """How many recordings there may be."""
+        return MOST * self._graphs
+
     def why_not(self, args: Sequence[Any]) -> str:
         """Return why nothing is recorded on the device of these arguments."""
         kinds = {a.device.type for a in args if isinstance(a, Tensor)}
         for kind in sorted(kinds - set(RECORDERS)):
             return f"there are no CUDA graphs on {kind}"
         return "" if kinds else "it has no tensors as inputs"
+
+    def why_not_with_ranks(self) -> str:
+        """Return why nothing is recorded beside the other processes of this training."""
+        return why_not_with_ranks(self._model())
 
     def own_tensors(self) -> set[int]:
         """Return the ids of the model's parameters and buffers, which recordings read where they lie."""
@@ -80,7 +101,7 @@ class Replays:
     def make_room(self) -> bool:
         """Free the recording that was used longest ago, if there are too many; False if all wait for backwards."""
         known = list(self._recordings())
-        if len(known) < MOST:
+        if len(known) < self.most:
             return True
         free = [(slot.used, i) for i, (_, slot) in enumerate(known) if slot.is_free]
         if not free:
@@ -123,7 +144,7 @@ class Replays:
     def lines(self, size_text: Callable[[int], str]) -> Iterator[str]:
         """Yield the lines of a report: what is recorded, and for each graph why not."""
         count = sum(1 for _ in self._recordings())
-        yield f"replay={self.mode}: {count} of at most {MOST} recordings, which hold {size_text(self.bytes)}"
+        yield f"replay={self.mode}: {count} of at most {self.most} recordings, which hold {size_text(self.bytes)}"
         for i, one in enumerate(self.guard_sets):
             if one.why:
                 yield f"replay: graph {i} is not recorded: {one.why}"

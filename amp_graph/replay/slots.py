@@ -18,9 +18,8 @@ from amp_graph.passes.torch_compat.storage import address_of, storage_key
 from amp_graph.replay.eligibility import why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import Pattern
-from amp_graph.replay.packed_gradients import PackedGradients
 from amp_graph.replay.recorder import CannotRecord, Recorder, Replay, Results
-from amp_graph.replay.static_memory import copied, fill, twin_of
+from amp_graph.replay.static_memory import copied, copies, fill, twin_of
 from amp_graph.replay.taped_graphs import TapedGraphs
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -33,7 +32,6 @@ class RecordedBackward:
     replay: Replay
     seeds: list[Tensor]
     results: Results
-    packed: PackedGradients
 
 
 @dataclass(eq=False)
@@ -91,7 +89,7 @@ class Slot:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
         made = self.results[: flat.made]
-        found = [copied(r) for r in made]
+        found = copies(made)
         self.recorder.release(made)
         if flat.backward is None:
             self._release_inputs()
@@ -109,8 +107,8 @@ class Slot:
         for seed, grad in zip(recorded.seeds, (g for g in given if g is not None), strict=True):
             fill(seed, grad)
         recorded.replay()
-        found = recorded.packed.handed_out(recorded.results)
-        self.recorder.release(recorded.results)
+        found = copies(recorded.results)
+        self.recorder.release([r for r in recorded.results if r is not None])
         self.free()
         return found
 
@@ -123,13 +121,8 @@ class Slot:
             raise CannotRecord(why)
         seeds = [twin_of(g) for g in given if g is not None]
         kept = [self.static[i] for i in self.graphs.flat.kept]
-        packed = PackedGradients()
-
-        def packing(*args: Any) -> list[Tensor]:
-            return packed.pack(run(*args))
-
-        replay, results = self.recorder.record(self.wrap(packing), [*kept, *self.saved, *seeds])
-        return RecordedBackward(replay, seeds, results, packed)
+        replay, results = self.recorder.record(self.wrap(run), [*kept, *self.saved, *seeds])
+        return RecordedBackward(replay, seeds, results)
 
     @property
     def saved(self) -> list[Any]:

@@ -32,6 +32,15 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
 
 
+def surrounding_ddp() -> torch.nn.Module | None:
+    """Return the DistributedDataParallel whose forward is running; 2.11 to 2.13."""
+    if not torch.distributed.is_available():
+        return None
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    found: torch.nn.Module | None = kind._get_active_ddp_module()
+    return found
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether ``torch.compile`` made this very module, or ``module.compile()`` its call; 2.11 to 2.13."""
     made = any(kind.__name__ == "OptimizedModule" for kind in type(module).__mro__)

@@ -586,6 +586,71 @@ def hooks_on_parameters(word):
     return plain(word, model) + told
 
 
+class TwoHeads(Net):
+    """Each layer belongs to one output."""
+
+    def forward(self, x):
+        return self.first(x), self.last(F.pad(x.detach(), (0, 18))).square().mean()
+
+
+def one_head_at_a_time(word, model, body=None):
+    """Train a head in each step; ``body`` computes the input, and is not reached by the second."""
+    optimizer, found = sgd(model), []
+    body = body or nn.Sequential()
+    for i in range(2 * STEPS):
+        outs = model(body(batch()[0]))
+        model.zero_grad()
+        body.zero_grad()
+        (outs[0].sum() if i % 2 else outs[1]).backward()
+        found += seen(model, *outs) + [torch.tensor(float(p.grad is None)) for p in body.parameters()]
+        optimizer.step()
+    return found
+
+
+@loop
+def heads_that_take_turns(word):
+    return one_head_at_a_time(word, converted(word, TwoHeads()))
+
+
+def _doubled(p):
+    p.grad.mul_(2)
+
+
+@declined("through some of its outputs only, where the hooks")
+def a_hook_on_a_head(word):
+    model = converted(word, TwoHeads())
+    model.first.weight.register_hook(lambda grad: grad * 2)
+    model.last.weight.register_post_accumulate_grad_hook(_doubled)
+    return one_head_at_a_time(word, model)
+
+
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return MakesZeros.apply(self.linear(x))
+
+
+class MakesZeros(torch.autograd.Function):
+    """Python functions hand on zeros where nothing has arrived."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+@declined("through some of its outputs only, where what computed")
+def a_head_behind_another_model(word):
+    model, body = converted(word, TwoHeads()), Doubles().to(DEVICE[0])
+    return one_head_at_a_time(word, model, body) + seen(body)
+
+
 @loop
 def a_hook_on_an_inner_module(word):
     model = converted(word)

@@ -61,6 +61,26 @@ def test_at_most_eight_are_recorded_and_the_oldest_goes(recorders):
     assert len(recorders) == made + 1
 
 
+class InTwoGraphs(nn.Module):
+    """A forward that Dynamo captures in two pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 2)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.last(h)
+
+
+def test_each_graph_of_a_call_has_recordings(recorders):
+    model = amp_graph.convert(InTwoGraphs(), "bf16,weight_copies=false,replay=true", dynamic=False)
+    for size in range(2, 3 + MOST // 2):
+        steps(model, 5, size)
+    assert f"replay=true: {2 * (1 + MOST // 2)} of at most {2 * MOST} recordings" in notes_of(model)
+
+
 def test_lengths_that_take_turns_are_not_recorded_for_ever(recorders):
     model = model_of()
     for _ in range(20):

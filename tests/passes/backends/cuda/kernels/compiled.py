@@ -1,13 +1,16 @@
 """Compile each kernel for real GPUs, without one, for what the functions that launch it give it.
 
-``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a kernel; with ``every``, which takes minutes,
-of all forms of updates. In the interpreter Python runs the kernels: what Triton's compiler refuses, such as a global
-variable, is seen here alone.
+``python -m tests.passes.backends.cuda.kernels.compiled`` prints a line a variant; with ``every``, which takes minutes,
+of all forms of updates; with ``write`` it writes benchmarks/results/triton_variants.md. In the interpreter Python runs
+the kernels: what Triton's compiler refuses, such as a global variable, is seen here alone.
 """
 
+import ast
 import importlib
 import itertools
+import re
 import sys
+from pathlib import Path
 
 import torch
 import triton
@@ -145,8 +148,35 @@ LAUNCHES = {
 }
 
 
+TABLE = Path(__file__).parents[5] / "benchmarks/results/triton_variants.md"
+LINE = re.compile(r"(\w+) sm_(\d+) (\{.*\}) shared (\d+)")
+SAID = """# Variants of the Triton kernels that compile
+
+Compiled by Triton {} for compute capabilities 8.0 (Ampere) and 9.0 (Hopper) on a machine without a GPU, for bf16 and
+fp16; none of these ran. Written by `python -m tests.passes.backends.cuda.kernels.compiled write`. A variant is what the
+kernel is compiled for besides its operands' dtypes and alignments; the numbers are bytes of shared memory of a program.
+
+| kernel | compiled for | sm_80 | sm_90 |
+|---|---|---:|---:|
+"""
+
+
+def as_table(lines):
+    """Return the printed lines as Markdown: a row a variant, with the most shared memory that it takes."""
+    found = {}
+    for kernel, capability, constants, shared in (m.groups() for m in map(LINE.fullmatch, lines) if m):
+        constants = ", ".join(f"{name}={given}" for name, given in ast.literal_eval(constants).items())
+        most = found.setdefault((kernel, constants), {})
+        most[int(capability)] = max(int(shared), most.get(int(capability), 0))
+    rows = [[kernel, constants or "-", *(str(most.get(c, "-")) for c in CAPABILITIES)]
+            for (kernel, constants), most in sorted(found.items())]  # fmt: skip
+    version = lines[0].split()[-1]
+    return SAID.format(version) + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def main():
-    print("triton", triton.__version__)
+    lines = [f"triton {triton.__version__}"]
+    print(lines[0])
     for capability in CAPABILITIES:
         driver.set_active(NoGpu(capability))
         for low in (torch.bfloat16, torch.float16):
@@ -154,7 +184,10 @@ def main():
                 seen = []
                 module.launch = compile_alone(seen, capability)
                 launches(low)
-                print("\n".join(sorted(set(seen))))
+                print("\n".join(sorted(set(seen))), flush=True)
+                lines += seen
+    if "write" in sys.argv:
+        TABLE.write_text(as_table(lines))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.capture.call_snapshot import unwritten
 from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
+from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.depths import depth_of
 from amp_graph.numerics.observe import Observer
@@ -57,13 +58,15 @@ def calibrate(
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
     model = plain_model("calibrate", model)
+    refuse_loss_fn("calibrate", loss_fn)
     asked = Policy.parse("fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take):
         for number, batch in checked("calibrate", batches, progress):
-            _, loss = output_and_loss(model, loss_fn, batch)
-            refuse_infinite("calibrate", loss, number)
-            measuring.differentiate(loss)
+            with unwritten(batch):
+                _, loss = output_and_loss(model, loss_fn, batch)
+                refuse_infinite("calibrate", loss, number)
+                measuring.differentiate(loss)
             measuring.end_batch()
     if not measuring.values:
         raise CaptureError(

@@ -21,6 +21,7 @@ from amp_graph.lists import OpClass
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.depths import depth_of
+from amp_graph.numerics.gradients import gradients
 from amp_graph.numerics.observe import Observer
 from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
@@ -66,7 +67,7 @@ def calibrate(
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)
-                measuring.differentiate(loss)
+                measuring.differentiate(model, loss)
             measuring.end_batch()
     if not measuring.values:
         raise CaptureError(
@@ -115,11 +116,11 @@ class _Measuring:
 
         return run
 
-    def differentiate(self, loss: torch.Tensor | None) -> None:
+    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
         """Run backward, without touching ``.grad``."""
         leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
         if loss is not None and loss.requires_grad and leaves:
-            torch.autograd.grad(loss, leaves, allow_unused=True)
+            gradients(model, [loss], leaves)
             self.has_gradients = True
 
     def end_batch(self) -> None:

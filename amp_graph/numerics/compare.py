@@ -25,6 +25,7 @@ from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_
 from amp_graph.numerics.capture import captured_by, plain_model
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference
+from amp_graph.numerics.gradients import gradients
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
 from amp_graph.passes.calibration.node_keys import module_of, node_keys
 from amp_graph.passes.graph.node_info import source_line
@@ -90,7 +91,7 @@ def _compare_batch(
         comparing.begin(mode)
         try:
             with comparing.as_before(batch):
-                comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+                comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
                 continue
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
             if not comparing.has_another_way(error):
@@ -99,7 +100,7 @@ def _compare_batch(
             return
         comparing.begin(mode)
         with comparing.as_before(batch):
-            comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+            comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
 
 
 def _loss(
@@ -193,13 +194,13 @@ class _Comparing:
         self._leaves += leaves
         return result
 
-    def differentiate(self, loss: torch.Tensor | None) -> None:
+    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
         """Run backward with the mode's loss scale, without touching ``.grad``."""
         leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
         if loss is None or not loss.requires_grad or not leaves:
             return
         scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        torch.autograd.grad(loss * scale, leaves, allow_unused=True)
+        gradients(model, [loss * scale], leaves)
 
     @contextmanager
     def as_before(self, batch: Any) -> Iterator[None]:

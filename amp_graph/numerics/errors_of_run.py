@@ -20,6 +20,7 @@ from amp_graph.capture.call_snapshot import unchanged
 from amp_graph.devices import device_of_model
 from amp_graph.numerics.batches import LossFn, output_and_loss, refuse_infinite
 from amp_graph.numerics.differences import difference
+from amp_graph.numerics.gradients import gradients
 from amp_graph.policy import Policy
 
 ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
@@ -71,7 +72,7 @@ class ErrorMetric:
             names = {name: p for name, p in model.named_parameters() if p.requires_grad}
             grads: Sequence[Tensor | None] = [None] * len(names)
             if loss is not None and loss.requires_grad and names:
-                grads = torch.autograd.grad(loss * scale, list(names.values()), allow_unused=True)
+                grads = gradients(model, [loss * scale], list(names.values()))
             leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
             outputs = tuple(_copied(t) for t in leaves)  # a result may be a buffer or an input, which is restored
         pairs = zip(names, grads, strict=True)

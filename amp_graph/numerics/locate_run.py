@@ -21,6 +21,7 @@ from amp_graph.capture.graph_break_policy import EscapedCode
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.locate_restore import as_before
 from amp_graph.numerics.locate_watch import Event, Watch, is_bad
@@ -134,7 +135,7 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
     if not named or not any(start.requires_grad for start in starts):
         return
     with watch:
-        grads = torch.autograd.grad(starts, list(named.values()), gradients, allow_unused=True)
+        grads = gradients_of(task.model, starts, list(named.values()), gradients)
     for name, grad in zip(named, grads, strict=True):
         if grad is not None and is_bad(grad):
             yield f"the gradient of {name}", watch.origins_of(grad)

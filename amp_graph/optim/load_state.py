@@ -86,15 +86,13 @@ def _unlike_group(
         for name, expected in made.items() if state else ():
             if name not in state:
                 yield f"parameter {at} of group {number} has no {name!r}"
-            elif isinstance(expected, Tensor) and not _is_like(
-                state[name], name, issubclass(kind, SGD), own["params"][at]
-            ):
+            elif isinstance(expected, Tensor) and not _is_like(state[name], name, kind, own["params"][at]):
                 yield f"{name!r} of parameter {at} of group {number} is {shortened(state[name], 60)}"
 
 
-def _is_like(value: Any, name: str, may_be_none: bool, parameter: Tensor) -> bool:
+def _is_like(value: Any, name: str, kind: type[Optimizer], parameter: Tensor) -> bool:
     if value is None:
-        return may_be_none
+        return issubclass(kind, SGD)  # whose momentum begins with the first gradient
     if not isinstance(value, Tensor):
         return name == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
     plain = value.layout is torch.strided and not value.is_meta and not value.requires_grad
@@ -103,7 +101,7 @@ def _is_like(value: Any, name: str, may_be_none: bool, parameter: Tensor) -> boo
 
 
 def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> Mapping[str, Any] | Exception:
-    """Return the state of one parameter of one element after a step with the options of ``group``; or what it raises."""
+    """Return the state of a parameter of one element after a step with the options of ``group``, or what it raises."""
     known = inspect.signature(kind).parameters
     options = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k in known}
     options.pop("params", None)

@@ -117,9 +117,8 @@ def _wrong_graph(graph: Any) -> str:
         if not isinstance(rows, list):
             return f"graph {graph['index']} has no list of {part}"
         for row in rows:
-            if not isinstance(row, Mapping) or not all(
-                isinstance(row.get(name), kind) for name, kind in fields.items()
-            ):
+            known = isinstance(row, Mapping) and all(isinstance(row.get(name), kind) for name, kind in fields.items())
+            if not known:
                 return f"graph {graph['index']} has {shortened(row, 80)} in its {part}"
             if part == "nodes" and not all(isinstance(op, str) for op in row["ops"]):
                 return f"graph {graph['index']} has {shortened(row['ops'], 80)} as operators"

@@ -298,9 +298,7 @@ class MixedPrecisionOptimizer(Optimizer):
         wrong = _no_state(state)
         masters = [] if wrong else state.get("masters", [])
         if not wrong and masters and ([tuple(m.shape) for m in masters] != shapes or self._has_complex(masters)):
-            wrong = (
-                f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or others in shape or kind"
-            )
+            wrong = f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or other shapes"
         if wrong:
             raise ScaleError(
                 f"MixedPrecisionOptimizer: {wrong}\n"

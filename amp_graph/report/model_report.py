@@ -120,9 +120,10 @@ class Report:
     def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
         """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
 
-        Raises AmpGraphError for a dict that is no report.
+        Raises AmpGraphError for what is no report.
         """
-        return diff_of(self.to_dict(), dict(other) if isinstance(other, Mapping) else other.to_dict())
+        told: Any = other.to_dict() if isinstance(other, Report) else other
+        return diff_of(self.to_dict(), told)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""

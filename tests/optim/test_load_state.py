@@ -112,8 +112,10 @@ def test_a_dict_that_is_no_report_is_refused():
     model = amp_graph.convert(nn.Linear(3, 4), "bf16")
     model(X)
     report = amp_graph.report(model)
-    for wrong in (None, [], {**whole, "format": True}, {k: v for k, v in whole.items() if k != "model"},
-                  {**whole, "graphs": [None]}, {**whole, "graphs": [{"index": 0, "nodes": [{}], "casts": []}]}):  # fmt: skip
+    graph = {"index": 0, "nodes": [{}], "casts": []}
+    wrong_graphs = ({**whole, "graphs": [None]}, {**whole, "graphs": [graph]})
+    without = {key: value for key, value in whole.items() if key != "model"}
+    for wrong in (None, [], {**whole, "format": True}, without, *wrong_graphs):
         with pytest.raises(AmpGraphError, match=r"diff: .*\n  legal: .*\n  fix: "):
             report.diff(wrong)
     assert report.diff(whole).settings["model"] == ("Linear", "x")

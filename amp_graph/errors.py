@@ -13,6 +13,7 @@ from amp_graph.passes.base import PassError as PassError
 from amp_graph.passes.base import VerifyError as VerifyError
 from amp_graph.passes.calibration.errors import CalibrationError as CalibrationError
 from amp_graph.passes.native.jit_compiler import CompilerError as CompilerError
+from amp_graph.passes.native.output_file import FileError as FileError
 
 
 class PolicyError(AmpGraphError):

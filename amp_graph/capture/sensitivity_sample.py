@@ -5,8 +5,7 @@ Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
+from amp_graph.graph_breaks.call_snapshot import unchanged
 from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.policy import Policy
@@ -68,7 +68,7 @@ class Silent(Complaints):
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
     """Return what one ``sample(model)`` and its backward, in fp32, measure in each graph of ``model``.
 
-    Gradients of parameters, buffers, and the state of random number generators are as before. Raises CaptureError
+    The model is as before: ``ModelState``. Raises CaptureError
     if ``sample`` returns no loss, or one that does not come from ``model``; its own errors propagate.
     """
     try:
@@ -84,7 +84,7 @@ def _measure(
     model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None, through_inputs: bool
 ) -> list[Sampled]:
     sampling, graphs = _sampling(model, policy, dynamic, through_inputs)
-    with _as_before(model), torch.random.fork_rng(), torch.enable_grad():
+    with unchanged(model), torch.enable_grad():
         sampling.attach()
         try:
             _differentiate(sample(model), graphs)
@@ -123,15 +123,3 @@ def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
             "  legal: a function that calls the model it is given\n"
             "  fix:   sample=lambda model: loss_fn(model(x), y)"
         )
-
-
-@contextmanager
-def _as_before(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the values of buffers."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)

@@ -16,7 +16,7 @@ from amp_graph.cli.capture_target import captured, captured_step
 from amp_graph.cli.measure_target import measured_times
 from amp_graph.cli.terminal import write_lines, write_table
 from amp_graph.errors import AmpGraphError
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.report.graph_dot import dot_lines
 from amp_graph.report.graph_lines import Lines, diff_lines, text_lines
 from amp_graph.report.model_report import Report, report
@@ -94,13 +94,7 @@ def _opened(path: str | None) -> Iterator[TextIO]:
 
 
 def _write_file(path: str, text: str, command: str, fix: str) -> None:
-    try:
-        write_atomically(path, text)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise AmpGraphError(
-            f"{command}: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
-            f"  legal: a file in a directory that exists\n  fix:   {fix}"
-        ) from error
+    write_or_refuse(path, text, command, fix)
 
 
 def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextIO) -> None:

@@ -7,14 +7,15 @@ A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from amp_graph.errors import CalibrationError
+from amp_graph.lists.errors import shortened
 from amp_graph.step.step_arguments import call_model, loss_of
 
 LossFn = Callable[..., Any]
@@ -42,7 +43,14 @@ def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iter
                 f"  fix:   one call of amp_graph.{caller} for each kind of batch"
             )
         count = number + 1
-        yield number, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(given))):
+            raise CalibrationError(
+                f"{caller}: batch {number} has no tensor: {shortened(batch, 80)}\n"
+                "  legal: (inputs, *targets), a dict, or one tensor\n"
+                f"  fix:   amp_graph.{caller}(model, [(x, y)], loss_fn)"
+            )
+        yield number, given
     if not count:
         raise CalibrationError(
             f"{caller}: there are no batches\n  legal: at least one; a generator can be used once only\n"
@@ -67,12 +75,23 @@ def _depth(spec: Any) -> str:
     return f" nested {children}" if any(children) else ""
 
 
+def refuse_loss_fn(caller: str, loss_fn: Any) -> None:
+    """Raise CalibrationError for what is no loss function: a class, or nothing that can be called."""
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise CalibrationError(
+            f"{caller}: loss_fn={shortened(loss_fn)} returns no loss\n  legal: a function, called as "
+            "loss_fn(outputs, *targets); None where the model returns its loss\n"
+            "  fix:   loss_fn=torch.nn.functional.cross_entropy"
+        )
+
+
 def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) -> tuple[Any, Tensor | None]:
     """Return what ``model`` returns for a batch, and its loss; None if there is no loss function, and no loss in it."""
     if loss_fn is not None:
         out = call_model(model, batch[0])
-        loss = loss_fn(out, *batch[1:])
-        return out, _scalar(loss)
+        loss = _scalar(loss_fn(out, *batch[1:]))
+        _refuse_detached(model, loss)
+        return out, loss
     out = call_model(model, *batch)
     try:
         found = loss_of(out)
@@ -82,11 +101,29 @@ def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) 
     return out, found if is_loss else None
 
 
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+def _plain(given: tuple[Any, ...]) -> list[Any]:
+    """Return the elements of a batch, mappings of other classes (``BatchEncoding``) as dicts."""
+    return [dict(one) if isinstance(one, Mapping) else one for one in given]
+
+
+def _refuse_detached(model: Any, loss: Tensor) -> None:
+    if loss.requires_grad or not torch.is_grad_enabled():
+        return
+    trained = next((name for name, p in model.named_parameters() if p.requires_grad), None)
+    if trained is not None:
         raise CalibrationError(
-            f"loss_fn: it returned {shown}, which is not a loss\n  legal: a tensor of one element\n"
+            f"loss_fn: the loss that it returned has no gradient, and the model trains {trained}\n"
+            "  legal: a loss that is computed from the outputs; without loss_fn, forward alone is measured\n"
+            "  fix:   return it without .detach(), .item() and torch.no_grad()"
+        )
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        of = list(loss.shape) if isinstance(loss, Tensor) and loss.numel() != 1 else getattr(loss, "dtype", "")
+        shown = f"a tensor of {of}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CalibrationError(
+            f"loss_fn: it returned {shown}, which is not a loss\n  legal: a tensor of one floating-point number\n"
             "  fix:   loss_fn=lambda out, y: torch.nn.functional.mse_loss(out, y)"
         )
     return loss

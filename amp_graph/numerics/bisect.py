@@ -20,8 +20,10 @@ from amp_graph.capture.dynamo_backend import lower
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.graph_breaks.call_snapshot import same_random_numbers, unwritten
 from amp_graph.lists import OpClass
-from amp_graph.numerics.batches import LossFn, checked
+from amp_graph.lists.errors import shortened
+from amp_graph.numerics.batches import LossFn, checked, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.errors_of_run import ErrorMetric
 from amp_graph.numerics.search import smallest
@@ -77,11 +79,13 @@ def bisect(
     never makes the metric worse, no operation of the set can be left out. After ``max_runs`` runs the best set so far
     is returned.
 
-    Raises PolicyError (a tolerance that is no number, or that fp32 itself misses), CalibrationError (no batches, or
-    batches of another structure), CaptureError.
+    Raises PolicyError (a tolerance that is no number, or that fp32 itself misses; a metric that is no function),
+    CalibrationError (no batches, or batches of another structure), CaptureError.
     """
     model = plain_model("bisect", model)
+    refuse_loss_fn("bisect", loss_fn)
     _refuse_tolerance(tolerance)
+    _refuse_search(metric, max_runs)
     asked = Policy.parse(policy)
     given = [batch for _, batch in checked("bisect", batches)]
     trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
@@ -102,8 +106,21 @@ def bisect(
 def _refuse_tolerance(tolerance: Any) -> None:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise PolicyError(
-            f"bisect: tolerance={tolerance!r} is no tolerance\n  legal: a number from 0, the largest metric that is "
-            "good enough\n  fix:   amp_graph.bisect(model, batches, loss_fn, tolerance=0.01)"
+            f"bisect: tolerance={shortened(tolerance)} is no tolerance\n"
+            "  legal: a number from 0, the largest metric that is good enough\n"
+            "  fix:   amp_graph.bisect(model, batches, loss_fn, tolerance=0.01)"
+        )
+
+
+def _refuse_search(metric: Any, max_runs: Any) -> None:
+    if metric is not None and not callable(metric):
+        raise PolicyError(
+            f"bisect: metric={shortened(metric)} is no function\n  legal: called as metric(model, batches), returns a "
+            "number, of which less is better\n  fix:   metric=lambda model, batches: 1.0 - accuracy(model, batches)"
+        )
+    if type(max_runs) is not int or max_runs < 1:
+        raise PolicyError(
+            f"bisect: max_runs={shortened(max_runs)}\n  legal: a whole number, 1 or more\n  fix:   max_runs={MOST}"
         )
 
 
@@ -159,7 +176,7 @@ class _Trials:
 
     def _run(self, model: torch.nn.Module) -> float:
         self.runs += 1
-        with torch.random.fork_rng():
+        with same_random_numbers(), unwritten(self.batches):
             found = self.metric(model, self.batches)
         if isinstance(found, torch.Tensor) and found.numel() == 1:
             found = found.item()

@@ -15,10 +15,12 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
+from amp_graph.graph_breaks.call_snapshot import unwritten
 from amp_graph.lists import OpClass
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
+from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.depths import depth_of
+from amp_graph.numerics.gradients import gradients
 from amp_graph.numerics.observe import Observer
 from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
@@ -57,13 +59,15 @@ def calibrate(
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
     model = plain_model("calibrate", model)
+    refuse_loss_fn("calibrate", loss_fn)
     asked = Policy.parse("fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take):
         for number, batch in checked("calibrate", batches, progress):
-            _, loss = output_and_loss(model, loss_fn, batch)
-            refuse_infinite("calibrate", loss, number)
-            measuring.differentiate(loss)
+            with unwritten(batch):
+                _, loss = output_and_loss(model, loss_fn, batch)
+                refuse_infinite("calibrate", loss, number)
+                measuring.differentiate(model, loss)
             measuring.end_batch()
     if not measuring.values:
         raise CaptureError(
@@ -112,11 +116,11 @@ class _Measuring:
 
         return run
 
-    def differentiate(self, loss: torch.Tensor | None) -> None:
+    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
         """Run backward, without touching ``.grad``."""
         leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
         if loss is not None and loss.requires_grad and leaves:
-            torch.autograd.grad(loss, leaves, allow_unused=True)
+            gradients(model, [loss], leaves)
             self.has_gradients = True
 
     def end_batch(self) -> None:

@@ -7,7 +7,8 @@ the layer and the operation that introduce most of the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite
-from amp_graph.numerics.capture import captured_by, plain_model, unchanged
+from amp_graph.graph_breaks.call_snapshot import ModelState, unwritten
+from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
+from amp_graph.numerics.capture import captured_by, plain_model
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference
+from amp_graph.numerics.gradients import gradients
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
 from amp_graph.passes.calibration.node_keys import module_of, node_keys
 from amp_graph.passes.graph.node_info import source_line
@@ -58,10 +61,12 @@ def compare(
     first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
     model = plain_model("compare", model)
+    refuse_loss_fn("compare", loss_fn)
     asked = Policy.parse(policy)
     comparing = _Comparing(asked, device_of_model(model))
     count = 0
-    with captured_by(model, asked, comparing.take):
+    with captured_by(model, asked, comparing.take) as graphs:
+        comparing.before = graphs.before
         for number, batch in checked("compare", batches, progress):
             _compare_batch(model, loss_fn, batch, number, comparing)
             count += 1
@@ -79,23 +84,23 @@ def compare(
 def _compare_batch(
     model: torch.nn.Module, loss_fn: LossFn | None, batch: tuple[Any, ...], number: int, comparing: _Comparing
 ) -> None:
-    """Run one batch in all modes, each from the same buffers and random state."""
+    """Run one batch in all modes, each from the same state of the model, of the batch and of the generators."""
     for mode in MODES:
         if mode == AUTOCAST and comparing.autocast_failed:
             return
         comparing.begin(mode)
-        with unchanged(model):
-            try:
-                comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+        try:
+            with comparing.as_before(batch):
+                comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
                 continue
-            except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
-                if not comparing.has_another_way(error):
-                    raise
+        except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+            if not comparing.has_another_way(error):
+                raise
         if mode == AUTOCAST:
             return
         comparing.begin(mode)
-        with unchanged(model):
-            comparing.differentiate(_loss(model, loss_fn, batch, number, mode))
+        with comparing.as_before(batch):
+            comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
 
 
 def _loss(
@@ -144,6 +149,7 @@ class _Comparing:
     scale: float = 1.0
     autocast_failed: str = ""  # why torch.autocast could not run it
     needs_kernels: bool = False  # whether the plan runs with the passes of the device only
+    before: ModelState | None = None
     _leaves: list[torch.Tensor] = field(default_factory=list)
     _unit: float = 1.0
 
@@ -188,13 +194,23 @@ class _Comparing:
         self._leaves += leaves
         return result
 
-    def differentiate(self, loss: torch.Tensor | None) -> None:
+    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
         """Run backward with the mode's loss scale, without touching ``.grad``."""
         leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
         if loss is None or not loss.requires_grad or not leaves:
             return
         scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        torch.autograd.grad(loss * scale, leaves, allow_unused=True)
+        gradients(model, [loss * scale], leaves)
+
+    @contextmanager
+    def as_before(self, batch: Any) -> Iterator[None]:
+        """Restore model and batch afterwards."""
+        assert self.before is not None, "set where graphs are taken"
+        with unwritten(batch):
+            try:
+                yield
+            finally:
+                self.before.restore()
 
     def has_another_way(self, error: Exception) -> bool:
         """Say whether the mode that failed can go on: fp32 as the reference, a device's kernels, no autocast."""

@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from amp_graph.errors import AmpGraphError
 from amp_graph.passes.graph.graph_text import aligned
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA, VERSION = "amp_graph.comparison", 1
 COLUMNS = {
@@ -83,13 +82,7 @@ class Comparison:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict()`` to ``path`` as JSON, or nothing. Raises AmpGraphError if it cannot be written."""
-        try:
-            write_atomically(path, json.dumps(self.to_dict(), indent=1) + "\n")
-        except (OSError, ValueError) as error:
-            raise AmpGraphError(
-                f"compare: cannot write {os.fspath(path)!r}: {getattr(error, 'strerror', None) or error}\n"
-                "  legal: a file in a directory that exists and can be written\n  fix:   comparison.save('errors.json')"
-            ) from error
+        write_or_refuse(path, json.dumps(self.to_dict(), indent=1) + "\n", "compare", "comparison.save('errors.json')")
 
     def text(self, most: int = 20) -> str:
         """Return a table of the ``most`` worst layers."""

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.devices import device_of_model
+from amp_graph.graph_breaks.call_snapshot import unchanged
 from amp_graph.numerics.batches import LossFn, output_and_loss, refuse_infinite
-from amp_graph.numerics.capture import unchanged
 from amp_graph.numerics.differences import difference
+from amp_graph.numerics.gradients import gradients
 from amp_graph.policy import Policy
 
 ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
@@ -64,21 +65,22 @@ class ErrorMetric:
             return [self._run(copy.deepcopy(model), batch, n, 1.0) for n, batch in enumerate(batches)]
 
     def _run(self, model: torch.nn.Module, batch: tuple[Any, ...], number: int, scale: float) -> Ran:
-        with unchanged(model), torch.enable_grad():
+        with unchanged(model, batch), torch.enable_grad():
             out, loss = output_and_loss(model, self.loss_fn, batch)
             if scale == 1.0 and not hasattr(self, "reference"):
                 refuse_infinite("bisect", loss, number)
             names = {name: p for name, p in model.named_parameters() if p.requires_grad}
             grads: Sequence[Tensor | None] = [None] * len(names)
             if loss is not None and loss.requires_grad and names:
-                grads = torch.autograd.grad(loss * scale, list(names.values()), allow_unused=True)
-        leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
-        found = {
-            n: g.detach().double() / scale
-            for n, g in zip(names, grads, strict=True)
-            if g is not None and not g.is_sparse
-        }
-        return Ran(tuple(t.detach().double() for t in leaves), found)
+                grads = gradients(model, [loss * scale], list(names.values()))
+            leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+            outputs = tuple(_copied(t) for t in leaves)  # a result may be a buffer or an input, which is restored
+        pairs = zip(names, grads, strict=True)
+        return Ran(outputs, {n: g.detach().double() / scale for n, g in pairs if g is not None and not g.is_sparse})
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.float64, copy=True)
 
 
 def _values(got: Ran, ref: Ran) -> tuple[Tensor, ...]:

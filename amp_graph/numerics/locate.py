@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.numerics.capture import refuse_what_cannot_run
 from amp_graph.numerics.locate_places import Place
 from amp_graph.numerics.locate_result import Located, dtype_text
 from amp_graph.numerics.locate_run import Ran, Task, run_in_fp32, run_planned
@@ -206,6 +207,7 @@ def task_of(model: Any, batch: Any, loss_fn: Any, policy: Policy | str | None, s
             "None where the model returns its loss\n  fix:   loss_fn=torch.nn.functional.cross_entropy"
         )
     model = model.module if isinstance(model, WRAPPERS) else model
+    refuse_what_cannot_run("locate", model)
     known = conversion_of(model)
     wanted = known.policy if known is not None and policy is None else Policy.parse(policy)
     return Task(model, loss_fn, wanted, (_parts(batch),), scale_of(1.0 if scale is None else scale))

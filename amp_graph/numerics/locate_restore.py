@@ -1,4 +1,4 @@
-"""Leaves a model as it was before a run: random state, inputs, buffers, and attributes of its modules.
+"""Runs with the random state of an earlier step, and leaves model and inputs as they were.
 
 Before: running means that a look at a batch has moved. After: ``with as_before(model, batch): model(batch)``.
 """
@@ -12,25 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.graph_breaks.call_snapshot import BeforeCall
+from amp_graph.graph_breaks.call_snapshot import unchanged
 
 
 @contextmanager
 def as_before(model: torch.nn.Module, given: Any, random: Any = None) -> Iterator[None]:
-    """Run with the ``random`` state of a step, then restore random state, inputs, buffers and attributes of modules."""
-    before = BeforeCall(model, given)
-    kept = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
-    if random is not None:
-        set_random_state(random)
-    try:
+    """Run with the ``random`` state of a step, then restore model, inputs and random state."""
+    with unchanged(model, given):
+        if random is not None:
+            set_random_state(random)
         yield
-    finally:
-        for module, attributes, buffers in kept:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            module._buffers.update(buffers)
-        before.restore()
 
 
 def random_state() -> tuple[Tensor, list[Tensor]]:

@@ -21,6 +21,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.graph_breaks.escaped_code import EscapedCode
+from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.locate_restore import as_before
 from amp_graph.numerics.locate_watch import Event, Watch, is_bad
@@ -115,7 +116,8 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
     result = way.compute(*part)
     outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     if task.outputs_gradients is None:
-        refuse_what_is_no_loss(result)
+        refuse_what_is_no_loss(result, "locate")
+        _refuse_detached(task, result)
         yield from ((("the loss"), watch.origins_of(t)) for t in outs if is_bad(t))
         with watch:
             starts = [result * (task.scale / len(task.parts))]
@@ -133,10 +135,21 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
     if not named or not any(start.requires_grad for start in starts):
         return
     with watch:
-        grads = torch.autograd.grad(starts, list(named.values()), gradients, allow_unused=True)
+        grads = gradients_of(task.model, starts, list(named.values()), gradients)
     for name, grad in zip(named, grads, strict=True):
         if grad is not None and is_bad(grad):
             yield f"the gradient of {name}", watch.origins_of(grad)
+
+
+def _refuse_detached(task: Task, loss: Tensor) -> None:
+    """Raise CaptureError for a finite loss that no backward can begin at, though parameters are trained."""
+    trained = next((n for n, p in _parameters(task) if p.requires_grad), None)
+    if trained is not None and not loss.requires_grad and not is_bad(loss):
+        raise CaptureError(
+            f"locate: the loss has no gradient, and the model trains {trained}\n"
+            "  legal: a loss that is computed from the outputs\n"
+            "  fix:   return it from loss_fn without .detach(), .item() and torch.no_grad()"
+        )
 
 
 def _parameters(task: Task) -> Iterator[tuple[str, torch.nn.Parameter]]:

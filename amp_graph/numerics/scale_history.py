@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -69,11 +69,11 @@ class ScaleHistory:
         return {"format": 1, "steps": self.steps, "kept": self.kept, "rows": [dict(row) for row in self.rows]}
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return ``to_dict()`` as JSON; write it to ``path`` if given."""
+        """Return ``to_dict()`` as JSON; write it to ``path`` if given. Raises AmpGraphError if it cannot be written."""
         return _written(json.dumps(self.to_dict(), indent=1), path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the rows as CSV with a header; write it to ``path`` if given."""
+        """Return the rows as CSV with a header; write it to ``path`` if given. Raises AmpGraphError, as ``to_json``."""
         made = io.StringIO()
         table = csv.DictWriter(made, COLUMNS, lineterminator="\n")
         table.writeheader()
@@ -123,5 +123,5 @@ def _what(row: dict[str, Any]) -> str:
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
-        write_atomically(path, text)
+        write_or_refuse(path, text, "scale_history", "history.to_json('scale.json')")
     return text

@@ -21,7 +21,7 @@ from amp_graph.errors import CaptureError
 from amp_graph.numerics.scale_history import scale_history
 from amp_graph.numerics.statistics import Statistics
 from amp_graph.passes.graph.graph_text import SHORT
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.policy import Policy
 from amp_graph.report.captured_flow import CapturedNode, captured_nodes
 from amp_graph.report.collect_records import read_graph
@@ -105,23 +105,25 @@ class Report:
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path`` as one self-contained HTML page that fetches nothing.
 
-        Raises OSError; AmpGraphError if jinja2 is not installed.
+        Raises AmpGraphError, also an OSError, if it cannot be written; AmpGraphError if jinja2 is not installed.
         """
-        write_atomically(path, html_page(self))
+        write_or_refuse(path, html_page(self), "report", "report.html('report.html')")
 
     def svg(self, path: str | os.PathLike[str]) -> None:
         """Write the rewritten graphs to ``path`` as a picture, in which the nodes of a module stand together.
 
-        Graphviz lays it out. Raises OSError; AmpGraphError if its program ``dot`` is not installed.
+        Graphviz lays it out. Raises AmpGraphError if the file cannot be written (also an OSError), or if its program
+        ``dot`` is not installed.
         """
-        write_atomically(path, svg_text(self))
+        write_or_refuse(path, svg_text(self), "report", "report.svg('graphs.svg')")
 
     def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
         """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
 
-        Raises AmpGraphError for a dict that is no report.
+        Raises AmpGraphError for what is no report.
         """
-        return diff_of(self.to_dict(), dict(other) if isinstance(other, Mapping) else other.to_dict())
+        told: Any = other.to_dict() if isinstance(other, Report) else other
+        return diff_of(self.to_dict(), told)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""

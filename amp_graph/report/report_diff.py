@@ -10,10 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import shortened
 from amp_graph.report.reasons import split_reason
 
 SETTINGS = ("model", "policy", "dtype", "compile")
 MOST = 20  # rows of a kind in the text
+FORMAT = 1
+# What is read of a node and of a cast.
+NODE: dict[str, type] = {**dict.fromkeys(("name", "module", "precision", "reason", "cls"), str), "ops": list}
+CAST: dict[str, type] = dict.fromkeys(("source", "to", "reason"), str)
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,10 @@ class ReportDiff:
 def diff_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> ReportDiff:
     """Return the differences of two reports, each as ``Report.to_dict`` returns it."""
     for told in (before, after):
-        if told.get("format") != 1 or not isinstance(told.get("graphs"), list):
+        wrong = _what_is_wrong(told)
+        if wrong:
             raise AmpGraphError(
-                f"diff: {'this dict' if told else 'an empty dict'} is not a report of format 1\n"
+                f"diff: {wrong}: it is not a report of format {FORMAT}\n"
                 "  legal: a Report, or what its to_dict() returned\n"
                 "  fix:   amp_graph.report(model).diff(json.load(open('report.json')))"
             )
@@ -87,6 +93,36 @@ def diff_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> ReportDiff:
         tuple(row for a, b in pairs for row in _changed(a, b)),
         tuple(row for a, b in pairs for row in _cast_changes(a, b)),
     )
+
+
+def _what_is_wrong(told: Any) -> str:
+    """Return why ``told`` cannot be compared; "" if it can."""
+    if not isinstance(told, Mapping):
+        return f"a {type(told).__name__} in the place of a dict"
+    if type(told.get("format")) is not int or told["format"] != FORMAT:
+        return f"its format is {shortened(told.get('format'), 40)}"
+    missing = [key for key in SETTINGS if key not in told]
+    if missing:
+        return f"it has no {missing[0]!r}"
+    if not isinstance(told.get("graphs"), list):
+        return "it has no list of graphs"
+    return next((wrong for graph in told["graphs"] if (wrong := _wrong_graph(graph))), "")
+
+
+def _wrong_graph(graph: Any) -> str:
+    if not isinstance(graph, Mapping) or type(graph.get("index")) is not int:
+        return "a graph has no index"
+    for part, fields in (("nodes", NODE), ("casts", CAST)):
+        rows = graph.get(part)
+        if not isinstance(rows, list):
+            return f"graph {graph['index']} has no list of {part}"
+        for row in rows:
+            known = isinstance(row, Mapping) and all(isinstance(row.get(name), kind) for name, kind in fields.items())
+            if not known:
+                return f"graph {graph['index']} has {shortened(row, 80)} in its {part}"
+            if part == "nodes" and not all(isinstance(op, str) for op in row["ops"]):
+                return f"graph {graph['index']} has {shortened(row['ops'], 80)} as operators"
+    return ""
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Changed]:

@@ -178,7 +178,7 @@ class LossScale:
         given = {name: state.get(name, getattr(self, name)) for name in names}
         fix = "load an older checkpoint, or none: a new scaler finds its scale within some steps"
         _refuse({**state, **given}, "the state has ", fix)
-        given |= {name: int(given[name]) for name in WHOLE}
+        given = {name: int(value) if name in WHOLE else float(value) for name, value in given.items()}
         good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
         left = int(state.get("_hysteresis_left", given["hysteresis"]))
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
@@ -246,8 +246,9 @@ def loss_scale_of(who: str, given: Any, *, zero: bool = False) -> LossScale | No
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex() and abs(value.item()) <= LARGEST
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= LARGEST
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta and abs(value.item()) <= LARGEST
+    # Without float(), which raises for an integer that is too large.
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= LARGEST)
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
-from amp_graph.optim.check_optimizer import refuse_closures, refuse_state_of_another_model
+from amp_graph.optim.check_optimizer import refuse_closures
+from amp_graph.optim.load_state import load_or_refuse
 from amp_graph.optim.master_weight_updates import gradient_of_master, groups_kept_where_it_raises
 from amp_graph.optim.master_weights import make_master, master_of, share_master, write_back
+from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.policy import HALVES
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
@@ -277,11 +279,10 @@ class MixedPrecisionOptimizer(Optimizer):
         A state without masters (of level O1, with fp32 parameters) keeps the model's current values.
         """
         masters = self._masters_in(state_dict)
-        refuse_state_of_another_model("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
         scale = self.scaler.state_dict()
         self.scaler.load_state_dict(state_dict["loss_scale"])
         try:
-            self.optimizer.load_state_dict(state_dict["optimizer"])
+            load_or_refuse("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
         except BaseException:
             self.scaler.load_state_dict(scale)
             raise
@@ -296,8 +297,8 @@ class MixedPrecisionOptimizer(Optimizer):
         shapes = [tuple(full.shape) for _, full in self._pairs]
         wrong = _no_state(state)
         masters = [] if wrong else state.get("masters", [])
-        if not wrong and masters and [tuple(m.shape) for m in masters] != shapes:
-            wrong = f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or others in shape"
+        if not wrong and masters and ([tuple(m.shape) for m in masters] != shapes or self._has_complex(masters)):
+            wrong = f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or other shapes"
         if wrong:
             raise ScaleError(
                 f"MixedPrecisionOptimizer: {wrong}\n"
@@ -305,6 +306,9 @@ class MixedPrecisionOptimizer(Optimizer):
                 "  fix:   load the checkpoint of this model"
             )
         return masters
+
+    def _has_complex(self, masters: Sequence[Tensor]) -> bool:
+        return any(m.is_complex() != full.is_complex() for m, (_, full) in zip(masters, self._pairs, strict=True))
 
     def __repr__(self) -> str:
         """Name the inner optimizer."""
@@ -354,7 +358,14 @@ def _no_state(given: Any) -> str:
     if "param_groups" not in given["optimizer"]:
         return "the state's 'optimizer' has no 'param_groups'"
     others = {type(m).__name__ for m in given.get("masters", []) if not isinstance(m, Tensor)}
+    others |= {type_text(m) for m in given.get("masters", []) if isinstance(m, Tensor) and not _holds_numbers(m)}
     return f"the state's 'masters' has a {min(others)}" if others else ""
+
+
+def _holds_numbers(master: Tensor) -> bool:
+    """Say whether ``copy_`` can copy a tensor into a master."""
+    known = master.is_floating_point() or master.is_complex()
+    return known and master.layout is torch.strided and not master.is_meta
 
 
 def _as_full(value: Any) -> Any:

@@ -178,12 +178,12 @@ def refuse_loss(error: BaseException) -> None:
         ) from None
 
 
-def refuse_what_is_no_loss(loss: Any) -> None:
+def refuse_what_is_no_loss(loss: Any, who: str = "TrainStep") -> None:
     """Raise CaptureError if an uncaptured ``loss`` cannot be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         kind = type_text(loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise CaptureError(
-            f"TrainStep: the loss is {kind}\n  legal: a tensor of one floating-point number\n"
+            f"{who}: the loss is {kind}\n  legal: a tensor of one floating-point number\n"
             "  fix:   reduce it in loss_fn, for example by .mean()"
         )
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.calibration.errors import CalibrationError
 from amp_graph.passes.calibration.ranges import DTYPES, LIMITS, Peak, Range
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA, VERSION = "amp_graph.calibration", 1
 LARGEST = 1 << 28  # bytes of a file
@@ -87,13 +87,8 @@ def _range_dict(found: Range) -> dict[str, Any]:
 
 def write_file(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write the file, as a whole or not at all. Raises CalibrationError."""
-    try:
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise CalibrationError(
-            f"calibration: cannot write {shortened(os.fspath(path))}: {getattr(error, 'strerror', None) or error}\n"
-            "  legal: a file in a directory that exists and can be written\n  fix:   calibration.save('run.json')"
-        ) from error
+    text = json.dumps(content, indent=1) + "\n"
+    write_or_refuse(path, text, "calibration", "calibration.save('run.json')", CalibrationError)
 
 
 # -- reading ------------------------------------------------------------------------------------------------
@@ -101,6 +96,8 @@ def write_file(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
 
 def read_file(path: str | os.PathLike[str]) -> str:
     """Return the text of a file. Raises CalibrationError if it cannot be read."""
+    if not isinstance(path, (str, bytes, os.PathLike)):  # a number would be a file descriptor
+        raise CalibrationError(f"calibration: {shortened(path)} is not the path of a file\n  fix:   {FIX}")
     try:
         with open(path, "rb") as opened:
             content = opened.read(LARGEST + 1)

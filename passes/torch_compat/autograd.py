@@ -132,3 +132,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+# The node of torch.utils.checkpoint with use_reentrant=True, by name, on torch 2.11 to 2.13.
+REENTRANT = "CheckpointFunctionBackward"

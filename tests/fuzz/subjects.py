@@ -21,6 +21,7 @@ from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
 from amp_graph.policy import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE, Policy
+from tests.fuzz.state_subjects import STATES
 from tests.fuzz.texts import EVIL, ODD, encoded, mutated, word
 
 PATHS = ("", "lm_head", "model.layers.11.self_attn.q_proj", "a" * 60, "encoder.layer.3.output.LayerNorm")
@@ -312,3 +313,4 @@ SUBJECTS = {
     "calibrations": Subject(calibration_file, use_calibration, (CalibrationError,), _calibration),
     "machine files": Subject(machine_file, use_machine, (ListError,), _problem),
 }
+SUBJECTS |= {name: Subject(*given) for name, given in STATES.items()}

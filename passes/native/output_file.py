@@ -1,0 +1,28 @@
+"""Writes a file that a user named, as a whole or not at all, and says clearly where that is impossible.
+
+Before: ``PermissionError``, ``ValueError: embedded null byte`` or a ``TypeError`` from inside. After: one
+``AmpGraphError``, which an ``except OSError`` catches as well.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from amp_graph.lists.errors import AmpGraphError, shortened
+from amp_graph.passes.native.atomic_files import write_atomically
+
+
+class FileError(AmpGraphError, OSError):
+    """A file that cannot be written."""
+
+
+def write_or_refuse(path: Any, content: str | bytes, who: str, fix: str, kind: type[AmpGraphError] = FileError) -> None:
+    """Write ``content`` to ``path``; on failure raise ``kind``. ``who``: in its message; ``fix``: code that works."""
+    try:
+        write_atomically(os.fsdecode(path), content)
+    except (OSError, ValueError, TypeError) as error:  # ValueError: a NUL in the name; TypeError: not a path
+        raise kind(
+            f"{who}: cannot write {shortened(path)}: {getattr(error, 'strerror', None) or error}\n"
+            f"  legal: a file in a directory that exists and can be written\n  fix:   {fix}"
+        ) from error

@@ -1,0 +1,121 @@
+"""The state of an optimizer is loaded as a whole, or refused with one error and nothing changed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphError, ScaleError
+from amp_graph.optim.load_state import load_or_refuse
+
+X = torch.ones(2, 3)
+
+
+def trained(kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = amp_graph.MixedPrecisionOptimizer(kind(model.parameters(), **options), loss_scale="dynamic")
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.backward(model(X).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WRONG = {
+    "no exp_avg": lambda s: s["state"][0].pop("exp_avg"),
+    "a number": lambda s: s["state"][0].update(exp_avg=1.0),
+    "sparse": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3).to_sparse()),
+    "complex": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3, dtype=torch.complex64)),
+    "of the meta device": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3, device="meta")),
+    "another shape": lambda s: s["state"][1].update(exp_avg=torch.ones(3)),
+    "the rate a text": lambda s: s["param_groups"][0].update(lr="x"),
+    "betas of one": lambda s: s["param_groups"][0].update(betas=(0.9,)),
+    "no rate": lambda s: s["param_groups"][0].pop("lr"),
+    "one parameter": lambda s: s["param_groups"][0].update(params=[0]),
+    "parameters a number": lambda s: s["param_groups"][0].update(params=2),
+    "two groups": lambda s: s["param_groups"].append(s["param_groups"][0]),
+    "groups a dict": lambda s: s.update(param_groups={}),
+    "no state": lambda s: s.pop("state"),
+    "state a list": lambda s: s["state"].update({0: [1]}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_that_does_not_fit_is_refused_and_training_goes_on(wrong):
+    model, optimizer = trained()
+    alone, expected = trained()
+    state = copy.deepcopy(optimizer.state_dict())
+    WRONG[wrong](state["optimizer"])
+    state["loss_scale"]["scale"] = 8.0
+    with pytest.raises(ScaleError, match=r"MixedPrecisionOptimizer: (?s:.*)legal: (?s:.*)fix: "):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["loss_scale"] == expected.state_dict()["loss_scale"]
+    for one, it in ((model, optimizer), (alone, expected)):
+        step(one, it)
+    assert all(map(torch.equal, model.parameters(), alone.parameters()))
+
+
+@pytest.mark.parametrize("master", [torch.ones(4, 3).to_sparse(), torch.ones(4, 3).long(), torch.ones(4, 3) + 0j])
+def test_masters_of_another_kind_are_refused(master):
+    optimizer = trained()[1]
+    with pytest.raises(ScaleError, match="masters"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "masters": [master, torch.ones(4)]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True, "lr": torch.tensor(0.01)}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.Rprop, {}),
+    ],
+)
+def test_the_states_of_torchs_optimizers_load(kind, options):
+    states = []
+    for _ in range(2):
+        model = nn.Linear(3, 4)
+        optimizer = kind(model.parameters(), **options)
+        if states:
+            load_or_refuse("here", optimizer, copy.deepcopy(states[0]))
+        model(X).square().mean().backward()
+        optimizer.step()
+        states.append(optimizer.state_dict())
+    older = copy.deepcopy(states[0])
+    if kind is not torch.optim.Adafactor:
+        older["param_groups"][0].pop("differentiable")  # as a checkpoint of an older torch
+    load_or_refuse("here", optimizer, older)
+
+
+def test_numbers_that_no_float_holds_are_refused():
+    scale = amp_graph.LossScale()
+    for name in ("scale", "ceiling", "growth_interval", "_stuck"):
+        with pytest.raises(ScaleError, match="legal"):
+            scale.load_state_dict({**scale.state_dict(), name: 10**400})
+    scale.load_state_dict({**scale.state_dict(), "growth_factor": torch.tensor(4.0)})
+    assert scale.state_dict()["growth_factor"] == 4.0
+    assert type(scale.growth_factor) is float
+
+
+def test_a_dict_that_is_no_report_is_refused():
+    whole = {"format": 1, **dict.fromkeys(("model", "policy", "dtype", "compile"), "x"), "graphs": []}
+    model = amp_graph.convert(nn.Linear(3, 4), "bf16")
+    model(X)
+    report = amp_graph.report(model)
+    graph = {"index": 0, "nodes": [{}], "casts": []}
+    wrong_graphs = ({**whole, "graphs": [None]}, {**whole, "graphs": [graph]})
+    without = {key: value for key, value in whole.items() if key != "model"}
+    for wrong in (None, [], {**whole, "format": True}, without, *wrong_graphs):
+        with pytest.raises(AmpGraphError, match=r"diff: .*\n  legal: .*\n  fix: "):
+            report.diff(wrong)
+    assert report.diff(whole).settings["model"] == ("Linear", "x")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.errors import PolicyError
-from amp_graph.lists import OpList, effective, merge
+from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
@@ -42,6 +42,7 @@ BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay") 
 REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
+ONEDNN_RNN = "aten.mkldnn_rnn_layer"
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -298,6 +299,8 @@ class Policy:
         where = where if where in ("cpu", "cuda") else "cuda"
         self.measured_ranges()  # a bad file raises here, not at the first capture
         found = effective(self.lists, dtype=dtype, device=where, accuracy=self.accuracy, **classes)
+        if self.emulate:
+            found = _with_cpu_names(found)
         if self.skip_unprofitable in ("true", "graphs"):
             self._check_skips(found)
         if self.budget is not None and found.unlisted != "opaque":
@@ -366,8 +369,9 @@ class Policy:
         _check("emulate", self.emulate, ("", "cuda"))
         if self.emulate and self.device not in ("", self.emulate):
             raise PolicyError(
-                f"policy: emulate={self.emulate} with device={self.device}: the plan is of the device that is emulated\n"
-                "  legal: emulate=cuda without device=\n  fix:   policy='fp16,emulate=cuda'"
+                f"policy: emulate={self.emulate} with device={self.device}, a plan for another device\n"
+                "  legal: emulate=cuda without device=\n"
+                "  fix:   policy='fp16,emulate=cuda'"
             )
 
     def _check_skips(self, lists: OpList) -> None:
@@ -387,6 +391,12 @@ class Policy:
 def _calibration(path: str, changed: int) -> Calibration:
     """Read a calibration once for each time that it is written."""
     return Calibration.load(path)
+
+
+def _with_cpu_names(lists: OpList) -> OpList:
+    """Return CUDA's lists with the name that an LSTM has in a graph that was captured on the CPU."""
+    rules = lists.rules.get("aten.lstm", ())
+    return merge(lists, allow=(ONEDNN_RNN,)) if any(rule.cls is OpClass.ALLOW for rule in rules) else lists
 
 
 def word_of(dtype: torch.dtype) -> str:

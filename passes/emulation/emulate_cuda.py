@@ -44,6 +44,7 @@ ROUNDED_WITHIN = frozenset(
         "addr", "bilinear", "_trilinear", "linalg_cross", "cross", "glu", "rrelu",
     )
 )  # fmt: skip
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -65,7 +66,7 @@ class EmulateCuda(Pass):
         left = [node for node in gm.graph.nodes if self._rounds_otherwise(node)]
         while left and mode is not None:
             node = left.pop()
-            if len(_operations(node)) > 1 and (parts := _taken_apart(gm, node, mode)) is not None:
+            if _is_composite(node) and (parts := _taken_apart(gm, node, mode)) is not None:
                 left += filter(self._rounds_otherwise, parts)
             elif why := _why_not(node):
                 skips.append(Skip(node.name, f"the CPU's own kernel runs: {why}"))
@@ -96,6 +97,11 @@ def _operations(node: Node) -> tuple[Operation, ...]:
     return tuple(o for o in found.operations if o.floating) if isinstance(found, Identity) else ()
 
 
+def _is_composite(node: Node) -> bool:
+    """Say whether ``node`` is several operations that the GPU rounds after each; cuDNN has a recurrent layer as one."""
+    return len(_operations(node)) > 1 and getattr(node.target, "__name__", "") not in RECURRENT
+
+
 def _taken_apart(gm: GraphModule, node: Node, mode: FakeTensorMode) -> list[Node] | None:
     """Replace a node by its operations, which are planned as it was; None where that is not possible."""
     mark = node.meta.get(MARK)
@@ -108,7 +114,7 @@ def _taken_apart(gm: GraphModule, node: Node, mode: FakeTensorMode) -> list[Node
 
 def _why_not(node: Node) -> str:
     """Return why ``node`` cannot be called on fp32 copies of its operands; "" if it can."""
-    if len(_operations(node)) > 1:
+    if _is_composite(node):
         return "it is several operations that cannot be taken apart"
     if not calls_torch(node):
         return "the call is not torch's"

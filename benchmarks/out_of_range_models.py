@@ -22,7 +22,7 @@ def t5() -> nn.Module:
     """Return transformers' T5, which writes large values in the last feed-forward layer of its decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "num_layers": 1, "num_decoder_layers": 2}
+    sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "num_layers": 1, "num_decoder_layers": 1}
     config = T5Config(
         vocab_size=len(SYMBOLS), **sizes, dropout_rate=0.0, decoder_start_token_id=0, feed_forward_proj="gated-gelu",
         use_cache=False,
@@ -38,7 +38,7 @@ def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        num_channels=1, num_labels=10, embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], layer_type="basic"
+        num_channels=1, num_labels=10, embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"
     )
     made = ResNetForImageClassification(config)
     with torch.no_grad():
@@ -58,6 +58,6 @@ def out_of_range(name: str) -> Task:
     given = given_to(name)
     logits = lambda model, inputs: model(**given(inputs)).logits  # noqa: E731
     if name == "t5":
-        data: Digits | SourceText = SourceText.load(64, 1_500_000)
-        return Task("t5", "T5 on Python's source text", t5, data, logits, 1e-3, PHASES[name])
+        data: Digits | SourceText = SourceText.load(32, 200_000)
+        return Task("t5", "T5 on Python's source text", t5, data, logits, 3e-3, PHASES[name])
     return Task("resnet", "ResNet of transformers on digits", resnet, Digits.load(), logits, 1e-3, PHASES[name])

@@ -66,7 +66,7 @@ def emulated_convolution(target: Callable[..., Any], dtypes: Dtypes) -> Callable
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bias = args[BIAS] if len(args) > BIAS else kwargs.get("bias")
-        if not is_low(bias):
+        if bias is None or not is_low(bias):
             return alone(*args, **kwargs)
         args = (*args[:BIAS], *(None for _ in args[BIAS : BIAS + 1]), *args[BIAS + 1 :])
         made = alone(*args, **{**kwargs, **({"bias": None} if "bias" in kwargs else {})})

@@ -139,7 +139,7 @@ def emulate(options: argparse.Namespace) -> dict[str, list[Figures]]:
             found[name][str(seed)] = emulated(name, seed, options.steps, options.quick)
             print(name, seed, found[name][str(seed)], flush=True)
             write_atomically(options.output, json.dumps({**about, "results": found}, indent=1) + "\n")
-    figures = {name: figures_of(seeds) for name, seeds in found.items()}
+    figures = {name: figures_of(seeds) for name, seeds in found.items() if len(seeds) > 1}  # a spread needs 2
     table = "\n".join([HEAD, *(row for name, one in figures.items() for row in rows(name, one))])
     options.output.with_suffix(".md").write_text(
         f"{TITLE.format(steps=options.steps or 150, quick=', its small ones' * options.quick)}\n{table}\n"
@@ -160,6 +160,8 @@ def figures_of(seeds: dict[str, dict[str, dict[str, float]]]) -> list[Figures]:
 
 def verdict(mine: Sequence[float], reference: Sequence[float]) -> str:
     """Say whether the mean is no farther from the reference's than the reference's seeds spread, or how far it is."""
+    if not all(map(math.isfinite, mine)):
+        return "no"
     distance = statistics.fmean(mine) - statistics.fmean(reference)
     return "yes" if abs(distance) <= statistics.stdev(reference) else f"no: {distance:+.4f}"
 
@@ -178,6 +180,8 @@ def rows(name: str, found: Sequence[Figures]) -> list[str]:
 
 
 def _told(values: Sequence[float], form: str) -> str:
+    if not all(map(math.isfinite, values)):
+        return "NaN"
     return f"{form.format(statistics.fmean(values))} ± {form.format(statistics.stdev(values))}"
 
 

@@ -12,13 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_graph.errors import PolicyError
-from amp_graph.lists import OpList, effective, merge
+from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
@@ -42,6 +42,7 @@ BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay") 
 REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
+ONEDNN_RNN = "aten.mkldnn_rnn_layer"
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -76,8 +77,8 @@ class Policy:
     skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
     escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
-    "fp32" if the policy has what autocast cannot express: lists in files, ``deny``, ``opaque``, ``calibration`` or
-    ``keep_ops``.
+    "fp32" if the policy has what autocast cannot express: lists in files, ``deny``, ``opaque``, ``calibration``,
+    ``keep_ops`` or ``emulate``.
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
@@ -86,6 +87,8 @@ class Policy:
     cannot hold stay in fp32. See docs/numerics.md.
     keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
     module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
+    emulate: "cuda": plan as for a CUDA device, and compute on the CPU what that would compute: sums in fp32, rounded
+    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/fp16-on-a-laptop.md.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """
@@ -115,6 +118,7 @@ class Policy:
     widen: bool = False
     calibration: str = ""
     keep_ops: tuple[str, ...] = ()
+    emulate: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
@@ -134,6 +138,7 @@ class Policy:
         _check("escaped", self.escaped, ("", *ESCAPED))
         _check("replay", self.replay, ("", *REPLAY))
         _check_path(self.calibration)
+        self._check_emulate()
         if self.widen and self.level == "O0":
             raise PolicyError(
                 "policy: widen=true with level O0, which leaves the model as it is\n  legal: levels O1, O2, O3\n"
@@ -176,7 +181,7 @@ class Policy:
     @property
     def runs_escaped(self) -> str:
         """How code that escapes capture runs: ``escaped``, or its default."""
-        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops)
+        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate)
         own = own or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
 
@@ -286,7 +291,7 @@ class Policy:
 
     def op_list(self, device: str) -> OpList:
         """Return the lists in force for ``device``. Raises ListError, and PolicyError if they contradict the policy."""
-        where = self.device or device
+        where = self._planned_for(device)
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
         classes = {
             c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
@@ -294,6 +299,8 @@ class Policy:
         where = where if where in ("cpu", "cuda") else "cuda"
         self.measured_ranges()  # a bad file raises here, not at the first capture
         found = effective(self.lists, dtype=dtype, device=where, accuracy=self.accuracy, **classes)
+        if self.emulate:
+            found = _with_cpu_names(found)
         if self.skip_unprofitable in ("true", "graphs"):
             self._check_skips(found)
         if self.budget is not None and found.unlisted != "opaque":
@@ -325,14 +332,15 @@ class Policy:
             lists=lists,
             dtype=self.torch_dtype(device),
             device=device,
-            planned_for=self.device or device,
+            planned_for=self._planned_for(device),
+            emulates=bool(self.emulate),
             accuracy=self.accuracy,
             keep_fp32=self.keep_fp32,
             keep_outputs=self.keep_outputs,
             planner=self.plans_by,
             leaves=self.leaves,
             recompute=self.recomputes,
-            weight_copies=self.weight_copies != "false",
+            weight_copies=self.weight_copies != "false" and not self.emulate,
             keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,
@@ -346,6 +354,25 @@ class Policy:
             copies=copies,
             user=user,
         )
+
+    def _planned_for(self, device: str) -> str:
+        """Return the device to plan for. Raises PolicyError for an emulation anywhere but on the CPU."""
+        if self.emulate and device not in ("cpu", "meta"):
+            raise PolicyError(
+                f"policy: emulate={self.emulate} for a model on a {device} device, which needs no emulation\n"
+                "  legal: emulate=cuda for a model on the CPU\n"
+                f"  fix:   policy='{replace(self, emulate='')}', or model.cpu()"
+            )
+        return self.device or self.emulate or device
+
+    def _check_emulate(self) -> None:
+        _check("emulate", self.emulate, ("", "cuda"))
+        if self.emulate and self.device not in ("", self.emulate):
+            raise PolicyError(
+                f"policy: emulate={self.emulate} with device={self.device}, a plan for another device\n"
+                "  legal: emulate=cuda without device=\n"
+                "  fix:   policy='fp16,emulate=cuda'"
+            )
 
     def _check_skips(self, lists: OpList) -> None:
         """Refuse ``skip_unprofitable`` with a planner that predicts no times."""
@@ -364,6 +391,12 @@ class Policy:
 def _calibration(path: str, changed: int) -> Calibration:
     """Read a calibration once for each time that it is written."""
     return Calibration.load(path)
+
+
+def _with_cpu_names(lists: OpList) -> OpList:
+    """Return CUDA's lists with the name that an LSTM has in a graph that was captured on the CPU."""
+    rules = lists.rules.get("aten.lstm", ())
+    return merge(lists, allow=(ONEDNN_RNN,)) if any(rule.cls is OpClass.ALLOW for rule in rules) else lists
 
 
 def word_of(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ class PipelineOptions:
 
     lists: which operation may run in which precision. dtype: the low precision.
     device: where the graph runs. planned_for: the device to plan for, which a policy may name.
+    emulates: what the device planned for would compute is emulated on the CPU.
     skip: the names of passes to skip, each with the word of the policy that names it.
     eager: the graph runs eagerly, not through a compiler, which does the work of some passes itself.
     inductor: the user's options for Inductor if the graph runs through it; else None.
@@ -50,6 +51,7 @@ class PipelineOptions:
     recompute: str = "some"
     weight_copies: bool = True
     keep_memory: bool = False
+    emulates: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False
     inductor: Mapping[str, Any] | None = None

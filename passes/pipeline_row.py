@@ -24,6 +24,7 @@ class Stage(str, enum.Enum):
     RECOGNIZE = "recognize"
     PRECISION = "precision"
     CASTS = "casts"
+    EMULATION = "emulation"
     LAYOUT = "layout"
     MEMORY = "memory"
     WEIGHTS = "weights"
@@ -112,10 +113,18 @@ NOT_PORTABLE = Condition(
     "not portable", "inserts functions of ours, which a portable graph must not have", lambda o: not o.portable
 )
 SUMS = Condition("not portable inference", "a portable graph without gradients", lambda o: o.training or not o.portable)
+EMULATES = Condition("emulation", "needs emulate=cuda in the policy", lambda options: options.emulates)
+NOT_EMULATING = Condition(
+    "not emulation", "emulate=cuda in the policy: the CPU's own kernels do not run", lambda o: not o.emulates
+)
 # Stages whose passes insert only what torch has; of the others none is in a portable graph.
 PORTABLE_STAGES = (Stage.GRAPH, Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS)
+# Stages whose passes are for speed or memory of the device that runs the graph: of none while another is emulated.
+OF_THE_CPU = (Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.BACKEND)
 # What every pass of a stage stands behind, or before, whatever else its row says.
-STAGE_AFTER = dict.fromkeys((Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.BACKEND), "insert-casts")
+STAGE_AFTER = dict.fromkeys(
+    (Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.EMULATION, Stage.BACKEND), "insert-casts"
+)
 STAGE_BEFORE = {Stage.RECOGNIZE: "decompose-composites"}
 FIRST = "identify-ops"  # marks the nodes with the operations that they call, which every other pass reads
 
@@ -172,7 +181,8 @@ class Row:
     @property
     def conditions(self) -> tuple[Condition, ...]:
         """What must hold for the pass to be in a pipeline: by its row, and by its stage."""
-        return (*self.needs, *(() if self.stage in PORTABLE_STAGES else (NOT_PORTABLE,)))
+        portable = () if self.stage in PORTABLE_STAGES else (NOT_PORTABLE,)
+        return (*self.needs, *portable, *((NOT_EMULATING,) if self.stage in OF_THE_CPU else ()))
 
     @property
     def by_step(self) -> bool:

@@ -46,6 +46,7 @@ from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.casts.portable_ops import CheckPortable, UsePortableOps
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.uniform_operands import UniformOperands
+from amp_graph.passes.emulation.emulate_cuda import EmulateCuda
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
@@ -60,9 +61,11 @@ from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
     EAGER_OR_STEP,
+    EMULATES,
     INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
+    NOT_EMULATING,
     NOT_PORTABLE,
     OPAQUE,
     PADS_MATMULS,
@@ -164,7 +167,7 @@ TABLE = checked((
         after=("eliminate-casts",),
         worth="accuracy: gradients of several readers are summed in fp32"),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
-        needs=(NOT_PORTABLE,),
+        needs=(NOT_PORTABLE, NOT_EMULATING),
         worth="accuracy: the gradients of a norm's weight and bias are summed in fp32"),
     Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
@@ -209,6 +212,10 @@ TABLE = checked((
     Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
         after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
+    Row(EmulateCuda, Stage.EMULATION, approximate("sums in fp32, rounded once, where the CPU's kernel may round more"),
+        lambda o: EmulateCuda(o.lists), devices=CPU, needs=(EMULATES, NOT_PORTABLE), after=("share-casts",),
+        skippable=False,
+        worth="emulate=cuda: what a GPU would compute, without one"),
     # Graphs that other programs load.
     Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("share-casts",), skippable=False),
     Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), after=("use-portable-ops",), skippable=False),

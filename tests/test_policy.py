@@ -36,6 +36,7 @@ OTHER = {
     "widen": True,
     "calibration": "run.json",
     "keep_ops": ("layers.3.fc:linear", ":add.1"),
+    "emulate": "cuda",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

@@ -20,7 +20,7 @@ ROOMS = (
     ("passes/autocast_regions",),
     ("passes/profitability", "passes/calibration"),
     ("passes/precision",),
-    ("passes/casts", "passes/loss_scaling"),
+    ("passes/casts", "passes/emulation", "passes/loss_scaling"),
     ("passes/step",),
     ("passes/layout",),
     ("passes/memory",),

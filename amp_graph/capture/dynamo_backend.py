@@ -144,6 +144,8 @@ def compiler_of(
     whole: the graphs are whole training steps. options: Inductor's options.
     """
     if compile == "inductor":
+        if policy.emulate and policy.level != "O0":  # without it, Inductor leaves out roundings within a kernel
+            options = {"emulate_precision_casts": True, **(options or {})}
         passes = pipeline(Phase.INDUCTOR, policy.pipeline_options(device))
         return functools.partial(compile_with_inductor, passes=passes, whole=whole, options=options)
     return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile

@@ -36,6 +36,7 @@ from amp_graph.report.records import GraphReport
 from amp_graph.report.report_diff import ReportDiff, diff_of
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
+    notes_of_emulation,
     notes_of_kernels,
     notes_of_memory,
     notes_of_passes,
@@ -196,6 +197,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
         (
             *found.said.notes,
+            *notes_of_emulation(found.policy, [record.rewritten for record in found.graphs]),
             *notes_of_memory(found),
             *notes_of_replay(found),
             *precision_lines(found),
@@ -224,6 +226,7 @@ def _of_step(step: TrainStep) -> Report:
         (),
         (
             *step.notes,
+            *notes_of_emulation(step.policy, [captured.rewritten for captured in step.captured]),
             *dict.fromkeys(note for captured in step.captured for note in notes_of_passes(captured)),
             *notes_of_scale(step),
             *notes_of_kernels(step.model),

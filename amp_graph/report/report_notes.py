@@ -6,7 +6,7 @@ Before: a ``Conversion``, or the step of a ``TrainStep``. After: ``update: one p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -18,8 +18,10 @@ from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
+from amp_graph.policy import Policy, word_of
 from amp_graph.report.metrics import metrics
 from amp_graph.report.report_text import size_text
+from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
@@ -42,6 +44,19 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
         failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
         yield f"{timed.name}: {failed or told or 'nothing to do'}"
+
+
+def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iterator[str]:
+    """Yield a line on what a policy with ``emulate=`` emulates, and what it does not."""
+    if not policy.emulate or policy.level == "O0":
+        return
+    changes = [change for one in rewritten for timed in one.passes for change in timed.result.changes]
+    count = sum(change.action == "emulated" for change in changes)
+    low = next((word_of(one.dtype) for one in rewritten), "fp16")
+    yield (
+        f"an emulation of {policy.emulate} on the CPU: its lists and plan; sums in fp32, rounded to {low} where its "
+        f"kernels round, in {count} operation{'s' * (count != 1)}; not the order of its sums, nor passes for one device"
+    )
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,14 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "accuracy_over_seeds.py"
 
 
 @pytest.fixture
-def benchmark():
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(PATH.parent)
     spec = importlib.util.spec_from_file_location("accuracy_over_seeds", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield module
+    for name in ("out_of_range_models", "result_file"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.slow
@@ -65,6 +69,27 @@ def test_a_variant_that_does_not_train_is_seen(benchmark, monkeypatch):
     reference, broken = benchmark.rows("gpt", found)
     assert "no: +" in broken
     assert "no" not in reference
+
+
+def test_a_training_whose_loss_is_not_a_number_is_farther_from_fp32_than_its_spread(benchmark):
+    fine, broken = {"accuracy": 0.9, "loss": 0.5, "skipped": 0}, {"accuracy": 0.1, "loss": None, "skipped": 40}
+    seeds = {str(seed): {"fp32": fine | {"loss": 0.5 + seed}, "fp16": broken} for seed in range(2)}
+    first, second = benchmark.rows("t5", benchmark.figures_of(seeds))
+    assert "| 90.00%" in first
+    assert second == "| t5 | fp16 | 10.00% ± 0.00% | no: -0.8000 | NaN | no | 40, 40 |"
+
+
+@pytest.mark.slow
+def test_trainings_as_on_a_gpu_are_kept_and_not_repeated(benchmark, tmp_path, monkeypatch):
+    words = ["--emulate", "--quick", "--models", "resnet", "--seeds", "2", "--steps", "4", "--threads", "1"]
+    words += ["--output", str(tmp_path / "found.json")]
+    fp32, plain, calibrated = benchmark.main(words)["resnet"]
+    assert plain.skipped == [4, 4]
+    assert calibrated.skipped == fp32.skipped == [0, 0]
+    assert calibrated.loss == pytest.approx(fp32.loss, rel=1e-2)
+    monkeypatch.setattr(benchmark, "emulated", None)
+    assert benchmark.main(words)["resnet"][2] == calibrated
+    assert "resnet | fp16 as on a GPU, calibrated |" in (tmp_path / "found.md").read_text()
 
 
 def test_a_single_seed_is_refused(benchmark, capsys):

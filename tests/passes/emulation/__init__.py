@@ -1,0 +1,1 @@
+"""Emulation of a GPU's fp16 on the CPU."""

@@ -8,14 +8,22 @@ from __future__ import annotations
 import torch
 
 
+# What torch runs on without AVX-512: another CPU, or ATEN_CPU_CAPABILITY in the environment, which must bind us as well.
+WITHOUT_AVX512 = ("DEFAULT", "AVX2")
+
+
 def cpu_has_amx() -> bool:
-    """Say whether this CPU has matrix units for bfloat16; False if torch cannot tell."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # 2.11 - 2.13
+    """Say whether torch may use matrix units for bfloat16 of this CPU; False if torch cannot tell."""
+    return _uses_avx512() and bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # 2.11 - 2.13
 
 
 def cpu_has_bf16() -> bool:
-    """Say whether this CPU computes dot products of bfloat16; False if torch cannot tell."""
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())  # 2.11 - 2.13
+    """Say whether torch may use dot products of bfloat16 of this CPU; False if torch cannot tell."""
+    return _uses_avx512() and bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())  # 2.11 - 2.13
+
+
+def _uses_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() not in WITHOUT_AVX512
 
 
 def multiplies_bf16() -> bool:

@@ -115,6 +115,34 @@ def _said_once_per_process(monkeypatch):
     monkeypatch.setattr("amp_graph.capture.missing_kernels.TELLS", False)
 
 
+def no_compiler():
+    """Say what is missing for compiled C; "" where nothing is."""
+    from amp_graph.passes.native.run_compiler import CompilerError, compiler
+
+    try:
+        compiler()
+    except CompilerError:
+        return "needs a C compiler"
+    return ""
+
+
+def no_bf16_products():
+    """Say what is missing for products of bf16, and for kernels that are made of them; "" where nothing is."""
+    from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+
+    return "" if multiplies_bf16() else "needs a CPU that multiplies bf16"
+
+
+LACKING = {"compiled": no_compiler, "multiplied": no_bf16_products}
+
+
+def pytest_runtest_setup(item):
+    """Skip a test of what this machine lacks, and say what that is."""
+    for name, lacking in LACKING.items():
+        if item.get_closest_marker(name) and (why := lacking()):
+            pytest.skip(why)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ from amp_graph.passes.torch_compat.dynamo_frames import is_whole
 from amp_graph.passes.torch_compat.dynamo_patches import (
     capture_some_otherwise,
     capturing,
+    keep_why_a_raise_is_not_captured,
     leave_cast_cache_alone,
     leave_out_guard_of_hooks,
     leave_out_guard_timing,
@@ -244,6 +245,7 @@ def capture_with_dynamo(
     record_reads_of_dtype()
     capture_some_otherwise()
     leave_out_guard_timing()
+    keep_why_a_raise_is_not_captured()
     leave_out_guard_of_hooks()
     leave_cast_cache_alone()
     let_masks_broadcast()

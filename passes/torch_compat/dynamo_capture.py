@@ -35,6 +35,7 @@ from amp_graph.passes.torch_compat.dynamo_patches import (
     see_loops_to_their_end,
 )
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT, NO_RECORDS, NO_TAGS, ignored_logging
+from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.versions import torch_version
 
@@ -242,6 +243,7 @@ def capture_with_dynamo(
     ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the raised
     limits and on a separate code object.
     """
+    keep_guard_of_missing_gpu()
     record_reads_of_dtype()
     capture_some_otherwise()
     leave_out_guard_timing()

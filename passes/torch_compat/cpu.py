@@ -9,7 +9,6 @@ import functools
 
 import torch
 
-
 # Where torch uses no AVX-512: another CPU, or ATEN_CPU_CAPABILITY in the environment, which binds our kernels as well.
 WITHOUT_AVX512 = ("DEFAULT", "AVX2")
 
@@ -30,7 +29,7 @@ def _may_use_avx512() -> bool:
 
 @functools.cache  # ONEDNN_MAX_CPU_ISA, which may forbid it, is read once in a process
 def _onednn_takes_bf16() -> bool:
-    """Say whether oneDNN packs bf16 weights: where it does not, that raises; True without oneDNN, which packs nothing."""
+    """Say whether oneDNN packs bf16 weights, which raises where it does not; True without oneDNN: nothing is packed."""
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # 2.11 - 2.13
     return asked is None or bool(asked())
 

@@ -233,7 +233,7 @@ def _train_step(rank, size, path, policy, options):
         (2, "fp16", {}),
         (2, "fp16-O2", {"reduce_dtype": torch.bfloat16, "wrapped": True}),
         pytest.param(4, "fp16", {"clip_norm": 0.5, "bucket": 0}, marks=pytest.mark.slow),
-        (2, "fp16", {"clip_norm": 0.5, "bucket": 0, "update": "one_pass"}),
+        pytest.param(2, "fp16", {"clip_norm": 0.5, "bucket": 0, "update": "one_pass"}, marks=pytest.mark.compiled),
     ],
 )
 def test_a_train_step_averages_gradients_and_ranks_stay_equal(ranks, tmp_path, size, policy, options):

@@ -2,8 +2,8 @@
 
     python -m tests.versions.plain_cpu [--compiler] [PYTEST_ARGS]
 
-torch and oneDNN are told to use no AVX; compilers are hidden from PATH, but for ``--compiler``; what other runs compiled
-for this CPU is not used. Each skipped test and its reason is printed.
+torch and oneDNN are told to use no AVX; compilers are hidden from PATH, but for ``--compiler``; nothing that other runs
+compiled for this CPU is used. Each skipped test and its reason is printed.
 """
 
 from __future__ import annotations

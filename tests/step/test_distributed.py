@@ -267,6 +267,7 @@ def _train_images_in_each_layout(rank, size, path):
     torch.save(found, f"{path}/{rank}")
 
 
+@pytest.mark.multiplied  # equal bits in both layouts are of oneDNN's kernels
 def test_averages_lie_as_their_parameters_do(ranks, tmp_path):
     """In channels_last, where a fused kernel would otherwise take each number of a gradient for another."""
     for plain, last in ranks(_train_images_in_each_layout, 2, tmp_path):

@@ -17,6 +17,8 @@ IGNORED_WARNINGS = (
     r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning",
     # torch 2.11 says of its profiler what its later versions take for granted.
     r"ignore:Warning. Profiler clears events at the end of each cycle:UserWarning",
+    # Dynamo of torch 2.11 does that where code it traces registers a hook.
+    r"ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
     # torch 2.14 scripts its own decompositions for forward-mode derivatives.
     r"ignore:`torch.jit.script` is deprecated:FutureWarning",
     # Of ours, said once in a process: test_version.py looks at it, other tests run with such a torch as with any.

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import math
 import os
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -17,6 +18,10 @@ IGNORED_WARNINGS = (
     r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning",
     # torch 2.11 says of its profiler what its later versions take for granted.
     r"ignore:Warning. Profiler clears events at the end of each cycle:UserWarning",
+    # Dynamo of torch 2.11 does that where code it traces registers a hook.
+    r"ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+    # torch 2.14 scripts its own decompositions for forward-mode derivatives.
+    r"ignore:`torch.jit.script` is deprecated:FutureWarning",
     # Of ours, said once in a process: test_version.py looks at it, other tests run with such a torch as with any.
     r"ignore:amp_graph. torch .* is newer than:UserWarning",
 )
@@ -113,6 +118,45 @@ def _said_once_per_process(monkeypatch):
     """Keep quiet of what is said once in a process, or once a model; the tests of it turn it on."""
     monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", -1.0)
     monkeypatch.setattr("amp_graph.capture.missing_kernels.TELLS", False)
+
+
+def no_compiler():
+    """Say what is missing for compiled C; "" where nothing is."""
+    from amp_graph.passes.native.run_compiler import CompilerError, compiler
+
+    try:
+        compiler()
+    except CompilerError:
+        return "needs a C compiler"
+    return ""
+
+
+def no_bf16_products():
+    """Say what is missing for products of bf16, and for kernels that are made of them; "" where nothing is."""
+    from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+
+    return "" if multiplies_bf16() else "needs a CPU that multiplies bf16"
+
+
+LACKING = {"compiled": no_compiler, "multiplied": no_bf16_products}
+
+
+def pytest_runtest_setup(item):
+    """Skip a test of what this machine lacks, and say what that is."""
+    for name, lacking in LACKING.items():
+        if item.get_closest_marker(name) and (why := lacking()):
+            pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Skip a test that lets Inductor compile where there is no C++ compiler."""
+    try:
+        return (yield)
+    except Exception as error:
+        if "InvalidCxxCompiler" not in str(error) or shutil.which(os.environ.get("CXX", "g++")):
+            raise
+    pytest.skip("Inductor needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

@@ -211,12 +211,16 @@ def refuse_what_is_ours(error: BaseException) -> None:
         raise error.inner_exception from None
 
 
+# How Dynamo tells that the code raises: an exception that it traced, or one that it cannot trace; 2.11 - 2.13.
+RAISES = ("Observed exception", "Failed to raise exception")
+
+
 def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
     """If ``error`` says that the user's code raised, run ``call`` eagerly so that its own error arrives.
 
     Buffers and random state are restored.
     """
-    raises = isinstance(error, torch._dynamo.exc.Unsupported) and "Observed exception" in str(error)
+    raises = isinstance(error, torch._dynamo.exc.Unsupported) and any(text in str(error) for text in RAISES)
     if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
         return
     before = BeforeCall(model, ())

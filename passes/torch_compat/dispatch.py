@@ -13,6 +13,8 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11 - 2.13
 from torch._ops import OpOverload as OpOverload  # 2.11 - 2.13
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
 
+from amp_graph.passes.torch_compat.versions import torch_version
+
 # Tensor types without a subclass's own handling.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
@@ -101,6 +103,28 @@ def is_wrapper(given: Any) -> bool:
     return type(given) not in PLAIN and is_traceable_wrapper_subclass(given)
 
 
+# Each transform of functorch, as its interpreter calls it, and what leaves it; 2.11 and 2.12.
+_LEAVE = {
+    "Vmap": "_vmap_decrement_nesting",
+    "Grad": "_grad_decrement_nesting",
+    "Jvp": "_jvp_decrement_nesting",
+    "Functionalize": "_func_decrement_nesting",
+}
+
+
+def _leave_transforms(depth: int) -> None:
+    """Leave functorch's transforms (``vmap``, ``grad``) that are on, down to ``depth``; 2.11 - 2.13.
+
+    Torch's own function for it leaves one too many in 2.11, or fails where there is none left.
+    """
+    functorch: Any = torch._C._functorch
+    if torch_version() >= (2, 13):
+        functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        return
+    while functorch.get_dynamic_layer_stack_depth() > depth:
+        getattr(functorch, _LEAVE[functorch.peek_interpreter_stack().key().name])()
+
+
 class ModesOfThread:
     """The current modes of this thread that a graph may switch, to be restored if the graph raises; 2.11 - 2.13.
 
@@ -119,7 +143,7 @@ class ModesOfThread:
 
     def restore(self) -> None:
         """Restore the modes."""
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(self.depth)
+        _leave_transforms(self.depth)
         for device, (enabled, dtype) in self.autocast.items():
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)

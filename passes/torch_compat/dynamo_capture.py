@@ -26,6 +26,7 @@ from amp_graph.passes.torch_compat.dynamo_frames import is_whole
 from amp_graph.passes.torch_compat.dynamo_patches import (
     capture_some_otherwise,
     capturing,
+    keep_why_a_raise_is_not_captured,
     leave_cast_cache_alone,
     leave_out_guard_of_hooks,
     leave_out_guard_timing,
@@ -34,6 +35,7 @@ from amp_graph.passes.torch_compat.dynamo_patches import (
     see_loops_to_their_end,
 )
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT, NO_RECORDS, NO_TAGS, ignored_logging
+from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.versions import torch_version
 
@@ -243,9 +245,11 @@ def capture_with_dynamo(
     ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the raised
     limits and on a separate code object.
     """
+    keep_guard_of_missing_gpu()
     record_reads_of_dtype()
     capture_some_otherwise()
     leave_out_guard_timing()
+    keep_why_a_raise_is_not_captured()
     leave_out_guard_of_hooks()
     leave_cast_cache_alone()
     let_masks_broadcast()

@@ -6,6 +6,7 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +152,27 @@ def see_loops_to_their_end() -> None:
         return plain(self) or (target is not None and target < jump.offset)
 
     translator.maybe_has_backedge = maybe_has_backedge
+
+
+def keep_why_a_raise_is_not_captured() -> None:
+    """Let Dynamo tell that it cannot trace a ``raise``, so that the user's own error arrives; 2.11 - 2.13.
+
+    It asks for the exception that it traced in a ``finally``, which fails where there is none, as for an exception that
+    the model keeps in an attribute (2.11): an AssertionError hides the graph break.
+    """
+    stack: Any = getattr(torch._dynamo.symbolic_convert, "ExceptionStack", None)
+    plain: Any = getattr(stack, "get_current_exception", None)
+    if plain is None or hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def get_current_exception(self: Any) -> Any:
+        underway = sys.exc_info()[1]
+        if capturing.is_on and isinstance(underway, torch._dynamo.exc.Unsupported):
+            raise underway
+        return plain(self)
+
+    stack.get_current_exception = get_current_exception
 
 
 # Functions and their substitutes in our captures: used always, or only if a given number is a tensor's value.

@@ -6,8 +6,10 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -32,10 +34,36 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true  # 2.11 - 2.13
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp_graph.passes.torch_compat.versions import torch_version
+
 outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fake tensors
 
 # Errors of an operation on fake tensors that needs the data.
 DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+@functools.cache  # once in a process
+def keep_guard_of_missing_gpu() -> None:
+    """Let threads that end enter fake-tensor modes on torch 2.11 and 2.12 where there is no GPU.
+
+    There the first thread to enter one owns a substitute for CUDA's device guard. The substitute goes with its thread,
+    and the next mode that is entered in another thread crashes the process.
+    """
+    substitute = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if substitute is None or torch_version() >= (2, 13) or torch.cuda.is_available():
+        return
+    if threading.current_thread() is threading.main_thread():
+        substitute()
+        return
+    is_set = threading.Event()
+
+    def set_and_stay() -> None:
+        substitute()
+        is_set.set()
+        threading.Event().wait()
+
+    threading.Thread(target=set_and_stay, name="amp_graph keeps a device guard", daemon=True).start()
+    is_set.wait()
 
 
 @contextlib.contextmanager

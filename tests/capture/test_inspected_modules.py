@@ -147,7 +147,7 @@ def test_properties_and_getattr_are_not_asked(kind, policy):
     model = nn.Sequential(kind(), nn.Linear(16, 4))
     exact = model(X)
     amp_graph.convert(model, policy)
-    with contextlib.nullcontext() if kind is Hidden else pytest.warns(AmpGraphWarning, match="__getattr__"):
+    with contextlib.nullcontext() if kind is Hidden else pytest.warns(AmpGraphWarning, match="nothing was captured"):
         assert error(model(X), exact) < 2e-2  # Dynamo does ask, gives it up, and the call runs under autocast
     assert conversion_of(model).runs == (kind is Hidden)
 

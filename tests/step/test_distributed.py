@@ -233,7 +233,7 @@ def _train_step(rank, size, path, policy, options):
         (2, "fp16", {}),
         (2, "fp16-O2", {"reduce_dtype": torch.bfloat16, "wrapped": True}),
         pytest.param(4, "fp16", {"clip_norm": 0.5, "bucket": 0}, marks=pytest.mark.slow),
-        (2, "fp16", {"clip_norm": 0.5, "bucket": 0, "update": "one_pass"}),
+        pytest.param(2, "fp16", {"clip_norm": 0.5, "bucket": 0, "update": "one_pass"}, marks=pytest.mark.compiled),
     ],
 )
 def test_a_train_step_averages_gradients_and_ranks_stay_equal(ranks, tmp_path, size, policy, options):
@@ -267,6 +267,7 @@ def _train_images_in_each_layout(rank, size, path):
     torch.save(found, f"{path}/{rank}")
 
 
+@pytest.mark.multiplied  # equal bits in both layouts are of oneDNN's kernels
 def test_averages_lie_as_their_parameters_do(ranks, tmp_path):
     """In channels_last, where a fused kernel would otherwise take each number of a gradient for another."""
     for plain, last in ranks(_train_images_in_each_layout, 2, tmp_path):

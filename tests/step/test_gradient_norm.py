@@ -20,7 +20,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+COMPILED = {way: [pytest.mark.compiled] if options.get("update") == "one_pass" else [] for way, options in WAYS.items()}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, marks in COMPILED.items()])
 def test_it_is_that_of_the_loop_by_hand(way):
     options = dict(WAYS[way])
     policy, kind, sizes = (

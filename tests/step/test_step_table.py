@@ -83,7 +83,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+COMPILED = {kind: [pytest.mark.compiled] if ONE_PASS in passes else [] for kind, (_, passes) in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in COMPILED.items()])
 def test_a_step_appends_in_the_order_of_the_table_what_its_rows_say(kind, appended):
     options, holds = KINDS[kind]
     _says_what_is_appended(appended(**options)[-1], holds)

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.versions.environments import ROOT, Corner, corners, environment
 from tests.versions.known import Compared, Outcome, compared, differences, outcome
 
-SELECTED = "not slow and not integration"
+SELECTED = "not slow and not integration and not browser"  # as `make test`
 
 
 def main(argv: list[str]) -> int:

@@ -36,9 +36,11 @@ class Corner:
         if sys.version_info[:2] == tuple(map(int, self.python.split("."))):
             return sys.executable
         found = shutil.which(f"python{self.python}")
-        if found is None or subprocess.run([found, "--version"], capture_output=True).returncode:  # of pyenv: a shim
-            return None
-        return found
+        if found is not None and not subprocess.run([found, "--version"], capture_output=True).returncode:
+            return found
+        pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")  # its shim fails for one not switched on
+        installed = sorted(pyenv.glob(f"versions/{self.python}.*/bin/python{self.python}"))
+        return str(installed[-1]) if installed else None
 
 
 def corners() -> list[Corner]:

@@ -1,8 +1,12 @@
 """The table of differences between versions hides no failure, and outlives none."""
 
+import re
+
 import pytest
 
-from tests.versions.environments import ROOT
+from tests.versions import environments
+from tests.versions.__main__ import SELECTED
+from tests.versions.environments import ROOT, Corner
 from tests.versions.known import Difference, compared, differences, outcome
 
 ROWS = [Difference(("tests/a.py::test_one", "tests/a.py::test_two[x-1]"), "2.11", "torch 2.11 lacks it")]
@@ -41,6 +45,23 @@ def test_results_of_pytest_are_read(tmp_path):
     assert found.passed == 1
     assert found.failed == ("tests/a.py::test_one[y]", "tests/a.py::test_setup")
     assert found.skipped == {"needs a GPU": 2}
+
+
+def test_the_same_tests_are_selected_as_by_make_test():
+    assert re.search(r'^\t.*pytest .* -m "(not slow[^"]*)"', (ROOT / "Makefile").read_text(), re.M)[1] == SELECTED
+
+
+def test_an_interpreter_of_pyenv_is_found_whose_shim_fails(tmp_path, monkeypatch):
+    shim = tmp_path / "shims" / "python3.99"
+    python = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
+    for path, text in ((shim, "#!/bin/sh\nexit 127\n"), (python, "")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setattr(environments.shutil, "which", lambda name: str(shim) if name == "python3.99" else None)
+    assert Corner("3.99", "2.13.0").interpreter() == str(python)
+    assert Corner("3.98", "2.13.0").interpreter() is None
 
 
 def test_rows_of_the_table_name_tests_that_exist():

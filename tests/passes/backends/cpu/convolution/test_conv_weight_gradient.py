@@ -53,6 +53,7 @@ def errors(got, exact):
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.multiplied
 def test_only_the_weights_gradient_is_computed_otherwise_and_as_exactly(form, last):
     kernel, ours = step(F.conv2d, form, BF16, last), step(conv2d_low, form, BF16, last)
     assert [torch.equal(a, b) for a, b in zip(ours, kernel, strict=True)][::2] == [True, True]
@@ -177,6 +178,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+@pytest.mark.multiplied
 def test_a_converted_model_trains_as_without(compile):
     def grads(policy):
         torch.manual_seed(0)

@@ -72,6 +72,7 @@ def error(got, exact):
 
 @pytest.mark.parametrize("low", [BF16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.compiled
 def test_forward_is_torchs_and_gradients_are_as_exact(form, low):
     mine, other, exact = step(ours, form, low), step(torchs, form, low), step(torchs, form, torch.float64, low)
     assert torch.equal(mine[0], other[0])
@@ -82,6 +83,7 @@ def test_forward_is_torchs_and_gradients_are_as_exact(form, low):
 
 
 @pytest.mark.parametrize("broken", ["padding", "stride"])
+@pytest.mark.compiled
 def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
     real = depthwise_kernel._table
     at = {"padding": -6, "stride": -8}[broken]  # of the first number, from the end
@@ -97,12 +99,14 @@ def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["7x7", "5x5 strided", "a rest of channels"])
+@pytest.mark.compiled
 def test_the_same_bits_with_several_threads(form, monkeypatch):
     one = step(ours, form, BF16)
     monkeypatch.setattr(depthwise_kernel, "threads_for", lambda elements: 3)
     assert all(torch.equal(a, b) for a, b in zip(step(ours, form, BF16), one, strict=True))
 
 
+@pytest.mark.compiled
 def test_contiguous_images_and_gradients_are_taken_too():
     (x, w, _), (stride, padding) = given_of("5x5 strided", BF16)
     grad = drawn(*torchs(x, w, None, stride, padding).shape, seed=5).bfloat16()
@@ -115,6 +119,7 @@ def test_contiguous_images_and_gradients_are_taken_too():
 
 @pytest.mark.parametrize("own", [(True, False), (False, True)])
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.compiled
 def test_what_nobody_wants_is_not_computed_and_the_rest_is_torchs(wanted, own):
     given, how = given_of("5x5 strided", BF16)
     for i, t in enumerate(given):
@@ -130,6 +135,7 @@ def test_what_nobody_wants_is_not_computed_and_the_rest_is_torchs(wanted, own):
 
 
 @pytest.mark.parametrize("form", ["7x7", "3x3 strided"])
+@pytest.mark.compiled
 def test_second_derivatives_are_as_exact(form):
     def penalty(function, dtype):
         given, how = given_of(form, BF16)
@@ -154,6 +160,7 @@ def test_without_gradients_and_in_forward_mode_it_is_torchs():
     assert torch.equal(mine, other)
 
 
+@pytest.mark.compiled
 def test_the_operators_fakes_are_truthful():
     (x, w, _), how = given_of("3x3 strided", BF16)
     grad = torchs(x, w, None, *how).detach()
@@ -211,6 +218,7 @@ TAKEN = {
 
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.compiled
 def test_those_that_pay_are_replaced(name):
     function, own = TAKEN[name]
     plain, mine, given, result = passed(function)
@@ -297,6 +305,7 @@ def sequences(form):
 
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("form", SEQUENCES)
+@pytest.mark.compiled
 def test_those_of_sequences_are_images_one_place_high(form):
     function, x, state = sequences(form)
     plain, mine, given, _ = passed(function, x, **state)
@@ -311,6 +320,7 @@ def test_those_of_sequences_are_images_one_place_high(form):
 
 
 @pytest.mark.usefixtures("pays")
+@pytest.mark.compiled
 def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
     for form, wanted in {"31": 1, "4 from before": 0}.items():
         function, x, state = sequences(form)
@@ -357,6 +367,7 @@ class Mixer(nn.Module):
 @pytest.mark.usefixtures("pays")
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast,recompute=all", "bf16-O2"])
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+@pytest.mark.compiled
 def test_a_converted_model_trains_as_without(compile, policy):
     x = drawn(2, 3, 12, 12)
 
@@ -378,6 +389,7 @@ def test_a_converted_model_trains_as_without(compile, policy):
 @pytest.mark.usefixtures("pays")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.compiled
 def test_a_step_as_one_graph_calls_the_operators(compile):
     torch.manual_seed(0)
     model = Mixer()

@@ -178,6 +178,7 @@ def test_activations_in_place_behind_it():
     assert all(error(p.grad, q.grad) < 0.03 for p, q in zip(model.parameters(), exact.parameters(), strict=True))
 
 
+@pytest.mark.multiplied
 def test_many_places_without_gradients_are_torchs(monkeypatch):
     monkeypatch.setattr(conv_thresholds, "FEW_PLACES", 0)
     model = amp_graph.convert(Bottleneck().eval(), "bf16")

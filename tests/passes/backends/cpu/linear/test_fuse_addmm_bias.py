@@ -37,6 +37,7 @@ def passed(function, *given):
 X, W, B = drawn(6, 32), drawn(24, 32), drawn(24)
 
 
+@pytest.mark.multiplied
 def test_the_bias_is_added_before_the_sum_is_rounded():
     plain, ours, count = passed(F.linear, X, W, B)
     assert count == 1
@@ -50,6 +51,7 @@ def test_the_bias_is_added_before_the_sum_is_rounded():
 
 
 @pytest.mark.parametrize("x", [X, X.index_fill(0, torch.tensor(1), float("nan"))])
+@pytest.mark.multiplied
 def test_a_relu_behind_it_stays_and_lets_nan_through(x):
     plain, ours, count = passed(lambda x, w, b: F.linear(x, w, b).relu(), x, W, B)
     assert count == 1
@@ -92,6 +94,7 @@ def compiled_gradients(policy):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.multiplied
 def test_compiled_code_calls_the_kernel(monkeypatch):
     seen = []
     kept = FuseAddmmBias.run
@@ -124,6 +127,7 @@ def stepped(policy):
     return losses, list(model.parameters()), step.graph_text()
 
 
+@pytest.mark.multiplied
 def test_eager_steps_call_the_kernel():
     ours, without = stepped("bf16"), stepped("bf16,skip=fuse_addmm_bias")
     assert ours[2].count("amp_graph.linear_bias") == 2

@@ -15,7 +15,7 @@ ROWS, CLASSES = 37, 50
 LIBRARY = cross_entropy_kernel.library
 
 
-@pytest.fixture(autouse=True, params=["compiled C", "torch"])
+@pytest.fixture(autouse=True, params=[pytest.param("compiled C", marks=pytest.mark.compiled), "torch"])
 def kernel(request, monkeypatch):
     monkeypatch.setattr(runtime, "CHUNK", 7 * CLASSES)
     if request.param == "torch":

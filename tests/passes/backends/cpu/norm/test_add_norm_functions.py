@@ -12,6 +12,8 @@ from amp_graph.passes.backends.cpu.norm.add_norm_kernel import OPS
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.native import jit_compiler
 
+pytestmark = pytest.mark.compiled
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5
 # Rows and widths around those of vectors (16), blocks (128 rows), and columns that are summed in fp32 (4,096).

@@ -26,6 +26,8 @@ from amp_graph.passes.profitability import conv_thresholds, recompute_thresholds
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture, differences, passes_for, run_step
 
+pytestmark = pytest.mark.compiled
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LAST, EPS = torch.channels_last, 1e-5
 WITHOUT = ",skip=fuse_batch_norm_relu"
@@ -263,6 +265,7 @@ def targets(gm):
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])  # for which so few channels are not computed again
 @pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.multiplied
 def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
     gm, plain, given, result = graphs(made(inplace), policy)
     assert len(result.changes) == 3
@@ -275,6 +278,7 @@ def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace,
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16,recompute=all", "bf16,accuracy=fast,recompute=all"])
+@pytest.mark.multiplied
 def test_computed_again_no_bit_changes(policy):
     captured = capture(made(), IMAGES)
     steps = []
@@ -404,6 +408,7 @@ class Sums(nn.Module):
         ("behind", 1),
     ],
 )
+@pytest.mark.multiplied
 def test_only_sums_that_a_relu_alone_reads_are_fused(form, fused):
     torch.manual_seed(0)
     gm, plain, given, _ = graphs(Sums(form))
@@ -414,6 +419,7 @@ def test_only_sums_that_a_relu_alone_reads_are_fused(form, fused):
         assert a is None or error(a, b.double()) < 0.04, "bf16; a sum that reads what was written is off by 2"
 
 
+@pytest.mark.multiplied
 def test_small_images_and_machines_without_compiler_keep_torchs(monkeypatch):
     monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
     *_, result = graphs(made())

@@ -122,6 +122,7 @@ def exact_step(function, given):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("function", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.compiled
 def test_gradients_are_as_exact_as_before(function, policy):
     gm, plain, given, result = graphs(function, policy)
     assert (len(calls(gm)), sum(n.args[1] is not None for n in calls(gm))) == FUSED[function]
@@ -138,6 +139,7 @@ def test_gradients_are_as_exact_as_before(function, policy):
         assert error(mine, other) <= 2 * error(other, true) + 1e-6
 
 
+@pytest.mark.compiled
 def test_casts_around_norms_are_gone():
     gm, plain, _, _ = graphs(pre_norm)
 
@@ -150,6 +152,7 @@ def test_casts_around_norms_are_gone():
     assert not [n for n in gm.graph.nodes if n.target in (F.layer_norm, torch.layer_norm)]
 
 
+@pytest.mark.compiled
 def test_each_reader_has_a_part_of_its_own():
     gm, _, _, _ = graphs(several_readers)
     (call,) = calls(gm)
@@ -158,6 +161,7 @@ def test_each_reader_has_a_part_of_its_own():
     assert [len(n.users) for n in parts] == [1, 1, 1, 1]
 
 
+@pytest.mark.compiled
 def test_rewriting_again_changes_nothing():
     gm, _, _, _ = graphs(post_norm)
     done = run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", eager=True), checked=True)
@@ -165,6 +169,7 @@ def test_rewriting_again_changes_nothing():
     assert len(calls(gm)) == 2
 
 
+@pytest.mark.compiled
 def test_without_gradients_no_value_is_an_alias():
     with torch.no_grad():
         gm, plain, given, _ = graphs(pre_norm)
@@ -218,6 +223,7 @@ def late_weights(s, x):
 
 
 @pytest.mark.parametrize("function", [broadcast, scaled_sum, late_weights], ids=lambda f: f.__name__)
+@pytest.mark.compiled
 def test_other_sums_stay_and_their_norms_are_fused(function):
     gm, plain, given, _ = graphs(function)
     (call,) = calls(gm)
@@ -293,6 +299,7 @@ def low_layer_norms(s, x):
 
 @pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "fp16,accuracy=fast"])
 @pytest.mark.parametrize("program", [low_rms_norms, low_layer_norms])
+@pytest.mark.compiled
 def test_norms_of_a_low_stream_are_one_pass_without_a_cast(program, policy):
     gm, plain, given, _ = graphs(program, policy)
     first, second = [n for n in gm.graph.nodes if n.target in (add_norm, add_norm_computed_again)]
@@ -310,12 +317,14 @@ def test_norms_of_a_low_stream_are_one_pass_without_a_cast(program, policy):
         assert error(mine, true) <= 1.25 * error(other, true) + 1e-6
 
 
+@pytest.mark.compiled
 def test_layer_norms_of_a_low_stream_stay_torchs_without_gradients():
     with torch.no_grad():
         assert not calls(graphs(low_layer_norms, "bf16,accuracy=fast")[0])
         assert len(calls(graphs(low_rms_norms, "bf16,accuracy=fast")[0])) == 2
 
 
+@pytest.mark.compiled
 def test_control_a_branch_that_is_forgotten_is_seen(monkeypatch):
     monkeypatch.setattr(fuse_add_norm, "add_norm", lambda x, branch, *rest: add_norm(x, None, *rest))
     gm, plain, given, _ = graphs(post_norm)
@@ -371,6 +380,7 @@ def assert_as_exact(got, expected, exact):
         assert error(mine, true) <= 1.5 * error(other, true) + 1e-6
 
 
+@pytest.mark.compiled
 def test_checkpoints_are_not_crossed():
     _, plain = gradients(policy="bf16" + WITHOUT)
     made, got = gradients(True, "bf16")
@@ -381,6 +391,7 @@ def test_checkpoints_are_not_crossed():
     assert_as_exact(got, plain, exact)
 
 
+@pytest.mark.compiled
 def test_the_report_tells_norms_and_casts(tmp_path):
     made, _ = gradients(policy="bf16")
     (graph,) = amp_graph.report(made).graphs
@@ -404,6 +415,7 @@ def trained(policy, steps=5, **options):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.compiled
 def test_whole_steps_run_the_same_kernels(policy):
     step, losses = trained(policy)
     _, plain = trained(policy + WITHOUT)

@@ -16,6 +16,8 @@ from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.profitability import conv_thresholds, thresholds
 from tests.passes.graphs import BF16, capture_function, passes_before, run_step
 
+pytestmark = pytest.mark.compiled
+
 LAST = torch.channels_last
 
 

@@ -18,6 +18,7 @@ SCRIPT_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
 PROGRAM_ARGS ?= --count 5000
+ZOO_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
@@ -25,7 +26,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +68,9 @@ guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and e
 
 fuzz: $(STAMPS)/test  ## check that 20,000 random policies, lists, input specs and machine files are accepted or refused
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
+
+zoo: $(STAMPS)/demo $(STAMPS)/zoo  ## train 400 models of other packages in bf16 and fp16 (hours; what is measured is not run again)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.zoo $(ZOO_ARGS)
 
 check: $(STAMPS)/dev  ## check lint rules, formatting and types
 	$(VENV)/bin/ruff check .

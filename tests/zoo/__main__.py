@@ -2,12 +2,11 @@
 
     python -m tests.zoo [--only transformers/bert,timm/] [--again] [--list] [--output benchmarks/results/zoo.json]
 
-A model that has its rows is not run again, unless ``--again`` or the rows of failures, ``--failed``. Exit status 1 if a
-model that counts has a row that is not ok.
+A model that has its rows is not run again, unless by ``--again`` or, where a row is not ok, by ``--failed``. Exit
+status 1 if a model that counts has a row that is not ok.
 """
 
 import argparse
-import os
 import sys
 import time
 from functools import partial
@@ -34,7 +33,6 @@ def main(argv: list[str]) -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    os.nice(5)
     warm_up()
     for number, name in enumerate(names, 1):
         failed = options.failed and failing(results.models.get(name, {}))

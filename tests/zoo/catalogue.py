@@ -4,7 +4,10 @@ import importlib
 
 from tests.zoo.model import ZooModel
 
-TABLES = ("transformers_text",)
+TABLES = (
+    *("transformers_text", "transformers_images", "timm_models", "torchvision_models", "diffusers_models"),
+    *("graph_networks", "lucidrains", "medical_and_segmentation", "recommenders"),
+)
 
 
 def models() -> dict[str, ZooModel]:

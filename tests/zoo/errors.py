@@ -77,7 +77,9 @@ def _of_seed(
         _take_values(model, fresh)
         runs.append(_run(entry, model, seed, size, context))
     exact, mine, theirs = runs
-    mine, theirs = (Run(r.outputs, r.loss, {k: g for k, g in r.grads.items() if k in exact.grads}) for r in (mine, theirs))
+    mine, theirs = (
+        Run(r.outputs, r.loss, {k: g for k, g in r.grads.items() if k in exact.grads}) for r in (mine, theirs)
+    )
     return (
         output_error(mine, exact), global_gradient_error(mine, exact),
         output_error(theirs, exact), global_gradient_error(theirs, exact),

@@ -3,6 +3,7 @@
 The fork has what its parent imported and warmed up: a third of the time of a trial, in a process of its own.
 """
 
+import faulthandler
 import json
 import os
 import resource
@@ -41,6 +42,7 @@ def _be_child(run: Callable[[Tell], None], writer: int, seconds: int, memory: in
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()  # a death is told once, by the parent
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
@@ -82,5 +84,6 @@ def _death(status: int, seconds: float, timed_out: bool) -> str:
         return f"it took longer than {seconds * PATIENCE:.0f} s"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        return f"it took longer than {seconds} s" if number == signal.SIGXCPU else f"killed by {signal.Signals(number).name}"
+        too_long = number == signal.SIGXCPU
+        return f"it took longer than {seconds} s" if too_long else f"killed by {signal.Signals(number).name}"
     return "" if os.WEXITSTATUS(status) == 0 else f"exit status {os.WEXITSTATUS(status)}"

@@ -1,6 +1,6 @@
 """What a model of the zoo is: where it comes from, how it is built, and a batch of a given size.
 
-    add("timm", "timm/resnet18", build, batch)      # batch(2) and batch(3) differ in their sizes
+add("timm", "timm/resnet18", build, batch)      # batch(2) and batch(3) differ in their sizes
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Batch = tuple[tuple, dict]
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A model as its package defines it. ``loss`` makes a scalar of the output; the default weighs all float outputs."""
+    """A model as its package defines it. ``loss`` makes a scalar of the output; by default of all float outputs."""
 
     package: str
     name: str

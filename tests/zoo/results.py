@@ -1,13 +1,11 @@
 """The rows of the zoo: a JSON file, written after each model, and the table made of it.
 
-    {"format": 1, "versions": {...}, "models": {"timm/resnet18": {"uncounted": "", "bf16": {...}, "fp16": {...}}}}
+{"format": 1, "versions": {...}, "models": {"timm/resnet18": {"uncounted": "", "bf16": {...}, "fp16": {...}}}}
 """
 
 import importlib.metadata
 import json
-import math
 import platform
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ CAUSES = Path(__file__).with_name("causes.json")
 
 
 class Results:
-    """What was measured, by model; a model is measured when both its rows, or the reason that it has none, are there."""
+    """What was measured, by model: two rows each, or the reason that it has none."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -31,7 +29,7 @@ class Results:
     def has(self, name: str) -> bool:
         """Say whether a model needs no run."""
         found = self.models.get(name, {})
-        return "unavailable" in found or all(word in found for word in WORDS)
+        return bool(found.get("uncounted")) or all(word in found for word in WORDS)
 
     def put(self, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Take the rows of a child, and write the file."""

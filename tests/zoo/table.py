@@ -31,13 +31,13 @@ def markdown(models: Models) -> str:
 
 def _about() -> list[str]:
     return [
-        "Written by `make zoo` (`python -m tests.zoo`). Unmodified models of other packages, in tiny configurations with",
-        "random weights, on a CPU. Each is converted, trained 3 steps, trained with another size of the batch, evaluated,",
-        "deep-copied, saved and loaded. It counts if `torch.compile(backend=\"eager\")` trains it. `captured`: the share of",
-        "a forward's operations that run inside of captured graphs. `error`: the error of outputs and gradients against",
-        "fp32 over the error of `torch.autocast`, root mean square over seeds (3, or 12 where 3 gave more than 1.1), with",
-        "its two parts behind it.",
-    ]  # fmt: skip
+        "Written by `make zoo` (`python -m tests.zoo`). Unmodified models of other packages, in tiny configurations",
+        "with random weights, on a CPU. Each is converted, trained 3 steps, evaluated, deep-copied, saved and",
+        'loaded, and trained with another size of the batch. It counts if `torch.compile(backend="eager")` trains it.',
+        "`captured`: the share of a forward's operations that run inside of captured graphs. `error`: the error of",
+        "outputs and gradients against fp32 over that of `torch.autocast`, root mean square over seeds (3, or 12 if",
+        "3 gave more than 1.1), and behind it that of the outputs and that of the gradients.",
+    ]
 
 
 def _pairs(models: Models) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -48,7 +48,10 @@ def _pairs(models: Models) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _summary(models: Models) -> list[str]:
-    lines = ["| precision | models | ok | share | median error | worst error | above 1.5 |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| precision | models | ok | share | median error | worst error | above 1.5 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for word in WORDS:
         rows = [row for _, w, row in _pairs(models) if w == word]
         good = [row for row in rows if row["ok"]]

@@ -11,7 +11,8 @@ WORDS = 96
 TINY = {
     "vocab_size": WORDS, "hidden_size": 32, "d_model": 32, "n_embd": 32, "embedding_size": 32, "dim": 32,
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
-    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
+    "num_encoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
+    "num_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_kv": 8,
     "intermediate_size": 64, "d_ff": 64, "d_inner": 64, "n_inner": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "ffn_dim": 64, "hidden_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
@@ -34,10 +35,12 @@ def tiny(model_type: str, **extra: Any) -> Any:
 
 
 def built(auto: str, model_type: str, **extra: Any) -> nn.Module:
-    """Build the model of an Auto class, with eager or SDPA attention as its default is."""
+    """Build the model of a class, an Auto class or another."""
     import transformers
 
-    return getattr(transformers, auto).from_config(tiny(model_type, **extra))
+    cls = getattr(transformers, auto)
+    make = cls.from_config if auto.startswith("Auto") else cls._from_config
+    return make(tiny(model_type, **extra))
 
 
 def words(size: int) -> Batch:

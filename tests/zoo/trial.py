@@ -69,7 +69,9 @@ def outputs(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     """Say whether all bits are equal; NaN equals NaN."""
-    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True)
+    )
 
 
 class CountOperations(TorchDispatchMode):
@@ -95,10 +97,10 @@ class CountOperations(TorchDispatchMode):
 
 def share_captured(entry: ZooModel, model: nn.Module) -> float:
     """Return the share of the operations of a forward that run inside of captured graphs."""
-    batch = entry.inputs(0, FIRST)
-    call(model, batch)
+    positional, keyword = entry.inputs(0, FIRST)
+    call(model, (positional, keyword))
     with CountOperations() as count:
-        call(model, batch)
+        model(*positional, **keyword)
     return count.inside / max(1, count.inside + count.outside)
 
 
@@ -122,8 +124,14 @@ class Trial:
         self.row: dict[str, Any] = {"ok": False, "cause": "", "notes": []}
 
     def run(self) -> dict[str, Any]:
-        """Run all stages, then measure the errors; every stage that fails is a cause, and the others run all the same."""
-        causes = list(filter(None, map(self._cause, (self.train, self.other_size, self.evaluate, self.deepcopied, self.loaded))))
+        """Run all stages, then measure the errors; one that fails is a cause, and the others run all the same.
+
+        Another size comes last: from then on sizes are symbolic,
+        and a graph of symbolic sizes may round otherwise than
+        that of a copy, which has captured fixed ones.
+        """
+        stages = (self.train, self.evaluate, self.deepcopied, self.loaded, self.other_size)
+        causes = list(filter(None, map(self._cause, stages)))
         try:
             self.row["captured"] = round(share_captured(self.entry, self.model.train()), 4)
             self.row |= errors(self.entry, self.low, self.prepare, FIRST)
@@ -153,7 +161,7 @@ class Trial:
 
     def other_size(self, prepare: Prepare) -> None:
         """Train a step with another size of the batch."""
-        model = self.entry.made(0).train() if prepare is plain else self.model
+        model = self.entry.made(0).train() if prepare is plain else self.model.train()
         self._finite(train(self.entry, model, OTHER, 1, self.low), OTHER)
 
     def _finite(self, losses: list[float], size: int) -> None:
@@ -165,23 +173,26 @@ class Trial:
             raise Refused(f"losses {losses}, under autocast {theirs}")
         self.row["notes"].append(f"losses {losses}, under autocast {theirs}")
 
+    def _evaluated(self, prepare: Prepare) -> nn.Module:
+        return (self.entry.made(0) if prepare is plain else self.model).eval()
+
     def evaluate(self, prepare: Prepare) -> None:
         """Call it in evaluation mode, twice: the bits must be the same."""
-        model = self.entry.made(0).eval() if prepare is plain else self.model.eval()
+        model = self._evaluated(prepare)
         batch = self.entry.inputs(0, FIRST)
         if not same(outputs(model, batch), outputs(model, batch)):
             raise Refused("two calls in evaluation mode differ")
 
     def deepcopied(self, prepare: Prepare) -> None:
         """A deep copy computes the same bits."""
-        model = self.entry.made(0).eval() if prepare is plain else self.model
+        model = self._evaluated(prepare)
         batch = self.entry.inputs(0, FIRST)
         if not same(outputs(copy.deepcopy(model), batch), outputs(model, batch)):
             raise Refused("the deep copy computes other bits")
 
     def loaded(self, prepare: Prepare) -> None:
         """Another model with the saved weights, converted afresh, computes the same bits."""
-        model = self.entry.made(0).eval() if prepare is plain else self.model
+        model = self._evaluated(prepare)
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
         buffer.seek(0)

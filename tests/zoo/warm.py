@@ -12,7 +12,11 @@ import amp_graph
 
 # The packages whose import each model of them needs.
 IMPORTS = {
-    "transformers": ("transformers.modeling_utils", "transformers.generation", "transformers.models.auto.modeling_auto"),
+    "transformers": (
+        "transformers.modeling_utils",
+        "transformers.generation",
+        "transformers.models.auto.modeling_auto",
+    ),
     "timm": ("timm",),
     "torchvision": ("torchvision.models",),
     "diffusers": ("diffusers",),
@@ -32,10 +36,11 @@ def warm_up() -> None:
     _define_operators_of_torchvision()
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     for word in ("bf16", "fp16"):
-        amp_graph.convert(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), word)(torch.randn(2, 4, 16)).sum().backward()
-        amp_graph.convert(images, word)(torch.randn(2, 3, 8, 8)).sum().backward()
-        amp_graph.revert(images) if hasattr(amp_graph, "revert") else None
+        for model, x in ((encoder, torch.randn(2, 4, 16)), (images, torch.randn(2, 3, 8, 8))):
+            amp_graph.convert(model, word)(x).sum().backward()
+            amp_graph.revert(model)
     torch._dynamo.reset()
 
 
@@ -50,7 +55,8 @@ def import_for(package: str) -> str:
 
 
 def _define_operators_of_torchvision() -> None:
-    """torchvision's wheel is built for CUDA: beside a torch without CUDA its import needs the names of two operators."""
+    """Define what torchvision's wheel, which is built for CUDA,
+    lacks beside a torch without: two operators' names."""
     if not _KEPT and not torch.cuda.is_available():
         library = torch.library.Library("torchvision", "DEF")
         _KEPT.append(library)

@@ -40,11 +40,17 @@ def main(argv: list[str]) -> int:
             continue
         start = time.monotonic()
         found = results.put(name, _measured(entries[name], options.seconds))
-        options.output.with_suffix(".md").write_text(markdown(results.models))
+        _write_table(options.output, results, len(entries))
         print(f"{number}/{len(names)} {name}: {_told(found)} ({time.monotonic() - start:.0f} s)", flush=True)
+    _write_table(options.output, results, len(entries))
     bad = [name for name in names if failing(results.models.get(name, {}))]
     print(f"{len(names)} models, {len(bad)} with a row that is not ok: {', '.join(bad) or '-'}")
     return 1 if bad else 0
+
+
+def _write_table(output: Path, results: Results, total: int) -> None:
+    if results.models:
+        output.with_suffix(".md").write_text(markdown(results.models, total))
 
 
 def _measured(entry: ZooModel, seconds: int) -> list[dict]:

@@ -19,10 +19,18 @@ def failing(found: dict[str, Any]) -> bool:
     return counts and not all(found.get(word, {}).get("ok") for word in WORDS)
 
 
-def markdown(models: Models) -> str:
-    """Return the page of the table."""
+def markdown(models: Models, total: int) -> str:
+    """Return the page of the table; ``total``: how many models the zoo has."""
     causes = json.loads(CAUSES.read_text())
-    lines = ["# The model zoo", "", *_about(), "", *_summary(models)]
+    lines = [
+        "# The model zoo",
+        "",
+        *_about(),
+        "",
+        f"Measured: {len(models)} of the zoo's {total} models.",
+        "",
+        *_summary(models),
+    ]
     lines += ["", "## Not ok", "", *_or_none(_not_ok(models, causes))]
     lines += ["", f"## An error above {HIGH} times autocast's", "", *_or_none(_above(models, causes))]
     lines += ["", "## Not counted", "", *_or_none(_uncounted(models)), "", "## All rows", "", *_rows(models)]

@@ -88,7 +88,8 @@ def test_rows_are_kept_and_what_fails_is_told(tmp_path):
     assert held.models == results.models
     assert held.has("own/high")
     assert [name for name in held.models if failing(held.models[name])] == ["own/dead"]
-    text = markdown(held.models)
+    text = markdown(held.models, 4)
+    assert "Measured: 3 of the zoo's 4 models." in text
     assert "| bf16 | 2 | 2 | 100.0% | 1.750 | 1.75 | 2 |" in text
     assert "- own/dead, fp16: killed by SIGSEGV" in text
     assert "- own/high, bf16: 1.75" in text
@@ -104,7 +105,9 @@ def test_the_zoo_is_large_and_its_table_is_what_its_file_gives():
     if not OUTPUT.exists():
         pytest.skip("nothing was measured: make zoo")
     held = json.loads(OUTPUT.read_text())["models"]
-    assert OUTPUT.with_suffix(".md").read_text() == markdown(held)
+    assert OUTPUT.with_suffix(".md").read_text() == markdown(held, len(entries)), (
+        "python -m tests.zoo --only none writes it"
+    )
     assert held.keys() <= entries.keys()
     assert all(math.isfinite(row["seconds"]) for found in held.values() for row in found.values() if "seconds" in row)
 

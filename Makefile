@@ -19,6 +19,7 @@ BENCH_ARGS ?=
 GUARD_ARGS ?=
 MUTANTS_ARGS ?=
 PROGRAM_ARGS ?= --count 5000
+ZOO_ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
@@ -26,7 +27,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz mutants check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz mutants zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +72,9 @@ fuzz: $(STAMPS)/test  ## check that 20,000 random policies, lists, input specs a
 
 mutants: $(STAMPS)/test $(STAMPS)/mutation  ## change the core in 200 places and see which changes no test finds (MUTANTS_ARGS="--seed 3 --only passes/casts")
 	nice -n 5 $(VENV)/bin/python -m tests.mutants run $(MUTANTS_ARGS)
+
+zoo: $(STAMPS)/demo $(STAMPS)/zoo  ## train 400 models of other packages in bf16 and fp16 (hours; what is measured is not run again)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.zoo $(ZOO_ARGS)
 
 check: $(STAMPS)/dev  ## check lint rules, formatting and types
 	$(VENV)/bin/ruff check .

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.graph_breaks.call_snapshot import ModelState, unchanged
 from amp_graph.errors import AmpGraphError
+from amp_graph.graph_breaks.call_snapshot import ModelState, unchanged
 
 # -- models, each of which writes something else in forward ------------------------------------------------------
 

@@ -17,8 +17,8 @@ SETTINGS = ("model", "policy", "dtype", "compile")
 MOST = 20  # rows of a kind in the text
 FORMAT = 1
 # What is read of a node and of a cast.
-NODE: dict[str, type] = {**dict.fromkeys(("name", "module", "precision", "reason", "cls"), str), "ops": list}
-CAST: dict[str, type] = dict.fromkeys(("source", "to", "reason"), str)
+NODE: dict[str, Any] = {**dict.fromkeys(("name", "module", "precision", "reason", "cls"), str), "ops": (list, tuple)}
+CAST: dict[str, Any] = dict.fromkeys(("source", "to", "reason"), str)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _what_is_wrong(told: Any) -> str:
     missing = [key for key in SETTINGS if key not in told]
     if missing:
         return f"it has no {missing[0]!r}"
-    if not isinstance(told.get("graphs"), list):
+    if not isinstance(told.get("graphs"), (list, tuple)):
         return "it has no list of graphs"
     return next((wrong for graph in told["graphs"] if (wrong := _wrong_graph(graph))), "")
 
@@ -114,7 +114,7 @@ def _wrong_graph(graph: Any) -> str:
         return "a graph has no index"
     for part, fields in (("nodes", NODE), ("casts", CAST)):
         rows = graph.get(part)
-        if not isinstance(rows, list):
+        if not isinstance(rows, (list, tuple)):
             return f"graph {graph['index']} has no list of {part}"
         for row in rows:
             known = isinstance(row, Mapping) and all(isinstance(row.get(name), kind) for name, kind in fields.items())

@@ -54,7 +54,7 @@ def test_nothing_is_said_with_a_scaler_or_a_scale_by_hand_or_in_bf16(scaler):
 
 
 @pytest.mark.usefixtures("_on")
-@pytest.mark.parametrize("way", ["compiler", "cache"])
+@pytest.mark.parametrize("way", ["compiler", pytest.param("cache", marks=pytest.mark.compiled)])
 def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     if way == "compiler":
         monkeypatch.setenv("CC", "no-such-compiler")

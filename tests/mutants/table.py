@@ -27,7 +27,8 @@ an operator of cosmic-ray makes in `amp_graph/`, `lists/` or `passes/` without `
 in the sources at equal distances, so that each file has its share, and of each place one mutant at random. A mutant
 survives where all tests chosen for it pass: tests that run the changed line, those that mirror the file first, or where
 none of them is recorded the mirrored test file or folder; up to {seconds:.0f} seconds of tests. A test that takes five
-times its usual time and 20 seconds more is a timeout, which kills. The intervals are Wilson's, of 95 %.
+times its usual time and 20 seconds more is a timeout, which kills. The intervals are Wilson's, of 95 %. Tests
+were written for survivors of the first run, so the share after that says nothing of other mutants: a fresh sample does.
 """
 
 

@@ -93,14 +93,10 @@ class Conversion:
         self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
         self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
-        seen = (self.escaped, self.log, self.said)
-        self.missed = MissedCode(self.model, self.forward, self.captured, *seen)
         self._misses = 0  # calls in which no graph ran
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
-        own = (self.policy, self.compile, self.dynamic, self.captured, self.escaped, self.limits, self.log, self.said)
-        self.runners = CaptureRunners(self.model, self._wide, *own)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
 
     @property
@@ -125,6 +121,9 @@ class Conversion:
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
+        how = (self.policy, self.compile, self.dynamic, self.captured, self.escaped, self.limits, self.log, self.said)
+        self.runners = CaptureRunners(self.model, self._wide, *how)
+        self.missed = MissedCode(self.model, self.forward, self.captured, self.escaped, self.log, self.said)
         self.runners.start()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})

@@ -38,15 +38,22 @@ def gradients(
 
 @contextmanager
 def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take away ``.grad`` and the hooks behind its accumulation, such as an optimizer's step; put them back."""
-    kept = [(t, t.grad, t._post_accumulate_grad_hooks) for t in leaves]
-    for leaf in leaves:
-        leaf.grad, leaf._post_accumulate_grad_hooks = None, None
+    """Take away ``.grad`` and the hooks behind its accumulation, such as an optimizer's step; put them back.
+
+    The dict of hooks is emptied in place: the leaf's gradient accumulator keeps that dict whatever the attribute says.
+    """
+    grads = [leaf.grad for leaf in leaves]
+    hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
+    kept = [dict(one) for one in hooks]
+    for leaf, one in zip(leaves, hooks, strict=True):
+        leaf.grad = None
+        one.clear()
     try:
         yield
     finally:
-        for leaf, grad, hooks in kept:
-            leaf.grad, leaf._post_accumulate_grad_hooks = grad, hooks
+        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
+            leaf.grad = grad
+            one.update(before)
 
 
 def _nodes(outputs: Sequence[Tensor]) -> Iterator[Any]:

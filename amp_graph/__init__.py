@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from amp_graph.numerics.bisect import bisect as bisect
     from amp_graph.numerics.calibrate import calibrate as calibrate
     from amp_graph.numerics.compare import compare as compare
-    from amp_graph.numerics.locate import locate as locate
-    from amp_graph.numerics.locate_mode import Locator as Locator
-    from amp_graph.numerics.scale_history import scale_history as scale_history
+    from amp_graph.numerics.overflow.locate import locate as locate
+    from amp_graph.numerics.overflow.locator import Locator as Locator
+    from amp_graph.numerics.overflow.scale_history import scale_history as scale_history
     from amp_graph.passes.calibration.calibration import Calibration as Calibration
     from amp_graph.policy import Policy as Policy
     from amp_graph.precision import precision as precision
@@ -49,15 +49,15 @@ _HOME |= {
     "bisect": "numerics.bisect",
     "calibrate": "numerics.calibrate",
     "compare": "numerics.compare",
-    "Locator": "numerics.locate_mode",
-    "locate": "numerics.locate",
+    "Locator": "numerics.overflow.locator",
+    "locate": "numerics.overflow.locate",
     "memory": "",  # modules
     "metrics": "report.metrics",
     "optim": "",
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
-    "scale_history": "numerics.scale_history",
+    "scale_history": "numerics.overflow.scale_history",
     "__version__": "version",
 }
 _MOVED = {"drop_weight_copies": "memory", "raise_malloc_thresholds": "memory"}

@@ -18,7 +18,7 @@ from amp_graph.cli.capture_target import any_loss, quiet
 from amp_graph.cli.target import load_target, named
 from amp_graph.cli.terminal import write_json
 from amp_graph.errors import AmpGraphError
-from amp_graph.numerics.locate import locate
+from amp_graph.numerics.overflow.locate import locate
 
 
 def run(args: argparse.Namespace) -> int:

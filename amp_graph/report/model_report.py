@@ -18,7 +18,7 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
-from amp_graph.numerics.scale_history import scale_history
+from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.numerics.statistics import Statistics
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse

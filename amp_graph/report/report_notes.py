@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from amp_graph.capture.conversion import Conversion
-from amp_graph.numerics.scale_history import scale_history
+from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.native.jit_compiler import why_refused

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
-from amp_graph.numerics import locate_verdicts
+from amp_graph.numerics.overflow import verdicts
 from tests.numerics.overflows import made
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -111,11 +111,11 @@ def flights(monkeypatch):
     made_flights = []
 
     def new():
-        made_flights.append(locate_verdicts.Flight(torch.empty(()), torch.empty(2, dtype=torch.int32), Event()))
+        made_flights.append(verdicts.Flight(torch.empty(()), torch.empty(2, dtype=torch.int32), Event()))
         return made_flights[-1]
 
-    monkeypatch.setattr(locate_verdicts, "_is_read_at_once", lambda tensor: False)
-    monkeypatch.setattr(locate_verdicts, "_new_flight", new)
+    monkeypatch.setattr(verdicts, "_is_read_at_once", lambda tensor: False)
+    monkeypatch.setattr(verdicts, "_new_flight", new)
     return made_flights
 
 

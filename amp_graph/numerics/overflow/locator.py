@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from amp_graph.errors import CaptureError, warn
-from amp_graph.numerics.locate import located, task_of
-from amp_graph.numerics.locate_restore import random_state
-from amp_graph.numerics.locate_result import Located
-from amp_graph.numerics.locate_run import Task
-from amp_graph.numerics.locate_verdicts import Call, Kept, Verdicts
-from amp_graph.numerics.scale_history import loss_scale_of_source
+from amp_graph.numerics.overflow.locate import located, task_of
+from amp_graph.numerics.overflow.restore import random_state
+from amp_graph.numerics.overflow.result import Located
+from amp_graph.numerics.overflow.run import Task
+from amp_graph.numerics.overflow.scale_history import loss_scale_of_source
+from amp_graph.numerics.overflow.verdicts import Call, Kept, Verdicts
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.train_step import TrainStep

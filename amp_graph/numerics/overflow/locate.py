@@ -19,10 +19,10 @@ from torch import Tensor
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from amp_graph.numerics.capture import refuse_what_cannot_run
-from amp_graph.numerics.locate_places import Place
-from amp_graph.numerics.locate_result import Located, dtype_text
-from amp_graph.numerics.locate_run import Ran, Task, run_in_fp32, run_planned
-from amp_graph.numerics.locate_watch import Event
+from amp_graph.numerics.overflow.places import Place
+from amp_graph.numerics.overflow.result import Located, dtype_text
+from amp_graph.numerics.overflow.run import Ran, Task, run_in_fp32, run_planned
+from amp_graph.numerics.overflow.watch import Event
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale

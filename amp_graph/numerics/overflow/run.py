@@ -22,9 +22,9 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.numerics.gradients import gradients as gradients_of
-from amp_graph.numerics.locate_places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
-from amp_graph.numerics.locate_restore import as_before
-from amp_graph.numerics.locate_watch import Event, Watch, is_bad
+from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
+from amp_graph.numerics.overflow.restore import as_before
+from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.numerics.locate_run import Task
+from amp_graph.numerics.overflow.run import Task
 from amp_graph.scaling.loss_scale import LossScale
 
 

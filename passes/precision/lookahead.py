@@ -67,8 +67,10 @@ class Lookahead:
             (source,) = kind.applies
             if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
                 continue
-            if not is_eligible(captured(source)) or is_leaf(source) or not _keeps_size(source, node):
+            if not is_eligible(captured(source)) or not _keeps_size(source, node):
                 continue
+            if is_leaf(source) and not _grows(source, node):
+                continue  # its cast is shared by all readers, which may read other views of it
             if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
                 continue  # all readers share a cast after the node, and its backward sums their gradients in fp32
             if node.users and all(self._reads_low(user, node, found) for user in node.users):

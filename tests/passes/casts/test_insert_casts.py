@@ -69,6 +69,39 @@ def test_an_activation_is_cast_right_after_its_producer_and_a_weight_next_to_its
             assert order[cast] == order[source] + 1
 
 
+@pytest.mark.parametrize("planner", ["", ",planner=paint"])
+@pytest.mark.parametrize(
+    "expand",
+    [
+        lambda w: w.expand(16, -1, -1),
+        lambda w: w.unsqueeze(0).expand(16, -1, -1),
+        lambda w: w.broadcast_to(16, 8, 8),
+        lambda w: w.repeat(16, 1, 1),
+        lambda w: w.expand(16, -1, -1).transpose(1, 2),
+    ],
+    ids=["expand", "unsqueeze", "broadcast_to", "repeat", "transpose"],
+)
+def test_a_weight_is_cast_before_it_is_expanded(expand, planner):
+    x = torch.randn(16, 4, 8, generator=torch.Generator().manual_seed(3))
+    gm, casts, graph = inserted(lambda s, x: torch.bmm(x, expand(s.w)), x, policy="bf16" + planner)
+    assert sorted(value(c).numel() for c in casts if value(c).dtype == BF16) == [W.numel(), x.numel()]
+    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocasts = torch.bmm(x, expand(W))
+    assert torch.equal(low.outputs[0], autocasts.float())
+    for a, b in zip(low.grads, plain.grads, strict=True):
+        assert (a - b).norm() <= 0.01 * b.norm()
+
+
+def test_a_weight_that_fp32_reads_as_well_is_cast_behind_its_expansion():
+    def function(s, x):
+        w = s.w.expand(16, -1, -1)
+        return torch.bmm(x, w), w.exp()
+
+    _, casts, _ = inserted(function, torch.randn(16, 4, 8))
+    assert sorted(value(c).numel() for c in casts if value(c).dtype == BF16) == [16 * 4 * 8, 16 * W.numel()]
+
+
 def write_between(s, x):
     h, w = x.exp(), s.w.detach()
     a = h @ w

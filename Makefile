@@ -67,7 +67,7 @@ programs: $(STAMPS)/test  ## compare 5,000 random programs with eager mode and a
 guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)
 
-fuzz: $(STAMPS)/test  ## check that 20,000 random policies, lists, input specs and machine files are accepted or refused
+fuzz: $(STAMPS)/test  ## check that random changes of each file format and state are accepted or refused
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 mutants: $(STAMPS)/test $(STAMPS)/mutation  ## change the core in 200 places and see which changes no test finds (MUTANTS_ARGS="--seed 3 --only passes/casts")

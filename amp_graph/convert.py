@@ -25,7 +25,8 @@ from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_frames import compiled_in_place
 from amp_graph.passes.torch_compat.module_attributes import uninitialized
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,30 +18,35 @@ import torch
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.fields import LONGEST_NAME
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.policy_words import (
+    BOOLEAN_WORDS,
+    COPIES,
+    DTYPES,
+    ESCAPED,
+    LEVELS,
+    PLANNERS,
+    RECOMPUTED,
+    REPLAY,
+    UNPROFITABLE,
+    accuracy_of,
+    as_stored,
+    check,
+    check_path,
+    field_of,
+    passes_of,
+    skip_words,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from amp_graph.passes.precision.measure_sensitivity import Measured
     from amp_graph.passes.weights.cast_cache import WeightCopies
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-HALVES = tuple(DTYPES.values())
-LEVELS = ("O0", "O1", "O2", "O3")
-HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
-ACCURACIES = ("autocast", "fast")
-RECOMPUTED = ("some", "most", "all")
-PLANNERS = ("paint", "mincut")
-COPIES = ("auto", "true", "false")
-BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay")  # fields of words: also True and False
-REPLAY = ("auto", "true", "false")
-UNPROFITABLE = ("graphs", "true", "false")
-ESCAPED = ("autocast", "fp32")
 ONEDNN_RNN = "aten.mkldnn_rnn_layer"
-ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,21 @@ class Policy:
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _of_type(field.name, field.default, getattr(self, field.name)))
-        _check("dtype", self.dtype, (*DTYPES, "auto"))
-        _check("level", self.level, LEVELS)
-        object.__setattr__(self, "accuracy", _accuracy(self.accuracy))
-        _check("device", self.device, ("", "cpu", "cuda"))
-        object.__setattr__(self, "skip", _skip_words(self.skip))
-        _check("recompute", self.recompute, ("", *RECOMPUTED))
-        _check("planner", self.planner, ("", *PLANNERS))
+            object.__setattr__(self, field.name, as_stored(field.name, field.default, getattr(self, field.name)))
+        check("dtype", self.dtype, (*DTYPES, "auto"))
+        check("level", self.level, LEVELS)
+        object.__setattr__(self, "accuracy", accuracy_of(self.accuracy))
+        check("device", self.device, ("", "cpu", "cuda"))
+        object.__setattr__(self, "skip", skip_words(self.skip))
+        check("recompute", self.recompute, ("", *RECOMPUTED))
+        check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
-        _check("weight_copies", self.weight_copies, COPIES)
-        _check("keep_memory", self.keep_memory, ("", "true", "false"))
-        _check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
-        _check("escaped", self.escaped, ("", *ESCAPED))
-        _check("replay", self.replay, ("", *REPLAY))
-        _check_path(self.calibration)
+        check("weight_copies", self.weight_copies, COPIES)
+        check("keep_memory", self.keep_memory, ("", "true", "false"))
+        check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
+        check("escaped", self.escaped, ("", *ESCAPED))
+        check("replay", self.replay, ("", *REPLAY))
+        check_path(self.calibration)
         self._check_emulate()
         if self.widen and self.level == "O0":
             raise PolicyError(
@@ -219,10 +222,11 @@ class Policy:
                 "  fix:   policy='bf16'"
             )
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
+        defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
         fields: dict[str, Any] = {}
         before = ""
         for word in filter(None, words):
-            found = _field(word, text, before)
+            found = field_of(word, text, defaults, before)
             before = word if "=" in word else ""
             for name in found.keys() & fields.keys():
                 raise PolicyError(
@@ -264,7 +268,7 @@ class Policy:
             )
         for name in fields:
             if name not in known:
-                raise PolicyError(_unknown("field", str(name), known))
+                raise PolicyError(unknown("field", str(name), known))
         return Policy(**fields)
 
     def torch_dtype(self, device: str) -> torch.dtype:
@@ -324,7 +328,7 @@ class Policy:
         user: object = None,
     ) -> PipelineOptions:
         """Return the options that select passes for a graph on ``device``, with gradients if they are enabled now."""
-        skip = _passes_named(self.skip)
+        skip = passes_of(self.skip)
         lists = self.op_list(device)
         if ("gru-state" in skip or portable) and lists.rules.get("aten.gru.input"):  # torch's kernel rounds the state
             lists = merge(lists, remove=("aten.gru.input",))
@@ -366,7 +370,7 @@ class Policy:
         return self.device or self.emulate or device
 
     def _check_emulate(self) -> None:
-        _check("emulate", self.emulate, ("", "cuda"))
+        check("emulate", self.emulate, ("", "cuda"))
         if self.emulate and self.device not in ("", self.emulate):
             raise PolicyError(
                 f"policy: emulate={self.emulate} with device={self.device}, a plan for another device\n"
@@ -397,136 +401,3 @@ def _with_cpu_names(lists: OpList) -> OpList:
     """Return CUDA's lists with the name that an LSTM has in a graph that was captured on the CPU."""
     rules = lists.rules.get("aten.lstm", ())
     return merge(lists, allow=(ONEDNN_RNN,)) if any(rule.cls is OpClass.ALLOW for rule in rules) else lists
-
-
-def word_of(dtype: torch.dtype) -> str:
-    """Return the word for a low precision: "bf16", "fp16"."""
-    return next(word for word, known in DTYPES.items() if known == dtype)
-
-
-def _field(word: str, text: str, before: str = "") -> dict[str, Any]:
-    """Read one word of a policy's text, which follows ``before``, a ``name=value``, or "" if it follows another."""
-    if "=" not in word:
-        return _head(word, text, before)
-    name, value = (part.strip() for part in word.split("=", 1))
-    known = {f.name: f for f in dataclasses.fields(Policy)}
-    if name not in known:
-        raise PolicyError(_unknown("word", name, set(known), text))
-    default = known[name].default
-    if isinstance(default, tuple):
-        return {name: tuple(filter(None, value.split("|")))}
-    if isinstance(default, bool):
-        _check(name, value, ("true", "false"))
-        return {name: value == "true"}
-    return {name: ALIASES.get(value, value) if name == "dtype" else value}
-
-
-def _head(word: str, text: str, before: str = "") -> dict[str, Any]:
-    """Read ``bf16``, ``O1`` or ``fp16-O1``."""
-    fields: dict[str, Any] = {}
-    for part in word.split("-"):
-        part = ALIASES.get(part, part)
-        if part in (*DTYPES, "auto"):
-            fields["dtype"] = part
-        elif part in LEVELS:
-            fields["level"] = part
-        else:
-            legal = {*DTYPES, "auto", *LEVELS} | {f"{f.name}=..." for f in dataclasses.fields(Policy)}
-            raise PolicyError(_unknown("word", part, legal, text, before))
-    return fields
-
-
-def _unknown(what: str, name: str, legal: set[str], text: str = "", before: str = "") -> str:
-    """Say that ``name`` is unknown; ``before`` is the ``name=value`` that it follows, of which it may be a value."""
-    alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
-    known = {w.removesuffix("=...").lower(): w.removesuffix("=...") for w in legal}
-    near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), known, 1, 0.5)
-    hint = f"did you mean {alias or known[near[0]]!r}?" if alias or near else "policy='bf16,accuracy=fast'"
-    if before and isinstance(getattr(Policy, before.partition("=")[0].strip(), ()), tuple) and not alias:
-        hint = f"several values are separated by |: {shortened(before.strip() + '|' + name)}"
-    hint = f"\n  fix:   {hint}"
-    where = f" in {shortened(text)}" if text else ""
-    return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}{hint}"
-
-
-def _accuracy(value: Any) -> str | float:
-    """Parse an accuracy: a word, a number, or a number's text."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            _check("accuracy", value, (*ACCURACIES, "a number such as 1.5"))
-            return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise PolicyError(
-            f"policy: accuracy={shortened(value)} is not an error budget\n"
-            "  legal: a number above 0, of which 1 is the predicted error of torch.autocast's plan; autocast; fast\n"
-            "  fix:   policy='bf16,accuracy=1.5'"
-        )
-    return float(value)
-
-
-def _skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the current names of the words of ``skip=``, without those of passes that were deleted.
-
-    Raises PolicyError for an unknown pass or group.
-    """
-    if not words:
-        return ()
-    # This import loads every pass.
-    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_deleted, is_legal, is_pass, nearest
-
-    left = [word for word in words if not is_deleted(current_word(word))]
-    found = tuple(map(current_word, left))
-    for word, given in zip(found, left, strict=True):
-        if not is_legal(word):
-            near = nearest(given[:LONGEST_NAME])
-            raise PolicyError(
-                f"policy: skip={shortened(given)}: {'this pass is not optional' if is_pass(word) else 'no such pass'}\n"
-                f"  legal: an optional pass that `amp-graph passes` lists, or a group: {', '.join(sorted(GROUPS))}\n"
-                + (f"  fix:   did you mean {' or '.join(map(repr, near))}?" if near else "  fix:   skip=backend")
-            )
-    return found
-
-
-def _passes_named(words: tuple[str, ...]) -> dict[str, str]:
-    if not words:
-        return {}
-    from amp_graph.passes.pipeline_skips import passes_named  # loads every pass
-
-    return passes_named(words)
-
-
-def _of_type(name: str, default: Any, value: Any) -> Any:
-    """Return ``value`` as a field stores it: a list as a tuple. Raises PolicyError for a wrong type."""
-    if name == "accuracy" or (name in BOOLEAN_WORDS and isinstance(value, bool)):
-        return value
-    if isinstance(default, tuple):
-        value = tuple(value) if isinstance(value, list) else value
-        if isinstance(value, tuple) and all(isinstance(word, str) for word in value):
-            return value
-        legal = "names, in a tuple"
-        fix = f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())"
-    elif isinstance(value, type(default)) or (isinstance(default, str) and name != "keep_fp32"):
-        return value  # accepts a number as well; checked later
-    else:
-        legal = "True, False" if isinstance(default, bool) else "a string"
-        fix = f"Policy({name}={default!r})"
-    raise PolicyError(
-        f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {legal}\n  fix:   {fix[:300]}"
-    )
-
-
-def _check_path(path: Any) -> None:
-    if not isinstance(path, str) or "\0" in path:
-        raise PolicyError(
-            f"policy: calibration={shortened(path)} is no path\n  legal: a file of amp_graph.calibrate\n"
-            "  fix:   policy='fp16,calibration=run.json'"
-        )
-
-
-def _check(name: str, value: Any, legal: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in legal:
-        raise PolicyError(
-            _unknown(f"{name} value", value if isinstance(value, str) else shortened(value), {w for w in legal if w})
-        )

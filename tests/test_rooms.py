@@ -37,6 +37,7 @@ ROOMS = (
     ("passes/pipeline_table.py",),
     ("passes/pipeline_skips.py", "passes/pipeline.py"),
     ("amp_graph/errors.py",),
+    ("amp_graph/policy_words.py",),
     (
         "amp_graph/policy.py",
         "amp_graph/devices.py",
@@ -83,8 +84,10 @@ HIDDEN = {
     ("amp_graph/cli/main.py", "amp_graph.errors"): "as any command: errors.py imports torch",
     ("amp_graph/optim/master_weights.py", "amp_graph.optim.master_weight_updates"): "a master that is unpickled where"
     " nothing was converted: what tells optimizers of masters imports their module",
-    ("amp_graph/policy.py", "amp_graph.passes.pipeline_skips"): "asked only of policies that skip passes: the table"
-    " imports every pass",
+    (
+        "amp_graph/policy_words.py",
+        "amp_graph.passes.pipeline_skips",
+    ): "asked only of policies that skip passes: the table imports every pass",
     (
         "passes/native/triton_loader.py",
         "a name",

@@ -50,7 +50,8 @@ from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan, Lifetimes
 from amp_graph.passes.weights.plan_copy_lifetimes import plan_of
 from amp_graph.passes.weights.watched_memory import look_at_parts_of
-from amp_graph.policy import Policy, word_of
+from amp_graph.policy import Policy
+from amp_graph.policy_words import word_of
 from amp_graph.replay.recorder import RECORDERS
 from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place

@@ -53,7 +53,8 @@ from amp_graph.passes.torch_compat.dynamo_frames import (
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.passes.weights.cast_cache import WeightCopies
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from amp_graph.errors import CaptureError, warn
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.precision.predict_time import WORTH_IT
-from amp_graph.policy import word_of
+from amp_graph.policy_words import word_of
 
 
 def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch.dtype) -> None:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 from amp_graph.lists.path_pattern import matches
 from amp_graph.passes.torch_compat.dynamo_frames import not_captured
 from amp_graph.passes.torch_compat.module_attributes import plain_attribute
-from amp_graph.policy import HALVES, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HALVES
 
 FULL = "full"
 

@@ -15,7 +15,8 @@ from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 
 try:
     import accelerate

@@ -20,7 +20,8 @@ from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from amp_graph.integrations.outermost_calls import outermost_calls
 from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 from amp_graph.report.metrics import metrics
 from amp_graph.scaling.grad_scaler import GradScaler
 

@@ -18,7 +18,8 @@ from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
 from amp_graph.optim.widened_parameters import trained_halves
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 from amp_graph.report.metrics import metrics
 
 try:

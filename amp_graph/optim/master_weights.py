@@ -25,7 +25,8 @@ from amp_graph.passes.torch_compat.modules import with_parameters
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, address_of, storage_key, storage_of
 from amp_graph.passes.weights.update_tracking import hear_of_updates
 from amp_graph.passes.weights.watched_memory import watch_of
-from amp_graph.policy import HALVES, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HALVES
 
 MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low precision
 UNKNOWN = -1  # the version in a pickle; the unpickled parameter's counter restarts

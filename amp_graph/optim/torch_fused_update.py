@@ -19,7 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from amp_graph.optim.gradient_layout import is_dense, zeros_beside
 from amp_graph.optim.master_weights import updated_master
 from amp_graph.passes.torch_compat.optimizers import steps_otherwise
-from amp_graph.policy import HALVES
+from amp_graph.policy_words import HALVES
 
 SEVERAL, APART = 16, ("cuda",)
 UPDATES_AS = "updates_as"  # the attribute of our optimizers that holds torch's class

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from amp_graph.errors import CaptureError
 from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises, updated_master
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
-from amp_graph.policy import HALVES
+from amp_graph.policy_words import HALVES
 
 WIDENED = "_amp_graph_widened"  # the attribute of a parameter that came in half precision
 

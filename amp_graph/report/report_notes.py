@@ -18,7 +18,8 @@ from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
-from amp_graph.policy import Policy, word_of
+from amp_graph.policy import Policy
+from amp_graph.policy_words import word_of
 from amp_graph.report.metrics import metrics
 from amp_graph.report.report_text import size_text
 from amp_graph.rewrite import Rewritten

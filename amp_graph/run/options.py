@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 
 VARIABLE = "AMP_GRAPH_POLICY"
 EXAMPLE = "amp-graph run --policy bf16 train.py"

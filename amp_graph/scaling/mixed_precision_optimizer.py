@@ -21,7 +21,7 @@ from amp_graph.optim.load_state import load_or_refuse
 from amp_graph.optim.master_weight_updates import gradient_of_master, groups_kept_where_it_raises
 from amp_graph.optim.master_weights import make_master, master_of, share_master, write_back
 from amp_graph.passes.graph.graph_text import type_text
-from amp_graph.policy import HALVES
+from amp_graph.policy_words import HALVES
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
 

@@ -31,7 +31,8 @@ from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.passes.weights.watched_memory import look_at_parts_of
-from amp_graph.policy import HELD_LOW, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import LossScale, check_at_floor
 from amp_graph.step.choose_step import StepRuns
 from amp_graph.step.cuda_graph import check_cuda_graph

@@ -8,7 +8,7 @@ import torch
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.weights.update_tracking import weights_were_written
-from amp_graph.policy import DTYPES as LOW
+from amp_graph.policy_words import DTYPES as LOW
 from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, RECURRENT, WORST, above
 from tests.corpus import CASES, make
 from tests.measure import CastCounter, error_ratio, to_device

@@ -9,7 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
-from amp_graph.policy import DTYPES as LOW
+from amp_graph.policy_words import DTYPES as LOW
 from amp_graph.scaling.loss_scale import STUCK, LossScale
 from tests.corpus import CASES, make
 from tests.measure import to_device

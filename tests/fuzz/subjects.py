@@ -20,7 +20,8 @@ from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
-from amp_graph.policy import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE, Policy
+from amp_graph.policy import Policy
+from amp_graph.policy_words import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE
 from tests.fuzz.state_subjects import STATES
 from tests.fuzz.texts import EVIL, ODD, encoded, mutated, word
 

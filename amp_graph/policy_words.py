@@ -1,0 +1,170 @@
+"""The words of a policy's text form: legal values, how a word is read, and the errors for what means nothing.
+
+``field_of("keep_fp32=lm_head", ...)`` is ``{"keep_fp32": "lm_head"}``; ``field_of("bf61", ...)`` raises PolicyError.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from amp_graph.errors import PolicyError
+from amp_graph.lists.errors import shortened
+from amp_graph.lists.fields import LONGEST_NAME
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = tuple(DTYPES.values())
+LEVELS = ("O0", "O1", "O2", "O3")
+HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
+ACCURACIES = ("autocast", "fast")
+RECOMPUTED = ("some", "most", "all")
+PLANNERS = ("paint", "mincut")
+COPIES = ("auto", "true", "false")
+BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay")  # fields of words: also True and False
+REPLAY = ("auto", "true", "false")
+UNPROFITABLE = ("graphs", "true", "false")
+ESCAPED = ("autocast", "fp32")
+ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+def word_of(dtype: torch.dtype) -> str:
+    """Return the word for a low precision: "bf16", "fp16"."""
+    return next(word for word, known in DTYPES.items() if known == dtype)
+
+
+def field_of(word: str, text: str, defaults: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Read one word of a policy's text; ``before``: the ``name=value`` that it follows, or "" if it follows another.
+
+    ``defaults``: the default of each field.
+    """
+    if "=" not in word:
+        return _head(word, text, defaults, before)
+    name, value = (part.strip() for part in word.split("=", 1))
+    if name not in defaults:
+        raise PolicyError(unknown("word", name, set(defaults), text))
+    default = defaults[name]
+    if isinstance(default, tuple):
+        return {name: tuple(filter(None, value.split("|")))}
+    if isinstance(default, bool):
+        check(name, value, ("true", "false"))
+        return {name: value == "true"}
+    return {name: ALIASES.get(value, value) if name == "dtype" else value}
+
+
+def _head(word: str, text: str, defaults: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Read ``bf16``, ``O1`` or ``fp16-O1``."""
+    fields: dict[str, Any] = {}
+    for part in word.split("-"):
+        part = ALIASES.get(part, part)
+        if part in (*DTYPES, "auto"):
+            fields["dtype"] = part
+        elif part in LEVELS:
+            fields["level"] = part
+        else:
+            legal = {*DTYPES, "auto", *LEVELS} | {f"{field}=..." for field in defaults}
+            several = before if isinstance(defaults.get(before.partition("=")[0].strip()), tuple) else ""
+            raise PolicyError(unknown("word", part, legal, text, several))
+    return fields
+
+
+def unknown(what: str, name: str, legal: set[str], text: str = "", before: str = "") -> str:
+    """Say that ``name`` is unknown; ``before``: a list of values that it follows, and may belong to."""
+    alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
+    known = {w.removesuffix("=...").lower(): w.removesuffix("=...") for w in legal}
+    near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), known, 1, 0.5)
+    hint = f"did you mean {alias or known[near[0]]!r}?" if alias or near else "policy='bf16,accuracy=fast'"
+    if before and not alias:
+        hint = f"several values are separated by |: {shortened(before.strip() + '|' + name)}"
+    hint = f"\n  fix:   {hint}"
+    where = f" in {shortened(text)}" if text else ""
+    return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}{hint}"
+
+
+def accuracy_of(value: Any) -> str | float:
+    """Parse an accuracy: a word, a number, or a number's text."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            check("accuracy", value, (*ACCURACIES, "a number such as 1.5"))
+            return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise PolicyError(
+            f"policy: accuracy={shortened(value)} is not an error budget\n"
+            "  legal: a number above 0, of which 1 is the predicted error of torch.autocast's plan; autocast; fast\n"
+            "  fix:   policy='bf16,accuracy=1.5'"
+        )
+    return float(value)
+
+
+def skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the current names of the words of ``skip=``, without those of passes that were deleted.
+
+    Raises PolicyError for an unknown pass or group.
+    """
+    if not words:
+        return ()
+    # This import loads every pass.
+    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_deleted, is_legal, is_pass, nearest
+
+    left = [word for word in words if not is_deleted(current_word(word))]
+    found = tuple(map(current_word, left))
+    for word, given in zip(found, left, strict=True):
+        if not is_legal(word):
+            near = nearest(given[:LONGEST_NAME])
+            raise PolicyError(
+                f"policy: skip={shortened(given)}: {'this pass is not optional' if is_pass(word) else 'no such pass'}\n"
+                f"  legal: an optional pass that `amp-graph passes` lists, or a group: {', '.join(sorted(GROUPS))}\n"
+                + (f"  fix:   did you mean {' or '.join(map(repr, near))}?" if near else "  fix:   skip=backend")
+            )
+    return found
+
+
+def passes_of(words: tuple[str, ...]) -> dict[str, str]:
+    """Return the passes that the words of ``skip=`` name, each with its word."""
+    if not words:
+        return {}
+    from amp_graph.passes.pipeline_skips import passes_named  # loads every pass
+
+    return passes_named(words)
+
+
+def as_stored(name: str, default: Any, value: Any) -> Any:
+    """Return ``value`` as a field stores it: a list as a tuple. Raises PolicyError for a wrong type."""
+    if name == "accuracy" or (name in BOOLEAN_WORDS and isinstance(value, bool)):
+        return value
+    if isinstance(default, tuple):
+        value = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, tuple) and all(isinstance(word, str) for word in value):
+            return value
+        legal = "names, in a tuple"
+        fix = f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())"
+    elif isinstance(value, type(default)) or (isinstance(default, str) and name != "keep_fp32"):
+        return value  # accepts a number as well; checked later
+    else:
+        legal = "True, False" if isinstance(default, bool) else "a string"
+        fix = f"Policy({name}={default!r})"
+    raise PolicyError(
+        f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {legal}\n  fix:   {fix[:300]}"
+    )
+
+
+def check_path(path: Any) -> None:
+    """Raise PolicyError for a calibration that cannot be a path."""
+    if not isinstance(path, str) or "\0" in path:
+        raise PolicyError(
+            f"policy: calibration={shortened(path)} is no path\n  legal: a file of amp_graph.calibrate\n"
+            "  fix:   policy='fp16,calibration=run.json'"
+        )
+
+
+def check(name: str, value: Any, legal: tuple[str, ...]) -> None:
+    """Raise PolicyError if ``value`` of the field ``name`` is not legal."""
+    if not isinstance(value, str) or value not in legal:
+        raise PolicyError(
+            unknown(f"{name} value", value if isinstance(value, str) else shortened(value), {w for w in legal if w})
+        )

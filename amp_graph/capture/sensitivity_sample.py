@@ -15,13 +15,13 @@ from torch.fx import GraphModule
 from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.conversion import Conversion
 from amp_graph.capture.diagnostics import Complaints
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.graph_breaks.call_snapshot import unchanged
 from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
 

@@ -103,7 +103,9 @@ def _is_like(value: Any, name: str, kind: type[Optimizer], parameter: Tensor) ->
 def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> Mapping[str, Any] | Exception:
     """Return the state of a parameter of one element after a step with the options of ``group``, or what it raises."""
     known = inspect.signature(kind).parameters
-    options = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k in known}
+    options: dict[str, Any] = {
+        k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k in known
+    }
     options.pop("params", None)
     dtype = like.dtype if like.is_complex() else torch.float32
     tiny = torch.zeros((1,) * max(like.dim(), 1), device=like.device, dtype=dtype, requires_grad=True)

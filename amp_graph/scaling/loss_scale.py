@@ -247,8 +247,10 @@ def loss_scale_of(who: str, given: Any, *, zero: bool = False) -> LossScale | No
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta and abs(value.item()) <= LARGEST
-    # Without float(), which raises for an integer that is too large.
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= LARGEST)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    size: Any = abs(value)  # not as a float: an integer may be too large for one
+    return bool(size <= LARGEST)
 
 
 def _is_count(value: Any, least: int) -> bool:

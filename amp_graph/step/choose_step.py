@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
 from amp_graph.graph_breaks.escaped_code import EscapedCode
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT

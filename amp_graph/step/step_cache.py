@@ -13,10 +13,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from amp_graph.capture.diagnostics import warn_of_full_precision
-from amp_graph.capture.dynamo_backend import Runner
 from amp_graph.capture.recapture_limits import Budget
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
 from amp_graph.passes.weights.update_tracking import note_step
 from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor

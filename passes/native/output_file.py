@@ -14,7 +14,11 @@ from amp_graph.passes.native.atomic_files import write_atomically
 
 
 class FileError(AmpGraphError, OSError):
-    """A file that cannot be written."""
+    """A file that cannot be written; ``errno`` and ``strerror`` are the system's, if it refused."""
+
+    def __str__(self) -> str:
+        """Return the whole message; that of an OSError would be the system's alone."""
+        return str(self.args[0])
 
 
 def write_or_refuse(path: Any, content: str | bytes, who: str, fix: str, kind: type[AmpGraphError] = FileError) -> None:
@@ -22,7 +26,11 @@ def write_or_refuse(path: Any, content: str | bytes, who: str, fix: str, kind: t
     try:
         write_atomically(os.fsdecode(path), content)
     except (OSError, ValueError, TypeError) as error:  # ValueError: a NUL in the name; TypeError: not a path
-        raise kind(
-            f"{who}: cannot write {shortened(path)}: {getattr(error, 'strerror', None) or error}\n"
+        shown = str(path) if isinstance(path, (str, os.PathLike)) and str(path).isprintable() else shortened(path)
+        refusal = kind(
+            f"{who}: cannot write {shown}: {getattr(error, 'strerror', None) or error}\n"
             f"  legal: a file in a directory that exists and can be written\n  fix:   {fix}"
-        ) from error
+        )
+        if isinstance(refusal, OSError) and isinstance(error, OSError):
+            refusal.errno, refusal.strerror = error.errno, error.strerror
+        raise refusal from error

@@ -78,6 +78,7 @@ def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, caps
     assert capsys.readouterr().out.count("| cnn |") == 3
 
 
+@pytest.mark.slow
 def test_a_training_whose_gradients_vanish_is_seen(benchmark, monkeypatch):
     made = benchmark.chosen
 

@@ -91,6 +91,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [Writing, Broken, Frozen])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("fails", [False, True])

@@ -584,7 +584,7 @@ def by_attribute(scale):
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("way", [by_loading, by_hand, by_attribute])
-@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
     """As those of a scale that the loop moves, and which has already seen more good steps than it now needs."""
     model, alone = mlp(), amp_graph.LossScale(2.0**10).to(torch.device("cpu"))

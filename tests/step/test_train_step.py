@@ -264,7 +264,7 @@ def test_state_beside_its_parameter_is_saved_and_loaded(tmp_path):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile):
     """Torch's fused SGD for CPUs leaves most elements of them as they are; its Adagrad makes fp32 state in advance.
@@ -310,7 +310,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [TwoBiases, Recurrent])
-@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["plain", "norm", "value"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -658,7 +658,7 @@ def test_through_a_compiler(compile, name, level):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("compile", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compile", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_factors_in_memory_of_their_own_change_nothing(compile, monkeypatch):
     """As on CUDA, where the kernels of parameters alike are then one."""
     found = []

@@ -153,7 +153,7 @@ def test_dropout_between_the_layers_is_drawn():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
 def test_inductor_compiles_them(kind):
     wanted = step(amp_graph.convert(built(kind), "bf16"), X)
     got = step(amp_graph.convert(built(kind), "bf16", compile="inductor"), X)

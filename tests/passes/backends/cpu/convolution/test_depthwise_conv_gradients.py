@@ -388,7 +388,7 @@ def test_a_converted_model_trains_as_without(compile, policy):
 
 @pytest.mark.usefixtures("pays")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
-@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.compiled
 def test_a_step_as_one_graph_calls_the_operators(compile):
     torch.manual_seed(0)

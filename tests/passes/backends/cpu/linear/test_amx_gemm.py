@@ -394,7 +394,7 @@ class Net(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.usefixtures("it_is_always_profitable")
-@pytest.mark.parametrize("compile", ["eager", "inductor"])
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_trains_as_the_loop(compile):
     torch.manual_seed(0)
     base, x = Net(), torch.randn(24, 32)

@@ -455,7 +455,7 @@ def trained(policy, how):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
-@pytest.mark.parametrize("how", ["convert", "eager", "inductor"])
+@pytest.mark.parametrize("how", ["convert", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_training_moves_running_statistics_and_weights_as_without(how):
     losses, state, text = trained("bf16", how)
     others = how.replace("inductor", "eager")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,7 +91,9 @@ def _compare_batch(
         comparing.begin(mode)
         try:
             with comparing.as_before(batch):
-                comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
+                with comparing.region():
+                    loss = _loss(model, loss_fn, batch, number, mode)
+                comparing.differentiate(model, loss)
                 continue
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
             if not comparing.has_another_way(error):
@@ -193,6 +195,13 @@ class _Comparing:
             result, leaves = graph.forms.run(self.mode, sink, args)
         self._leaves += leaves
         return result
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Return the region of forward and loss: ``torch.autocast`` in its mode, as in a loop written by hand."""
+        if self.mode != AUTOCAST:
+            return nullcontext()
+        device = self.device or "cpu"
+        return torch.autocast(device, self.policy.torch_dtype(device))
 
     def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
         """Run backward with the mode's loss scale, without touching ``.grad``."""

@@ -71,6 +71,19 @@ def test_errors_are_those_of_the_models_own_runs():
     assert last.fp32 == pytest.approx(float((model(x).detach() - exact).norm() / exact.norm()), rel=1e-3)
 
 
+def test_the_loss_of_autocasts_run_is_computed_under_autocast():
+    seen = []
+
+    def loss_fn(out, y):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return F.mse_loss(out, y)
+
+    batch = (torch.randn(8, 16), torch.randn(8, 4))
+    found = amp_graph.compare(nn.Linear(16, 4), [batch], loss_fn, policy="bf16")
+    assert sorted(seen) == [False, False, False, True]
+    assert found.operations[0].autocast is not None
+
+
 def test_the_model_is_as_before_and_dropout_is_no_error():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))

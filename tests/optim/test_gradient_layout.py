@@ -24,6 +24,7 @@ INDUCTOR = pytest.param(
     "inductor",
     marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 )
+LONG_INDUCTOR = pytest.param(*INDUCTOR.values, marks=[*INDUCTOR.marks, pytest.mark.slow])
 
 
 def images():
@@ -63,7 +64,7 @@ def resumed(kind, layout, compile):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("compile", ["eager", INDUCTOR])
+@pytest.mark.parametrize("compile", ["eager", LONG_INDUCTOR])
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_state_saved_in_one_layout_goes_on_in_another(name, compile):
     plain, last = (resumed(KINDS[name], f, compile) for f in (torch.contiguous_format, torch.channels_last))

@@ -28,9 +28,10 @@ JOINED = {
     "stacked": lambda s, x: torch.stack([x @ s.w, x, x], 1) @ s.w,
     "stacked behind": lambda s, x: torch.stack([x, x @ s.w], -1).transpose(1, 2) @ s.w,
     "parameters": lambda s, x: torch.cat([s.w, x]) @ s.w,
-    "twice the same": lambda s, x: torch.cat([x, x], 1) @ s.v,
+    "twice the same": lambda s, x: torch.cat([x, s.w, x]) @ s.w,
 }
 LEFT_ALONE = {
+    "cast before it grows": lambda s, x: torch.cat([x, x], 1) @ s.v,
     "low": lambda s, x: torch.cat([x @ s.w, x @ s.w], 1) @ s.v,
     "read in full": lambda s, x: (h := torch.cat([x, x @ s.w], 1)) @ s.v + h.exp().sum(),
     "of whole numbers": lambda s, x: torch.cat([x, x.argmax(1, keepdim=True).expand(4, 8)], 1) @ s.v,

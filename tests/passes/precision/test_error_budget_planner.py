@@ -84,6 +84,7 @@ def test_what_is_found_costs_no_more_than_the_hull_of_all_assignments():
     assert wrong(Tradeoff.within) == 0
 
 
+@pytest.mark.slow
 def test_control_a_planner_that_ignores_harm_is_found_out():
     assert wrong(lambda plans, bound: plans.fastest()) >= 8
     assert wrong(lambda plans, bound: plans.safest()) >= 5

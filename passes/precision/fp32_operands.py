@@ -5,6 +5,7 @@ Before: ``a @ h`` with ``a`` sparse, which the lists class as a matmul. After: i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,14 @@ NORMS = frozenset({
     "aten.native_layer_norm", "aten.native_group_norm", "aten.native_batch_norm", "aten._native_batch_norm_legit",
     "aten._native_batch_norm_legit_functional", "aten._batch_norm_with_update", "aten._batch_norm_impl_index",
 })  # fmt: skip
+CONVOLUTIONS = frozenset({
+    "aten.conv3d", "aten.conv_transpose3d", "aten.convolution", "aten._convolution", "aten.convolution_backward",
+})  # fmt: skip
+VOLUME, DEPTH = 5, -3  # dimensions of a batch of volumes and of the weight of their convolution, and which is the depth
+SHALLOW = (
+    "torch's gradient of the weight is wrong in low precision on a CPU where a volume is less deep than the kernel: it "
+    "reads memory that it does not own"
+)
 
 
 def left_full(node: Node, found: Classification) -> Classification:
@@ -32,7 +41,29 @@ def left_full(node: Node, found: Classification) -> Classification:
         return replace(found, cls=OpClass.OPAQUE, why=why, listed=True)
     if found.cls is OpClass.FP32_INSIDE and not NORMS.isdisjoint(found.names) and _statistics_are_read(node):
         return replace(found, cls=OpClass.DENY, why="its statistics are read too, and they stay in full precision")
+    if found.cls is OpClass.ALLOW and not CONVOLUTIONS.isdisjoint(found.names) and _is_shallow(node, found.names):
+        return replace(found, cls=OpClass.DENY, why=SHALLOW)
     return found
+
+
+def _is_shallow(node: Node, names: Collection[str]) -> bool:
+    """Say whether ``node`` trains a convolution over volumes on the CPU that are less deep than its kernel.
+
+    Checked on torch 2.11 and 2.13 with AVX512_BF16 (oneDNN): kernels of depth 3 over a depth of 2, of depth 5 over 1 to
+    4, transposed ones as well. The gradient has infinities or errors of the size of the gradient, and the heap may be
+    damaged. Convolutions in one and two dimensions are right, and so are all gradients in fp32.
+    """
+    given = [t for source in node.all_input_nodes for t in tensors(captured(source)) if t.dim() >= VOLUME - 1]
+    made = [t for t in tensors(captured(node)) if t.dim() >= VOLUME - 1]
+    if len(given) < 2 or all(t.dim() < VOLUME for t in given) or any(t.device.type != "cpu" for t in given):
+        return False
+    if "aten.convolution_backward" in names:
+        gradient, volume, weight = given[:3]
+        return max(gradient.shape[DEPTH], volume.shape[DEPTH]) < weight.shape[DEPTH]
+    volume, weight = given[:2]
+    # The operand is as deep as the result, or deeper, but for a transposed convolution.
+    trains = any(t.requires_grad for t in made)
+    return trains and max(volume.shape[DEPTH], *(t.shape[DEPTH] for t in made)) < weight.shape[DEPTH]
 
 
 def _statistics_are_read(node: Node) -> bool:

@@ -1,0 +1,88 @@
+"""Convolutions over volumes less deep than the kernel: torch's low-precision gradient of the weight is wrong."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.precision import fp32_operands
+
+SHALLOW = {
+    "deep kernel": (lambda: nn.Conv3d(8, 8, 5, padding=2), (2, 8, 2, 6, 6)),
+    "one place": (lambda: nn.Conv3d(8, 8, 5, padding=2), (2, 8, 1, 1, 1)),
+    "kernel of three": (lambda: nn.Conv3d(8, 8, 3, padding=1), (2, 8, 2, 8, 8)),
+    "transposed": (lambda: nn.ConvTranspose3d(8, 8, 3, padding=1), (2, 8, 2, 4, 4)),
+    "stride": (lambda: nn.Conv3d(8, 8, 5, 2, 2), (2, 8, 4, 4, 4)),
+    "no batch": (lambda: nn.Conv3d(8, 8, 3, padding=1), (8, 2, 8, 8)),
+}
+DEEP = {
+    "volume": (lambda: nn.Conv3d(8, 8, 3, padding=1), (2, 8, 4, 4, 4)),
+    "patches": (lambda: nn.Conv3d(8, 8, 2, 2), (2, 8, 2, 2, 2)),
+    "grows": (lambda: nn.ConvTranspose3d(8, 8, 2, 2), (2, 8, 1, 2, 2)),
+    "images": (lambda: nn.Conv2d(8, 8, 5, padding=2), (2, 8, 2, 2)),
+}
+
+
+def precision(model):
+    return {n.precision for n in amp_graph.report(model).graphs[0].operations if "conv" in " ".join(n.ops)}
+
+
+def trained(model, x):
+    model(x).square().sum().backward()
+    return [p.grad.double() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", SHALLOW)
+def test_they_train_in_fp32(case, dtype):
+    build, shape = SHALLOW[case]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    exact = trained(copy.deepcopy(model).double(), x.double())
+    ours = amp_graph.convert(model, dtype)
+    for got, wanted in zip(trained(ours, x), exact, strict=True):
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
+    assert precision(ours) == {"full"}
+
+
+@pytest.mark.parametrize("case", DEEP)
+def test_others_are_low_and_right(case):
+    build, shape = DEEP[case]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    exact = trained(copy.deepcopy(model).double(), x.double())
+    ours = amp_graph.convert(model, "bf16")
+    for got, wanted in zip(trained(ours, x), exact, strict=True):
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+    assert precision(ours) == {"low"}
+
+
+def test_without_gradients_they_are_low():
+    build, shape = SHALLOW["deep kernel"]
+    ours = amp_graph.convert(build(), "bf16").eval()
+    with torch.no_grad():
+        ours(torch.randn(shape))
+    assert precision(ours) == {"low"}
+
+
+def test_the_backward_of_a_joint_graph_is_full():
+    def step(x, w):
+        return torch.ops.aten.convolution_backward(
+            x, x, w, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1, [True, True, False]
+        )[:2]
+
+    given = torch.randn(2, 8, 2, 6, 6), torch.randn(8, 8, 3, 3, 3)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(step, tracing_mode="fake")(*given)
+    low = amp_graph.rewrite(graph, "bf16", given)
+    for got, wanted in zip(low(*given), step(*given), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_control_without_the_rule_they_would_be_low(monkeypatch):
+    monkeypatch.setattr(fp32_operands, "_is_shallow", lambda node, names: False)
+    build, shape = SHALLOW["deep kernel"]
+    ours = amp_graph.convert(build(), "bf16")
+    ours(torch.randn(shape))  # no backward, which may damage the heap
+    assert precision(ours) == {"low"}

@@ -118,7 +118,7 @@ def _plan(o: PipelineOptions) -> Pass:
     counts = o.eager and (on_cpu or machine_for(o.device) is not class_of(o.device))  # rates of GPUs were read only
     return PlanPrecision(
         o.lists, o.dtype, o.accuracy, o.keep_fp32, o.keep_outputs, o.planner, o.leaves, o.measured, keeps_weights,
-        counts, o.in_step, o.calibration, o.keep_ops,
+        counts, o.in_step, o.calibration, o.keep_ops, o.emulates,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ Before: ``a @ h`` with ``a`` sparse, which the lists class as a matmul. After: i
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -13,7 +12,8 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, tensor_inputs
+from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.precision.classify import Classification
 
 # Tensor layouts whose kernels accept and return low precision as those of dense tensors do.
@@ -41,29 +41,42 @@ def left_full(node: Node, found: Classification) -> Classification:
         return replace(found, cls=OpClass.OPAQUE, why=why, listed=True)
     if found.cls is OpClass.FP32_INSIDE and not NORMS.isdisjoint(found.names) and _statistics_are_read(node):
         return replace(found, cls=OpClass.DENY, why="its statistics are read too, and they stay in full precision")
-    if found.cls is OpClass.ALLOW and not CONVOLUTIONS.isdisjoint(found.names) and _is_shallow(node, found.names):
+    return found
+
+
+def trained_in_fp32(node: Node, found: Classification) -> Classification:
+    """Return ``found``, or ``deny`` for a convolution of which torch's low-precision gradient is wrong on the CPU."""
+    identity = node.meta.get(IDENTITY)
+    if found.cls is not OpClass.ALLOW or not isinstance(identity, Identity):
+        return found
+    if any(_is_shallow(node, operation) for operation in identity.operations):
         return replace(found, cls=OpClass.DENY, why=SHALLOW)
     return found
 
 
-def _is_shallow(node: Node, names: Collection[str]) -> bool:
-    """Say whether ``node`` trains a convolution over volumes on the CPU that are less deep than its kernel.
+def _is_shallow(node: Node, operation: Operation) -> bool:
+    """Say whether ``operation`` of ``node`` trains a convolution over volumes that are less deep than its kernel.
 
     Checked on torch 2.11 and 2.13 with AVX512_BF16 (oneDNN): kernels of depth 3 over a depth of 2, of depth 5 over 1 to
     4, transposed ones as well. The gradient has infinities or errors of the size of the gradient, and the heap may be
     damaged. Convolutions in one and two dimensions are right, and so are all gradients in fp32.
     """
-    given = [t for source in node.all_input_nodes for t in tensors(captured(source)) if t.dim() >= VOLUME - 1]
-    made = [t for t in tensors(captured(node)) if t.dim() >= VOLUME - 1]
-    if len(given) < 2 or all(t.dim() < VOLUME for t in given) or any(t.device.type != "cpu" for t in given):
+    if str(operation.op).rpartition(".")[0] not in CONVOLUTIONS:
         return False
-    if "aten.convolution_backward" in names:
-        gradient, volume, weight = given[:3]
-        return max(gradient.shape[DEPTH], volume.shape[DEPTH]) < weight.shape[DEPTH]
-    volume, weight = given[:2]
+    inputs = tensor_inputs(node)
+    given = {
+        name: captured(inputs[i])
+        for name in ("input", "weight", "grad_output")
+        for i in operation.operands(name)
+        if i < len(inputs)
+    }
+    weight, made = given.pop("weight", None), captured(node)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != VOLUME or weight.device.type != "cpu":
+        return False
+    volumes = [t for t in (*given.values(), made) if isinstance(t, torch.Tensor) and t.dim() >= VOLUME - 1]
+    trains = "grad_output" in given or any(t.requires_grad for t in tensors(made))
     # The operand is as deep as the result, or deeper, but for a transposed convolution.
-    trains = any(t.requires_grad for t in made)
-    return trains and max(volume.shape[DEPTH], *(t.shape[DEPTH] for t in made)) < weight.shape[DEPTH]
+    return trains and max((t.shape[DEPTH] for t in volumes), default=0) < weight.shape[DEPTH]
 
 
 def _statistics_are_read(node: Node) -> bool:

@@ -37,7 +37,7 @@ from amp_graph.passes.precision import position_encodings, strided_views, transp
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
 from amp_graph.passes.precision.error_budget_planner import plan_within
-from amp_graph.passes.precision.fp32_operands import left_full
+from amp_graph.passes.precision.fp32_operands import left_full, trained_in_fp32
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.min_cut_planner import mincut
@@ -84,6 +84,7 @@ class PlanPrecision(Pass):
     ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
     packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
     ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of others that stay full.
+    ``emulates``: what runs computes in fp32 and rounds, as another device would.
     """
 
     lists: OpList
@@ -99,6 +100,7 @@ class PlanPrecision(Pass):
     in_step: bool = False
     calibration: Calibration | None = None
     keep_ops: tuple[str, ...] = ()
+    emulates: bool = False
     name: ClassVar[str] = "plan-precision"
     required: ClassVar[bool] = True
 
@@ -131,6 +133,8 @@ class PlanPrecision(Pass):
         assert mode is not None, "a graph without tensors has no plan"
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
         classes = {node: left_full(node, _decided(classified(node, self.lists, mode))) for node in nodes}
+        if not self.emulates:  # whose sums in fp32 have gradients of their own
+            classes = {node: trained_in_fp32(node, found) for node, found in classes.items()}
         classes = self._constrained(gm, classes)
         return Problem(
             gm, classes, aliasing.observe_with_caller(gm, classes), self.lists, self.accuracy, self.keep_outputs

@@ -4,10 +4,23 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import fp32_operands
+
+
+class ByName(nn.Module):
+    """Names its operands, the weight before the volume."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)
+
+    def forward(self, x):
+        return F.conv3d(weight=self.weight, input=x, padding=1)
+
 
 SHALLOW = {
     "deep kernel": (lambda: nn.Conv3d(8, 8, 5, padding=2), (2, 8, 2, 6, 6)),
@@ -15,6 +28,7 @@ SHALLOW = {
     "kernel of three": (lambda: nn.Conv3d(8, 8, 3, padding=1), (2, 8, 2, 8, 8)),
     "transposed": (lambda: nn.ConvTranspose3d(8, 8, 3, padding=1), (2, 8, 2, 4, 4)),
     "stride": (lambda: nn.Conv3d(8, 8, 5, 2, 2), (2, 8, 4, 4, 4)),
+    "by name": (ByName, (2, 8, 2, 8, 8)),
     "no batch": (lambda: nn.Conv3d(8, 8, 3, padding=1), (8, 2, 8, 8)),
 }
 DEEP = {
@@ -80,8 +94,19 @@ def test_the_backward_of_a_joint_graph_is_full():
         assert torch.equal(got, wanted)
 
 
+def test_an_emulation_of_a_gpu_is_low_and_right():
+    build, shape = SHALLOW["deep kernel"]
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    exact = trained(copy.deepcopy(model).double(), x.double())
+    ours = amp_graph.convert(model, "bf16,emulate=cuda")
+    for got, wanted in zip(trained(ours, x), exact, strict=True):
+        assert (got - wanted).norm() <= 0.02 * wanted.norm()
+    assert precision(ours) == {"low"}
+
+
 def test_control_without_the_rule_they_would_be_low(monkeypatch):
-    monkeypatch.setattr(fp32_operands, "_is_shallow", lambda node, names: False)
+    monkeypatch.setattr(fp32_operands, "_is_shallow", lambda node, operation: False)
     build, shape = SHALLOW["deep kernel"]
     ours = amp_graph.convert(build(), "bf16")
     ours(torch.randn(shape))  # no backward, which may damage the heap

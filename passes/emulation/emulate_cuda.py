@@ -80,7 +80,7 @@ class EmulateCuda(Pass):
         return _is_computed_low(node) and any(map(self._is_emulated, _operations(node)))
 
     def _is_emulated(self, operation: Operation) -> bool:
-        if _packet(operation) in ROUNDED_WITHIN:
+        if operation.packet in ROUNDED_WITHIN:
             return True
         rule = self.lists.lookup(operation.op, operation.arguments)
         return rule is not None and rule.cls is OpClass.ALLOW
@@ -129,11 +129,7 @@ def _why_not(node: Node) -> str:
 def _replacement(node: Node) -> Callable[..., Any]:
     target: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
     dtypes = tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(value(node)))
-    packet = _packet(_operations(node)[0])
+    packet = _operations(node)[0].packet
     if packet == ATTENTION:
         return emulated_attention
     return (emulated_convolution if packet in CONVOLUTIONS else emulated)(target, dtypes)
-
-
-def _packet(operation: Operation) -> str:
-    return str(operation.op).rsplit(".", 1)[0]

@@ -55,6 +55,11 @@ class Operation:
     arguments: dict[str, Any]
     floating: bool = True
 
+    @property
+    def packet(self) -> str:
+        """The operation without its overload: ``aten.linear``."""
+        return str(self.op).rsplit(".", 1)[0]
+
     def operands(self, name: str) -> list[int]:
         """Return the input numbers of the node that reach the argument ``name``."""
         found = self.arguments.get(name)
@@ -71,7 +76,7 @@ class Identity:
     @property
     def names(self) -> tuple[str, ...]:
         """The operations as ``aten.linear`` (packets, without repeats)."""
-        return tuple(dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o in self.operations))
+        return tuple(dict.fromkeys(o.packet for o in self.operations))
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _any_layout(node: Node) -> bool:
 
 
 def _is_pointwise_or_in(names: Collection[str], operation: Operation) -> bool:
-    return torch.Tag.pointwise in operation.op.tags or str(operation.op).rsplit(".", 1)[0] in names
+    return torch.Tag.pointwise in operation.op.tags or operation.packet in names
 
 
 def averages_places(node: Node) -> bool:

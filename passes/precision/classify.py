@@ -216,7 +216,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
             and (node_info.is_composite(o.op) or o.op in DECOMPOSITIONS)
             and not node_info.is_view(o.op)
             and "dropout" not in str(o.op)  # tracing decomposes it differently, which draws other random bits
-            and str(o.op).rsplit(".", 1)[0] not in CONVERSIONS
+            and o.packet not in CONVERSIONS
             and lists.lookup(o.op, o.arguments) is None
         }
         if not more:
@@ -294,7 +294,7 @@ def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
 
 
 def _unlisted_reason(lists: OpList, operations: list[Operation], rules: list[Rule | None]) -> str:
-    names = dict.fromkeys(str(o.op).rsplit(".", 1)[0] for o, r in zip(operations, rules, strict=True) if r is None)
+    names = dict.fromkeys(o.packet for o, r in zip(operations, rules, strict=True) if r is None)
     listed = ", ".join(names)
     if lists.unlisted == "native":
         return f"no entry for {listed} in {lists.name}: runs in whatever precision arrives"

@@ -61,7 +61,7 @@ def _is_shallow(node: Node, operation: Operation) -> bool:
     4, transposed ones as well. The gradient has infinities or errors of the size of the gradient, and the heap may be
     damaged. Convolutions in one and two dimensions are right, and so are all gradients in fp32.
     """
-    if str(operation.op).rpartition(".")[0] not in CONVOLUTIONS:
+    if operation.packet not in CONVOLUTIONS:
         return False
     inputs = tensor_inputs(node)
     given = {

@@ -88,30 +88,33 @@ def _compare_batch(
     for mode in MODES:
         if mode == AUTOCAST and comparing.autocast_failed:
             return
-        comparing.begin(mode)
         try:
-            with comparing.as_before(batch):
-                with comparing.region():
-                    loss = _loss(model, loss_fn, batch, number, mode)
-                comparing.differentiate(model, loss)
-                continue
+            _run(model, loss_fn, batch, number, mode, comparing)
+            continue
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
             if not comparing.has_another_way(error):
                 raise
-        if mode == AUTOCAST:
-            return
-        comparing.begin(mode)
-        with comparing.as_before(batch):
-            comparing.differentiate(model, _loss(model, loss_fn, batch, number, mode))
+        if mode != AUTOCAST:
+            _run(model, loss_fn, batch, number, mode, comparing)
 
 
-def _loss(
-    model: torch.nn.Module, loss_fn: LossFn | None, batch: tuple[Any, ...], number: int, mode: str
-) -> torch.Tensor | None:
-    out, loss = output_and_loss(model, loss_fn, batch)
-    if mode in (FP64, FP32):
-        refuse_infinite("compare", loss, number)
-    return _projected(out) if loss is None else loss
+def _run(
+    model: torch.nn.Module,
+    loss_fn: LossFn | None,
+    batch: tuple[Any, ...],
+    number: int,
+    mode: str,
+    comparing: _Comparing,
+) -> None:
+    """Run forward, loss and backward in one mode."""
+    comparing.begin(mode)
+    with comparing.as_before(batch):
+        with comparing.region():
+            out, loss = output_and_loss(model, loss_fn, batch)
+            if mode in (FP64, FP32):
+                refuse_infinite("compare", loss, number)
+            loss = _projected(out) if loss is None else loss
+        comparing.differentiate(model, loss)
 
 
 def _projected(out: Any) -> torch.Tensor | None:

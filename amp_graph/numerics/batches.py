@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from amp_graph.errors import CalibrationError
+from amp_graph.errors import AmpGraphError, CalibrationError
 from amp_graph.lists.errors import shortened
 from amp_graph.step.step_arguments import call_model, loss_of
 
@@ -43,14 +43,7 @@ def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iter
                 f"  fix:   one call of amp_graph.{caller} for each kind of batch"
             )
         count = number + 1
-        given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(given))):
-            raise CalibrationError(
-                f"{caller}: batch {number} has no tensor: {shortened(batch, 80)}\n"
-                "  legal: (inputs, *targets), a dict, or one tensor\n"
-                f"  fix:   amp_graph.{caller}(model, [(x, y)], loss_fn)"
-            )
-        yield number, given
+        yield number, parts_of(f"{caller}: batch {number}", batch, f"amp_graph.{caller}(model, [(x, y)], loss_fn)")
     if not count:
         raise CalibrationError(
             f"{caller}: there are no batches\n  legal: at least one; a generator can be used once only\n"
@@ -75,10 +68,21 @@ def _depth(spec: Any) -> str:
     return f" nested {children}" if any(children) else ""
 
 
-def refuse_loss_fn(caller: str, loss_fn: Any) -> None:
-    """Raise CalibrationError for what is no loss function: a class, or nothing that can be called."""
+def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = CalibrationError) -> tuple[Any, ...]:
+    """Return a batch as a tuple, of its inputs and targets. Raises ``kind`` for one without a tensor."""
+    given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(given))):
+        raise kind(
+            f"{what} has no tensor: {shortened(batch, 80)}\n  legal: (inputs, *targets), a dict, or one tensor\n"
+            f"  fix:   {fix}"
+        )
+    return given
+
+
+def refuse_loss_fn(caller: str, loss_fn: Any, kind: type[AmpGraphError] = CalibrationError) -> None:
+    """Raise ``kind`` for what is no loss function: a class, or nothing that can be called."""
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise CalibrationError(
+        raise kind(
             f"{caller}: loss_fn={shortened(loss_fn)} returns no loss\n  legal: a function, called as "
             "loss_fn(outputs, *targets); None where the model returns its loss\n"
             "  fix:   loss_fn=torch.nn.functional.cross_entropy"

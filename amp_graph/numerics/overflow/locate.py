@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.numerics.batches import parts_of, refuse_loss_fn
 from amp_graph.numerics.capture import refuse_what_cannot_run
 from amp_graph.numerics.overflow.places import Place
 from amp_graph.numerics.overflow.result import Located, dtype_text
@@ -201,11 +202,7 @@ def task_of(model: Any, batch: Any, loss_fn: Any, policy: Policy | str | None, s
             "  legal: a torch.nn.Module, converted or not; a TrainStep\n"
             "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
         )
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise CaptureError(
-            f"locate: loss_fn={loss_fn!r} returns no loss\n  legal: a function, called as loss_fn(outputs, *targets); "
-            "None where the model returns its loss\n  fix:   loss_fn=torch.nn.functional.cross_entropy"
-        )
+    refuse_loss_fn("locate", loss_fn, CaptureError)
     model = model.module if isinstance(model, WRAPPERS) else model
     refuse_what_cannot_run("locate", model)
     known = conversion_of(model)
@@ -227,13 +224,7 @@ def _of_step(step: TrainStep, batch: tuple[Any, ...], loss_fn: Any, policy: Any,
 
 
 def _parts(batch: Any) -> tuple[Any, ...]:
-    found = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    if not any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(list(found))):
-        raise CaptureError(
-            f"locate: the batch has no tensor: {batch!r:.80}\n  legal: (inputs, *targets), a dict, or one tensor\n"
-            "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
-        )
-    return found
+    return parts_of("locate: the batch", batch, "amp_graph.locate(model, (x, y), loss_fn)", CaptureError)
 
 
 def scale_of(given: Any) -> float:

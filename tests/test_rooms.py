@@ -43,6 +43,7 @@ ROOMS = (
         "amp_graph/devices.py",
         "amp_graph/precision.py",
         "amp_graph/graph_log.py",
+        "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),
     ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),

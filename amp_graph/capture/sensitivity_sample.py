@@ -18,7 +18,7 @@ from amp_graph.capture.diagnostics import Complaints
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
-from amp_graph.graph_breaks.call_snapshot import unchanged
+from amp_graph.model_state import unchanged
 from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.dynamo_capture import Runner

@@ -20,9 +20,9 @@ from amp_graph.capture.dynamo_backend import lower
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, PolicyError
-from amp_graph.graph_breaks.call_snapshot import same_random_numbers, unwritten
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
+from amp_graph.model_state import same_random_numbers, unwritten
 from amp_graph.numerics.batches import LossFn, checked, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.errors_of_run import ErrorMetric

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
-from amp_graph.graph_breaks.call_snapshot import unwritten
 from amp_graph.lists import OpClass
+from amp_graph.model_state import unwritten
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.depths import depth_of

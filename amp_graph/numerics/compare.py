@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
-from amp_graph.graph_breaks.call_snapshot import ModelState, unwritten
+from amp_graph.model_state import ModelState, unwritten
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, plain_model
 from amp_graph.numerics.comparison import Comparison, Operation

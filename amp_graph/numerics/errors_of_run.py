@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.devices import device_of_model
-from amp_graph.graph_breaks.call_snapshot import unchanged
+from amp_graph.model_state import unchanged
 from amp_graph.numerics.batches import LossFn, output_and_loss, refuse_infinite
 from amp_graph.numerics.differences import difference
 from amp_graph.numerics.gradients import gradients

@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import AmpGraphError
-from amp_graph.graph_breaks.call_snapshot import ModelState, unchanged
+from amp_graph.model_state import ModelState, unchanged
 
 # -- models, each of which writes something else in forward ------------------------------------------------------
 

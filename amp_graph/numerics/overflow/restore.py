@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.graph_breaks.call_snapshot import unchanged
+from amp_graph.model_state import unchanged
 
 
 @contextmanager

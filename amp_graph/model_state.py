@@ -10,7 +10,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, MutableMapping, MutableSequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,16 +43,6 @@ class RandomState:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the state of all random number generators afterwards."""
-    before = RandomState()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 @dataclass(frozen=True)
@@ -141,23 +131,27 @@ class ModelState(Contents):
 
 
 @contextmanager
-def unchanged(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+def restored(before: RandomState | Contents) -> Iterator[None]:
+    """Restore what was taken ``before``, afterwards."""
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def same_random_numbers() -> AbstractContextManager[None]:
+    """Restore the state of all random number generators afterwards."""
+    return restored(RandomState())
+
+
+def unchanged(model: torch.nn.Module, given: Any = ()) -> AbstractContextManager[None]:
     """Restore ``ModelState`` afterwards."""
-    before = ModelState(model, given)
-    try:
-        yield
-    finally:
-        before.restore()
+    return restored(ModelState(model, given))
 
 
-@contextmanager
-def unwritten(given: Any) -> Iterator[None]:
+def unwritten(given: Any) -> AbstractContextManager[None]:
     """Restore the tensors and containers in ``given`` afterwards, which a model may write to."""
-    before = Contents([given, tree_leaves(given)])
-    try:
-        yield
-    finally:
-        before.restore()
+    return restored(Contents([given, tree_leaves(given)]))
 
 
 def _refill(container: Any, kept: Any) -> None:

@@ -19,7 +19,7 @@ from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.sensitivity_sample import Silent
 from amp_graph.errors import CaptureError
-from amp_graph.model_state import ModelState
+from amp_graph.model_state import ModelState, restored
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.module_attributes import uninitialized
 from amp_graph.policy import Policy
@@ -60,10 +60,9 @@ def captured_by(model: torch.nn.Module, policy: Policy, take: Take) -> Iterator[
         made.attach()
         try:
             graphs.before = ModelState(model)
-            yield graphs
+            with restored(graphs.before):
+                yield graphs
         finally:
-            if graphs.before is not None:
-                graphs.before.restore()
             made.detach()
 
 

@@ -7,8 +7,8 @@ the layer and the operation that introduce most of the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
-from amp_graph.model_state import ModelState, unwritten
+from amp_graph.model_state import ModelState, restored, unwritten
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, plain_model
 from amp_graph.numerics.comparison import Comparison, Operation
@@ -108,7 +108,8 @@ def _run(
 ) -> None:
     """Run forward, loss and backward in one mode."""
     comparing.begin(mode)
-    with comparing.as_before(batch):
+    assert comparing.before is not None, "set where graphs are taken"
+    with unwritten(batch), restored(comparing.before):
         with comparing.region():
             out, loss = output_and_loss(model, loss_fn, batch)
             if mode in (FP64, FP32):
@@ -213,16 +214,6 @@ class _Comparing:
             return
         scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
         gradients(model, [loss * scale], leaves)
-
-    @contextmanager
-    def as_before(self, batch: Any) -> Iterator[None]:
-        """Restore model and batch afterwards."""
-        assert self.before is not None, "set where graphs are taken"
-        with unwritten(batch):
-            try:
-                yield
-            finally:
-                self.before.restore()
 
     def has_another_way(self, error: Exception) -> bool:
         """Say whether the mode that failed can go on: fp32 as the reference, a device's kernels, no autocast."""

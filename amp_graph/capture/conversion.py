@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -61,6 +61,7 @@ WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 # After these numbers of calls without any graph, capture is tried again: the cause may be gone.
 TRIED_AGAIN = frozenset(8**n for n in range(20))
+Graphs = TypeVar("Graphs", bound=CapturedGraphs)
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
 
 
@@ -119,6 +120,13 @@ class Conversion:
     def escaped_runs(self) -> str:
         """How code between graphs runs ("in fp32", "under torch.autocast(...)"); "" if there is no such code."""
         return self.escaped.how if self.runners.is_in_pieces() or self.log.breaks else ""
+
+    def taken_by(self, kind: type[Graphs], said: Complaints, **options: Any) -> Graphs:
+        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, and ``said`` the reports; before ``attach``."""
+        self.said = said
+        own = (self.model, self.forward, self.policy, self.compile, self.measured, self.escaped, self.log, said)
+        self.captured = graphs = kind(*own, **options)
+        return graphs
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""

@@ -99,11 +99,7 @@ def _sampling(
     """Return an unattached conversion that changes no precision, and the graphs that its calls will capture."""
     fp32 = replace(policy, level="O1", escaped="fp32")
     made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
-    made.said = Silent(model, strict=False)
-    made.captured = graphs = SampledGraphs(
-        model, made.forward, fp32, "eager", (), made.escaped, made.log, made.said, through_inputs=through_inputs
-    )
-    return made, graphs
+    return made, made.taken_by(SampledGraphs, Silent(model, strict=False), through_inputs=through_inputs)
 
 
 def _differentiate(loss: Any, sampling: SampledGraphs) -> None:

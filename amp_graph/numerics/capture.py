@@ -50,12 +50,8 @@ class TakenGraphs(CapturedGraphs):
 @contextmanager
 def captured_by(model: torch.nn.Module, policy: Policy, take: Take) -> Iterator[TakenGraphs]:
     """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``."""
-    fp32 = in_fp32(policy)
-    made = Conversion(model, fp32, wrapped=model.__dict__.get("forward"))
-    made.said = Silent(model, strict=False)
-    made.captured = graphs = TakenGraphs(
-        model, made.forward, fp32, "eager", (), made.escaped, made.log, made.said, taker=take
-    )
+    made = Conversion(model, in_fp32(policy), wrapped=model.__dict__.get("forward"))
+    graphs = made.taken_by(TakenGraphs, Silent(model, strict=False), taker=take)
     with torch.enable_grad():
         made.attach()
         try:

@@ -66,7 +66,7 @@ def _policy(given: str | None) -> Policy:
     where = "" if given is not None or text is None else f" (from {VARIABLE})"
     try:
         policy = Policy.parse(text)
-        for device in ("cpu", "cuda"):
+        for device in ("cpu",) if policy.emulate else ("cpu", "cuda"):
             policy.op_list(device)
     except AmpGraphError as error:
         raise RunError(f"run: {error}{where}") from error

@@ -60,6 +60,10 @@ def test_the_variable_is_the_policy_where_none_is_given(monkeypatch):
         RunOptions.checked()
 
 
+def test_an_emulation_of_a_gpu_is_a_policy_as_any_other():
+    assert RunOptions.checked("fp16,emulate=cuda").policy.emulate == "cuda"
+
+
 def test_help_names_every_option(capsys):
     assert main(["run", "--help"]) == 0
     told = capsys.readouterr().out

@@ -157,18 +157,22 @@ class Trial:
         model = prepare(self.entry.made(0).train())
         if prepare is not plain:
             self.model = model
-        self._finite(train(self.entry, model, FIRST, STEPS, self.low), FIRST)
+        self._finite(train(self.entry, model, FIRST, STEPS, self.low), (FIRST, STEPS))
 
     def other_size(self, prepare: Prepare) -> None:
         """Train a step with another size of the batch."""
         model = self.entry.made(0).train() if prepare is plain else self.model.train()
-        self._finite(train(self.entry, model, OTHER, 1, self.low), OTHER)
+        before = () if prepare is plain else ((FIRST, STEPS),)  # as the model has been trained
+        self._finite(train(self.entry, model, OTHER, 1, self.low), *before, (OTHER, 1))
 
-    def _finite(self, losses: list[float], size: int) -> None:
+    def _finite(self, losses: list[float], *trained: tuple[int, int]) -> None:
+        """Refuse losses that are not finite, where they are under autocast; ``trained``: sizes and steps, theirs last."""
         if all(map(math.isfinite, losses)):
             return
         with_autocast = lambda: torch.autocast("cpu", self.low)  # noqa: E731
-        theirs = train(self.entry, self.entry.made(0).train(), size, len(losses), self.low, with_autocast)
+        model = self.entry.made(0).train()
+        for size, steps in trained:
+            theirs = train(self.entry, model, size, steps, self.low, with_autocast)
         if all(map(math.isfinite, theirs)):
             raise Refused(f"losses {losses}, under autocast {theirs}")
         self.row["notes"].append(f"losses {losses}, under autocast {theirs}")

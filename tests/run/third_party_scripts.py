@@ -83,6 +83,7 @@ def text(here: Path) -> None:
 # -- scripts ------------------------------------------------------------------------------------------
 
 EXAMPLES, IGNITE, OPTIMIZER = "pytorch/examples", "pytorch-ignite", "torch-optimizer"
+IMAGENET = ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.001", "--no-accel")
 SCRIPTS = (
     Script("mnist (ignite)", IGNITE, "examples/mnist/mnist.py", ("--epochs", "3"), mnist(640, "."), ""),
     Script(
@@ -148,7 +149,7 @@ SCRIPTS = (
         "imagenet (resnet18)",
         EXAMPLES,
         "imagenet/main.py",
-        ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.001", "--no-accel"),
+        IMAGENET,
         images("images", 16, 64),
     ),
     # For fp16, which converts after an optimizer's first step, and whose convolutions are slow on a CPU.
@@ -180,7 +181,7 @@ SCRIPTS = (
         "imagenet (resnet18), 8 images",
         EXAMPLES,
         "imagenet/main.py",
-        ("images", "-b", "4", "--epochs", "1", "-j", "0", "-p", "1", "--lr", "0.001", "--no-accel"),
+        IMAGENET,
         images("images", 4, 64),
     ),
 )

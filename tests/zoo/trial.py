@@ -166,7 +166,7 @@ class Trial:
         self._finite(train(self.entry, model, OTHER, 1, self.low), *before, (OTHER, 1))
 
     def _finite(self, losses: list[float], *trained: tuple[int, int]) -> None:
-        """Refuse losses that are not finite, if autocast's are; ``trained``: sizes and steps, those of the losses last."""
+        """Refuse losses that are not finite, if autocast's are; ``trained``: sizes and steps, theirs last."""
         if all(map(math.isfinite, losses)):
             return
         with_autocast = lambda: torch.autocast("cpu", self.low)  # noqa: E731

@@ -21,15 +21,19 @@ from amp_graph.optim.torch_fused_update import kind_of
 
 
 def load_or_refuse(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Let ``optimizer`` load ``given``. Raises ScaleError, without a change, if it is not the state of such a one."""
-    wrong = next(_unlike(optimizer, given), "")
+    """Let ``optimizer`` load ``given``. Raises ScaleError, without a change, if it is not the state of such a one.
+
+    What an optimizer with a ``load_state_dict`` of its own, such as Lookahead, saves is known to itself only.
+    """
+    plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
+    wrong = next(_unlike(optimizer, given), "") if plain else ""
     if wrong:
         raise ScaleError(_message(caller, wrong))
     refuse_state_of_another_model(caller, optimizer, given)
     before = optimizer.state, optimizer.param_groups
     try:
         optimizer.load_state_dict(dict(given))
-        wrong = _missing_options(before[1], optimizer)
+        wrong = _missing_options(before[1], optimizer) if plain else ""
     except Exception as error:
         optimizer.state, optimizer.param_groups = before
         raise ScaleError(_message(caller, f"{type(error).__name__}: {str(error)[:300]}")) from error

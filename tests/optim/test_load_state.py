@@ -119,3 +119,27 @@ def test_a_dict_that_is_no_report_is_refused():
         with pytest.raises(AmpGraphError, match=r"diff: .*\n  legal: .*\n  fix: "):
             report.diff(wrong)
     assert report.diff(whole).settings["model"] == ("Linear", "x")
+
+
+class Lookahead(torch.optim.SGD):
+    """Saves its state by names of its own, as torch_optimizer's Lookahead does."""
+
+    def state_dict(self):
+        fast = super().state_dict()
+        return {"fast_state": fast["state"], "slow_state": {0: 1}, "param_groups": fast["param_groups"]}
+
+    def load_state_dict(self, given):
+        assert given["slow_state"] == {0: 1}
+        super().load_state_dict({"state": given["fast_state"], "param_groups": given["param_groups"]})
+
+
+def test_an_optimizer_with_a_format_of_its_own_loads_it():
+    model, optimizer = trained(Lookahead, lr=0.1, momentum=0.9)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other, resumed = trained(Lookahead, lr=0.5, momentum=0.9)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == 0.1
+    for one, it in ((model, optimizer), (other, resumed)):
+        step(one, it)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

@@ -19,6 +19,7 @@ from amp_graph.lists.errors import shortened
 from amp_graph.step.step_arguments import call_model, loss_of
 
 LossFn = Callable[..., Any]
+PLAIN = (int, float, complex, str, bytes, type(None))  # what holds no tensor
 
 
 def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -69,9 +70,12 @@ def _depth(spec: Any) -> str:
 
 
 def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = CalibrationError) -> tuple[Any, ...]:
-    """Return a batch as a tuple, of its inputs and targets. Raises ``kind`` for one without a tensor."""
+    """Return a batch as a tuple, of its inputs and targets. Raises ``kind`` for one without a tensor.
+
+    An object of another class (PyTorch Geometric's ``Data``) may hold tensors.
+    """
     given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(given))):
+    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(_plain(given))):
         raise kind(
             f"{what} has no tensor: {shortened(batch, 80)}\n  legal: (inputs, *targets), a dict, or one tensor\n"
             f"  fix:   {fix}"

@@ -147,6 +147,26 @@ def test_a_restored_state_does_not_count_as_a_write():
     loss.backward()
 
 
+# -- what is taken -------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """An object that holds tensors, as those of PyTorch Geometric do."""
+
+    def __init__(self):
+        self.x, self.y = torch.randn(5, 6), torch.randn(5, 3)
+
+
+class WithItsLoss(nn.Linear):
+    def forward(self, graph):
+        return F.mse_loss(super().forward(graph.x), graph.y)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_object_that_holds_tensors_is_a_batch(name):
+    assert CALLS[name](WithItsLoss(6, 3), [Graph()], None) is not None
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 

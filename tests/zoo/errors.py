@@ -18,7 +18,7 @@ from tests.zoo.model import ZooModel
 SEEDS = 3
 MORE = 12  # where the ratio over SEEDS is above NEAR: one draw of roundings can be anything
 NEAR = 1.1
-LOSS_SCALE = 1024.0
+LOSS_SCALES = 1024.0, 1.0  # the second where autocast overflows with the first
 SMALLEST = 1e-6  # an error below is that of fp32 arithmetic
 
 Context = Callable[[], Any]
@@ -36,7 +36,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def errors(entry: ZooModel, low: torch.dtype, prepare: Callable[[nn.Module], nn.Module], size: int) -> dict[str, Any]:
-    """Return ``ratio`` (outputs and gradients), its parts, the errors, and over how many seeds."""
+    """Return ``ratio`` (outputs and gradients), its parts, the errors, over how many seeds, and how many overflowed.
+
+    Seeds count in which autocast's values are finite; ``overflows`` are those in which ours are not.
+    """
     reference = without_dropout(entry.made(0).train())
     ours = prepare(copy.deepcopy(reference))
     found: list[tuple[float, float, float, float]] = []
@@ -48,7 +51,7 @@ def errors(entry: ZooModel, low: torch.dtype, prepare: Callable[[nn.Module], nn.
 
 
 def _summary(found: list[tuple[float, float, float, float]]) -> dict[str, Any]:
-    finite = [row for row in found if all(map(math.isfinite, row))]
+    finite = [row for row in found if all(map(math.isfinite, row[2:]))]  # autocast's: ours are compared, or refused
     our_output, our_gradient, their_output, their_gradient = (
         math.sqrt(sum(v * v for v in column) / len(column)) if column else math.nan
         for column in (zip(*finite, strict=True) if finite else [[]] * 4)
@@ -58,6 +61,7 @@ def _summary(found: list[tuple[float, float, float, float]]) -> dict[str, Any]:
         "output": _ratio(our_output, their_output),
         "gradient": _ratio(our_gradient, their_gradient),
         "errors": [float(f"{e:.3g}") for e in (our_output, our_gradient, their_output, their_gradient)],
+        "overflows": sum(not all(map(math.isfinite, row[:2])) for row in finite),
         "seeds": len(finite),
     }
 
@@ -69,13 +73,23 @@ def _ratio(ours: float, theirs: float) -> float:
 def _of_seed(
     entry: ZooModel, low: torch.dtype, reference: nn.Module, ours: nn.Module, seed: int, size: int
 ) -> tuple[float, float, float, float]:
+    for scale in LOSS_SCALES:
+        row = _with_scale(entry, low, reference, ours, seed, size, scale)
+        if all(map(math.isfinite, row[2:])):
+            break
+    return row
+
+
+def _with_scale(
+    entry: ZooModel, low: torch.dtype, reference: nn.Module, ours: nn.Module, seed: int, size: int, scale: float
+) -> tuple[float, float, float, float]:
     fresh = entry.made(seed)
     autocast = lambda: torch.autocast("cpu", low)  # noqa: E731
     off = lambda: torch.autocast("cpu", enabled=False)  # noqa: E731
     runs = []
     for model, context in ((reference, off), (ours, off), (reference, autocast)):
         _take_values(model, fresh)
-        runs.append(_run(entry, model, seed, size, context))
+        runs.append(_run(entry, model, seed, size, context, scale))
     exact, mine, theirs = runs
     mine, theirs = (
         Run(r.outputs, r.loss, {k: g for k, g in r.grads.items() if k in exact.grads}) for r in (mine, theirs)
@@ -95,7 +109,7 @@ def _take_values(model: nn.Module, fresh: nn.Module) -> None:
                 value.copy_(new[name])
 
 
-def _run(entry: ZooModel, model: nn.Module, seed: int, size: int, context: Context) -> Run:
+def _run(entry: ZooModel, model: nn.Module, seed: int, size: int, context: Context, scale: float) -> Run:
     from tests.zoo.trial import call
 
     model.zero_grad()
@@ -103,6 +117,6 @@ def _run(entry: ZooModel, model: nn.Module, seed: int, size: int, context: Conte
     with context():
         out = call(model, batch, seed + 1)
         loss = entry.loss(out)
-    (loss * LOSS_SCALE).backward()
-    grads = {n: p.grad.detach().double() / LOSS_SCALE for n, p in model.named_parameters() if p.grad is not None}
+    (loss * scale).backward()
+    grads = {n: p.grad.detach().double() / scale for n, p in model.named_parameters() if p.grad is not None}
     return Run(tuple(leaf.detach().double() for leaf in float_leaves(out)), loss.item(), grads)

@@ -49,6 +49,26 @@ def test_a_conversion_that_computes_other_bits_is_found():
     assert row["captured"] == 0.0
 
 
+def test_gradients_that_overflow_where_those_of_autocast_do_not_are_found():
+    def overflow(model, word):
+        model[0].weight.register_hook(lambda gradient: gradient * math.inf)
+        return model
+
+    row = Trial(TINY, "bf16", overflow).run()
+    assert not row["ok"]
+    assert "errors: not finite in 3 of 3 seeds, autocast's are" in row["cause"]
+
+
+def test_a_model_that_overflows_with_a_loss_scale_under_autocast_is_measured_without_one():
+    def steep(outputs):
+        return outputs.mean() * 2.0**118  # times 1024 it is infinite in bf16
+
+    row = Trial(ZooModel("own", "own/steep", TINY.build, TINY.batch, steep), "bf16").run()
+    assert row["ok"], row["cause"]
+    assert row["seeds"] == 3
+    assert 0.5 < row["ratio"] < 1.5
+
+
 def test_a_conversion_that_raises_is_a_cause_unless_fp32_raises_too():
     def refuse(model, word):
         raise RuntimeError("no\n  fix: none")

@@ -135,6 +135,10 @@ class Trial:
         try:
             self.row["captured"] = round(share_captured(self.entry, self.model.train()), 4)
             self.row |= errors(self.entry, self.low, self.prepare, FIRST)
+            if over := self.row["overflows"]:
+                causes.append(f"errors: not finite in {over} of {self.row['seeds']} seeds, autocast's are")
+            if not self.row["seeds"]:
+                self.row["notes"].append("errors: autocast's are not finite with any seed, nor is there a ratio")
         except Exception as error:
             causes.append(f"errors: {first_line(error)}")
         return self.row | {"ok": not causes, "cause": "; ".join(causes)}

@@ -5,7 +5,7 @@ Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.graph_log import LOG, log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
-from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast, Written, casts_under_autocast
+from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
@@ -37,7 +37,7 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     UNPLANNED,
 )
-from amp_graph.passes.graph.node_info import clean_path, is_higher_order
+from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.pipeline import pipeline
@@ -71,21 +71,6 @@ class Rewritten:
     bodies: dict[str, Rewritten] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     written: Written | None = None
-    _under_autocast: CastsUnderAutocast | None = None
-
-    def casts_under_autocast(self, grad: bool, weights: Collection[str]) -> CastsUnderAutocast | None:
-        """Count what ``torch.autocast`` casts in a call of the graph as captured; None at level O0.
-
-        ``weights``: the names of the model's parameters and buffers. Counted when first asked for.
-        """
-        if self.written is not None and self._under_autocast is None:
-
-            def is_weight(name: str, found: Any) -> bool:
-                return isinstance(found, torch.nn.Parameter) or clean_path(name) in weights
-
-            device = device_of(self.gm)
-            self._under_autocast = casts_under_autocast(self.written, device, self.dtype, grad, is_weight)
-        return self._under_autocast
 
 
 def rewrite(

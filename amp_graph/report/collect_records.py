@@ -85,7 +85,6 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
         tuple(Note(part.path, t.name, t.failure) for part in parts for t in part.passes if t.failure),
         "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
-        record.rewritten.casts_under_autocast(record.grad, weights),
     )
 
 

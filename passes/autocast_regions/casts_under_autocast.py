@@ -56,19 +56,24 @@ class CastsUnderAutocast:
         return self.activations + self.weights
 
 
-@dataclass(frozen=True)
+@dataclass
 class Written:
-    """A graph as captured, to be run again: its nodes without metadata, what they read by name, and its inputs."""
+    """A graph as captured, to be run again: its nodes without metadata, what they read by name, and its inputs.
+
+    ``found``: the casts in it, once they were counted.
+    """
 
     graph: Graph
     held: dict[str, Any]
     inputs: tuple[tuple[str, Any], ...]
+    found: CastsUnderAutocast | None = None
 
     @staticmethod
     def of(gm: GraphModule) -> Written:
         """Copy what is left of ``gm`` only until passes rewrite it; tensors are shared."""
         inputs = tuple(_input(node) for node in gm.graph.nodes if node.op == "placeholder")
         graph = copied_graph(gm)
+        graph.owning_module = None
         for node in graph.nodes:
             node.meta = {}
         names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
@@ -104,8 +109,16 @@ def casts_under_autocast(
 ) -> CastsUnderAutocast:
     """Count the casts of one call of ``written``; ``is_weight`` is asked for the name and value of what it reads.
 
-    Draws no random numbers, and changes nothing that is there.
+    Draws no random numbers, and changes nothing that is there. A graph is counted once.
     """
+    if written.found is None:
+        written.found = _found(written, device, dtype, grad, is_weight)
+    return written.found
+
+
+def _found(
+    written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
+) -> CastsUnderAutocast:
     try:
         with warnings.catch_warnings(), tracing(None), outside_modes(), torch.inference_mode(False):
             warnings.simplefilter("ignore")

@@ -1,11 +1,15 @@
 """The casts of torch.autocast in a captured graph are those that a dispatch mode counts in an eager call."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 import amp_graph
 from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
+from amp_graph.report.model_report import uncounted_report
 from tests.measure_casts import CastCounter
 
 
@@ -90,6 +94,17 @@ def test_sizes_may_vary():
     for count in (3, 5):
         model(torch.randn(count, 8))
     assert [graph.autocast for graph in amp_graph.report(model).graphs] == [CastsUnderAutocast(1, 4)] * 2
+
+
+def test_they_are_counted_where_the_model_is_gone():
+    model = amp_graph.convert(convolutions(), "bf16")
+    model(torch.randn(2, 3, 8, 8))
+    told, there = uncounted_report(model), weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert there() is None
+    assert [graph.autocast for graph in told.graphs] == [None]
+    assert [graph.autocast for graph in told.counted().graphs] == [CastsUnderAutocast(1, 4)]
 
 
 def test_what_cannot_be_counted_says_why():

@@ -26,9 +26,9 @@ Three runs in fp32 from three seeds are the yardstick of what a script's own cha
 largest distance between them. An empty cell was not run.
 """
 NOTES = """\
-siamese_network ends in a sigmoid, and its loss is BCELoss. Low precision rounds a probability near 1 to 1, in bf16 from
-a logit of about 6 on, in fp16 of 8.5, and BCELoss then gives 100 for an example of the other class: under autocast as
-under amp-graph. With `--policy bf16,deny=sigmoid` the distance of the first seed is 0.0007, in place of 1.66.
+siamese_network ends in a sigmoid, and its loss is BCELoss. bf16 rounds a probability to 1 from a logit of about 6 on,
+and BCELoss then gives 100 for an example of the other class: so autocast's distance. amp_graph computes that sigmoid in
+fp32.
 word_language_model updates its parameters without an optimizer, so that no step with infinite gradients could be
 skipped: in fp16 it stays as written. dcgan (ignite) prints averages over 100 iterations with batches of 2 images.
 """

@@ -67,7 +67,6 @@ def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(populati
 
 
 def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(population, tmp_path, monkeypatch):
-    pytest.importorskip("coverage", reason="pip install 'amp-graph[mutation]'")
     from tests.mutants import choose
 
     monkeypatch.setattr(choose, "ROOT", tmp_path)
@@ -115,3 +114,27 @@ def test_the_interval_is_wilsons(population):
     assert (low, high) == pytest.approx((0.7672, 0.9069), abs=1e-4)
     assert interval(0, 0) == (0.0, 1.0)
     assert interval(20, 20)[1] == pytest.approx(1.0)
+
+
+class Ran:
+    """A map in which some statements of a file are run."""
+
+    def __init__(self, source, marks):
+        self.source, self.marks = source, marks
+
+    def ran(self, file):
+        from tests.mutants import lines
+
+        return lines.lines_of(self.source), self.marks
+
+
+def test_what_only_type_checkers_read_is_no_missing_statement(population, tmp_path, monkeypatch):
+    from tests.mutants import coverage_table
+
+    source = "import typing\nif typing.TYPE_CHECKING:\n    import os\n\ndef f(x):\n    ...\n\ndef g(x):\n    y = 1\n    return y\n"
+    (tmp_path / "one.py").write_text(source)
+    monkeypatch.setattr(coverage_table, "ROOT", tmp_path)
+    found = coverage_table.covered("one.py", Ran(source, bytes([1, 1, 0, 1, 0, 1, 0, 0])))
+    assert found == coverage_table.Covered("one.py", 6, (9, 10))
+    assert found.share == pytest.approx(66.67, abs=0.01)
+    assert coverage_table.ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"

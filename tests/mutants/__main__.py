@@ -60,6 +60,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--most", type=float, default=25.0, help="seconds of a test file (map): its later tests kill nothing"
     )
+    parser.add_argument("--go-on", action="store_true", help="map the tests, too, that came after --most in their file")
     parser.add_argument("--all", action="store_true", help="map also test files that mutants do not wait for")
     parser.add_argument("--again", action="store_true", help="test the survivors of the session again")
     return parser.parse_args(argv)
@@ -70,7 +71,7 @@ def _record(options: argparse.Namespace) -> int:
     covered, ended = Map(options.folder), time.monotonic() + 60 * options.minutes
     files = all_test_files() if options.all else test_files()
     wanted = [f for f in files if not options.only or f.startswith(tuple(options.only))]
-    missing = [f for f in wanted if not covered.is_recorded(f)]
+    missing = [f for f in wanted if not (covered.is_whole(f) if options.go_on else covered.is_recorded(f))]
     if options.only:
         missing.sort(key=lambda f: next(n for n, o in enumerate(options.only) if f.startswith(o)))
     groups = dict[str, list[str]]()

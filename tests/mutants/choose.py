@@ -33,7 +33,8 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
         for line in range(mutant.start[0], mutant.end[0] + 1):
             tests |= lines.get(line, set())
     else:  # run by the import, in whichever test that was: any test of the file may see it, or reads a constant of it
-        tests = lines[0] | {t for t in times if t.startswith(tuple(f"{f}::" for f in _naming(mutant.file)))}
+        naming = tuple(f"{f}::" for f in _naming(mutant.file))
+        tests = lines[0] | {t for t in times if t.startswith(naming)}
     file, folder = mirrored(mutant.file)
 
     def rank(test: str) -> tuple[int, float, str]:

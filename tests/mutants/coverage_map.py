@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -67,10 +68,13 @@ class Layout:
 
 
 class Recorder:
-    """A plugin of pytest that keeps what each test ran, and calls ``written`` with each file's when its tests end."""
+    """A plugin of pytest that keeps what each test ran, and calls ``written`` with each file's when its tests end.
 
-    def __init__(self, ran: mmap.mmap, written: Callable[[str, dict], None], most: float):
-        self.ran, self.written, self.most = ran, written, most
+    ``known``: what is recorded of files by now, whose further tests are run.
+    """
+
+    def __init__(self, ran: mmap.mmap, known: dict[str, dict], written: Callable[[str, dict], None], most: float):
+        self.ran, self.known, self.written, self.most = ran, known, written, most
         self.file = ""
 
     def _taken(self) -> bytes:
@@ -79,8 +83,10 @@ class Recorder:
         return taken
 
     def _begin(self, file: str) -> None:
-        self.file, self.marks, self.times, self.failed, self.cut = file, {}, {}, set(), 0
-        self.between, self.file_started = bytes(len(self.ran)), spent()
+        had = self.known.get(file, {"marks": {}, "times": {}, "failed": ()})
+        self.file, self.marks, self.times, self.failed, self.cut = file, {}, dict(had["times"]), set(had["failed"]), 0
+        self.marks = {test: _packed(marks) for test, marks in had["marks"].items()}
+        self.between, self.file_started = had["marks"].get(BETWEEN, bytes(len(self.ran))), spent()
 
     def _end(self) -> None:
         if self.file:
@@ -99,8 +105,9 @@ class Recorder:
         if file != self.file:
             self._end()
             self._begin(file)
-        if spent() - self.file_started > self.most:
-            self.cut += 1
+        if (is_known := item.nodeid in self.marks) or spent() - self.file_started > self.most:
+            self.cut += not is_known
+            item.session._setupstate.teardown_exact(nextitem)  # else the next file finds this one's fixtures
             return True  # as if it had run
         return None
 
@@ -144,24 +151,33 @@ class Map:
         notes = self._path(test_file, "json")
         return notes.exists() and json.loads(notes.read_text())["digest"] == digest(ROOT / test_file)
 
+    def is_whole(self, test_file: str) -> bool:
+        """Say whether all tests of a file are recorded."""
+        return self.is_recorded(test_file) and not self.notes(test_file)["cut"]
+
     def record(self, files: list[str], most: float) -> Iterator[str]:
         """Run test files in one fork, ``most`` seconds of processor time of each; yield what became of each file.
 
-        A file that ends the fork is recorded as without tests, and those after it are run in another fork.
+        A file of which tests were left out is gone on with. A file that ends the fork is recorded as without tests, and
+        those after it are run in another fork.
         """
         while files:
+            began = time.time()
             self._run(files, most)
             self._forget()
-            done = [f for f in files if self.is_recorded(f)]
+            done = [f for f in files if self.is_recorded(f) and self._path(f, "json").stat().st_mtime >= began]
             yield from (self._told(f) for f in done)
             files = [f for f in files if f not in done]
             if files and not done:
                 self._write(files[0], {"times": {}, "failed": [], "cut": 0, "marks": {}}, Layout())
+                self._forget()
                 yield f"{files[0]}: ended the process, see {self._path(files[0], 'log')}"
                 files = files[1:]
 
     def _run(self, files: list[str], most: float) -> None:
         layout = Layout()
+        known = {f: self.notes(f) for f in files if self.is_recorded(f)}
+        known = {f: notes for f, notes in known.items() if notes["sources"] == layout.sources}
         with tempfile.TemporaryDirectory(prefix="lines") as folder:
             given = layout.write(Path(folder), self.folder / "code")
 
@@ -169,7 +185,7 @@ class Map:
                 os.environ["AMP_GRAPH_CACHE"] = str(self.cache)
                 os.environ["PYTHONPATH"] = python_path()
                 os.environ[lines.VARIABLE] = str(given)
-                recorder = Recorder(lines.install(), lambda file, known: self._write(file, known, layout), most)
+                recorder = Recorder(lines.install(), known, lambda file, now: self._write(file, now, layout), most)
                 return pytest_main(files, [recorder])
 
             forked(body, self._path(files[0], "log"), FILE_LIMIT * len(files))

@@ -1,9 +1,9 @@
 """Note which statements of the core are run, in memory that all processes of a run share.
 
 Each module of the core is compiled with a mark before every statement: a call that sets a byte of a mapped file. That
-costs a few percent of the time of a test, where a trace function takes as much again; and what forks and Python processes
-that tests start run is noted as well (``site/sitecustomize.py``), however they end. Nothing but the standard library
-is imported here.
+costs a few percent of the time of a test, where a trace function takes as much again; and what forks, and Python
+processes that tests start, run is noted as well (``site/sitecustomize.py``), however they end. Nothing but the
+standard library is imported here.
 """
 
 import ast

@@ -26,7 +26,7 @@ TESTS = ROOT / "tests"
 # Neither of the core, or so slow that a mutant cannot wait for them.
 LEFT_OUT = ("passes/backends", "browser", "integrations", "conformance", "benchmarks", "versions", "cuda", "mutants",
             "test_docs", "test_fuzz", "test_guard", "test_examples", "test_example_scripts", "test_rooms", "test_names",
-            "test_source_distribution", "test_checkout", "test_demo", "test_random_programs")  # fmt: skip
+            "test_source_distribution", "test_checkout", "test_random_programs")  # fmt: skip
 FILE_LIMIT = 1200.0
 BETWEEN = ""  # the statements run by imports, and else between two tests
 

@@ -6,7 +6,8 @@
     python -m tests.mutants table                  # score, survivors and reasons into benchmarks/results/mutants.md
 
 A session is a file of its own for each seed, count and choice of files, under --folder; ``cr-report`` and ``cr-html``
-of cosmic-ray read it. ``--again`` tests the survivors again, after tests were added.
+of cosmic-ray read it. ``--again`` tests survivors without a reason again, after tests were
+added.
 """
 
 from __future__ import annotations
@@ -100,10 +101,19 @@ def _run(options: argparse.Namespace) -> int:
     with use_db(session(options)) as database:
         wanted = _opened(database, options)
         results = dict(database.results)
-        pending = [m for m in wanted if m.job not in results or (options.again and not results[m.job].is_killed)]
+        pending = [m for m in wanted if m.job not in results]
+        if options.again:
+            known = table.reasons()
+            pending = [m for m in wanted if m.job in results and _is_open(table.Tested(m, results[m.job]), known)]
         _test(database, pending, options)
         print(f"{session(options)}: {score(database)}")
     return 0
+
+
+def _is_open(tested: table.Tested, known: dict) -> bool:
+    """Say whether a mutant survived, for no reason that is written down."""
+    is_alive = not (tested.result.is_killed or tested.mutant.is_control)
+    return is_alive and (tested.mutant.file, *tested.change) not in known
 
 
 def _opened(database: WorkDB, options: argparse.Namespace) -> list[Mutant]:

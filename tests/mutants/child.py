@@ -127,7 +127,14 @@ def pytest_main(arguments: list[str], plugins: list[object]) -> int:
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of plugins that are imported already, pytest warns
-    options = ["-p", "no:cacheprovider", "-m", "not slow and not integration and not browser", "--tb=short"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not integration and not browser",
+        "--tb=short",
+        "--show-capture=stderr",
+    ]
     return int(pytest.main([*options, *arguments], plugins=plugins))
 
 

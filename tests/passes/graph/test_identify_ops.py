@@ -270,17 +270,3 @@ def test_dropout_of_probability_zero_in_integers_does_not_speak_for_others(zero_
     for p in (0, 1) if zero_first else (1, 0):
         _, found = traced(lambda x, w, p=p: F.scaled_dot_product_attention(q, q, q, None, p), X.clone(), W)
         assert [node_info.draws(o.op, o.arguments) for o in found.operations] == [p != 0]
-
-
-def test_only_what_computes_in_fp32_inside_has_a_full_result_under_autocast():
-    lists = effective((), dtype="float16", device="cuda")
-    full = {}
-    for name, function in {
-        "softmax": lambda x, w: x.softmax(-1),
-        "a conversion": lambda x, w: x.to(torch.float16),
-        "what is given": lambda x, w: x.contiguous(),
-        "a product": lambda x, w: x @ w,
-    }.items():
-        node, _ = traced(function, X.clone(), W)
-        full[name] = classify(node, lists, fake_mode_of(node.graph.owning_module)).full_in_autocast
-    assert full == {"softmax": True, "a conversion": False, "what is given": False, "a product": False}

@@ -67,7 +67,7 @@ class Report:
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
     flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
     what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given. step: the
-    ``TrainStep`` that it is of.
+    ``TrainStep`` that it is of. counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
     """
 
     model: str

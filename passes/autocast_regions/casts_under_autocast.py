@@ -190,6 +190,13 @@ class _Run(Interpreter):
         for region in reversed(self.entered):
             _exit_autocast(region)
 
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
+        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*args))
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+        return self.env[node]
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what the graph held under that name."""
         return self.held[target]

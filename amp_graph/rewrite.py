@@ -16,6 +16,7 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.graph_log import LOG, log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
+from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
@@ -59,6 +60,7 @@ class Rewritten:
     """One rewritten graph, with its changes and their reasons.
 
     ``before``: the text of the graph as captured; ``names``: its nodes' names, one for each line of that text.
+    ``written``: that graph, to be run again; None for level O0.
     """
 
     gm: GraphModule
@@ -68,6 +70,7 @@ class Rewritten:
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    written: Written | None = None
 
 
 def rewrite(
@@ -165,7 +168,9 @@ def rewrite_in_place(
     before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
+    written: Written | None = None
     if policy.level != "O0":
+        written = Written.of(gm)
         bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
         how["portable"] = portable
@@ -175,7 +180,7 @@ def rewrite_in_place(
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
     log_graph(gm, before, done, str(policy))
-    return Rewritten(gm, policy, dtype, before, done, bodies, names)
+    return Rewritten(gm, policy, dtype, before, done, bodies, names, written)
 
 
 def _for_piece(gm: GraphModule, policy: Policy) -> Policy:

@@ -15,6 +15,8 @@ MEMORY: dict[str, Callable[[float], Case]] = {
     "gpt2, 2 x 128": lambda scale: gpt2(scale, texts=2, length=128, width=768, layers=12, heads=12),
     "bert_base, 2 x 128": lambda scale: bert_base(scale, texts=2, length=128),
     "resnet50, 8 x 112 px": lambda scale: resnet50(scale, images=8, side=112),
+    "resnet50, 16 x 224 px": lambda scale: resnet50(scale, images=16, side=224),
     "vit_base, 2 x 224 px": lambda scale: vit_base(scale, images=2),
+    "vit_base, 8 x 224 px": lambda scale: vit_base(scale, images=8),
     "llama_block, 1 x 512": lambda scale: llama_block(scale, texts=1, length=512),
 }

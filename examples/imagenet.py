@@ -23,6 +23,10 @@ from parts.processes import Processes
 from parts.resnet import make_model
 from torch import nn
 
+NORMS_ARE_FP32 = """--keep-batchnorm-fp32 False: below O3 the parameters of norms are always in fp32
+  legal: --keep-batchnorm-fp32 True, or without it
+  fix:   --opt-level O3, which is in low precision throughout"""
+
 
 def read_options(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
@@ -46,6 +50,7 @@ def read_options(words: Sequence[str] | None) -> argparse.Namespace:
     add("-e", "--evaluate", action="store_true", help="only evaluate, after --resume")
     add("--opt-level", choices=LEVELS, default="O1")
     add("--compare-levels", action="store_true", help="train at every level, and print a table")
+    add("--keep-batchnorm-fp32", choices=("True", "False"), help="at O3; below it norms are in fp32 in any case")
     add("--dtype", choices=("fp16", "bf16"), help="the low precision: fp16 on a GPU, else bf16")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--static-loss-scale", type=float, default=1.0)
@@ -67,7 +72,7 @@ def start(args: argparse.Namespace, processes: Processes, level: str, classes: i
     sgd = partial(torch.optim.SGD, lr=lr, momentum=args.momentum, weight_decay=args.weight_decay)
     dtype = args.dtype or ("fp16" if processes.device.type == "cuda" else "bf16")
     scale = "dynamic" if args.dynamic_loss_scale else args.static_loss_scale
-    training = at_level(level, dtype, scale, model, sgd)
+    training = at_level(level, dtype, scale, model, sgd, keep_norms=args.keep_batchnorm_fp32 == "True")
     if args.resume is not None:
         training.load(args.resume)
     return training
@@ -122,6 +127,8 @@ def main(words: Sequence[str] | None = None) -> list[Training]:
         check_dali(args.data)
     if args.compare_levels and args.resume:
         raise SystemExit("--compare-levels trains every level from the start\n  fix:   leave --resume out")
+    if args.keep_batchnorm_fp32 == "False" and (args.compare_levels or args.opt_level != "O3"):
+        raise SystemExit(NORMS_ARE_FP32)
     if args.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     images, processes = load_images(args.data, args.size, args.seed), Processes.start()

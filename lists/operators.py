@@ -13,8 +13,7 @@ from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.fields import LONGEST_NAME, did_you_mean, nearest
 from amp_graph.lists.schema import Rule, functional_packet
 
-# What the built-in lists name of libraries that may not be imported, or not yet.
-OF_OTHERS = frozenset({"transformers.grouped_mm_fallback"})
+FOLDER = Path(__file__).parent
 
 
 def check_op_exists(op: str, *, where: str = "") -> tuple[torch._ops.OpOverload, ...]:
@@ -66,15 +65,19 @@ def known_names(namespace: str) -> tuple[str, ...]:
     if not namespace.isidentifier() or not namespace.isascii():
         return ()
     resolved = {f"{namespace}.{name}" for name in dir(getattr(torch.ops, namespace)) if not name.startswith("__")}
-    for path in Path(__file__).parent.glob("*.toml"):
+    for path in FOLDER.glob("*.toml"):
         resolved.update(re.findall(rf'"({namespace}\.\w+)', path.read_text(encoding="utf-8")))
     return tuple(sorted(resolved))
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Refuse rules for unknown operators, and `inputs` or `when` names that are no argument of them."""
+    """Refuse rules for unknown operators, and `inputs` or `when` names that are no argument of them.
+
+    What a built-in list names is known, though this torch has no longer such an operator, or its library is not
+    imported: a list that was written with all that it extends is read again.
+    """
     for rule in rules:
-        if rule.op in OF_OTHERS and not overloads_of(rule.op):
+        if not overloads_of(rule.op) and _is_in_a_built_in_list(rule.op):
             continue
         overloads = check_op_exists(rule.op, where=rule.origin)
         legal = list(dict.fromkeys(a.name for overload in overloads for a in overload._schema.arguments))
@@ -88,6 +91,10 @@ def check_rules(rules: Sequence[Rule]) -> None:
                     legal=", ".join(legal),
                     fix=f'inputs = ["{near}"]' if field == "inputs" else f"when = {{ {near} = ... }}",
                 )
+
+
+def _is_in_a_built_in_list(op: str) -> bool:
+    return any(f'"{op}"' in path.read_text(encoding="utf-8") for path in FOLDER.glob("*.toml"))
 
 
 def general_names(op: str) -> tuple[str, ...]:

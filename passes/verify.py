@@ -25,6 +25,7 @@ from amp_graph.passes.precision.plan_precision import refuse_mixed
 from amp_graph.passes.registry import is_own
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, FakeTensorMode
+from amp_graph.passes.torch_compat.symbolic_sizes import is_number, same
 
 
 @dataclass(frozen=True)
@@ -188,13 +189,20 @@ def _check_value(node: Node, mode: Any) -> None:
         return
     except Exception as error:
         raise VerifyError(_message(node, f"cannot run on its inputs: {told_of_fakes(error) or error}")) from error
-    if [_kind(t) for t in tensors(fresh)] != [_kind(t) for t in tensors(stored)]:
+    told, found = tensors(stored), tensors(fresh)
+    if len(told) != len(found) or not all(map(_alike, told, found)):
         raise VerifyError(_message(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int | None, ...]]:
-    """Return a tensor's dtype and sizes; None for a symbolic size, whose comparison would add a guard."""
-    return tensor.dtype, tuple(None if isinstance(n, torch.SymInt) else n for n in tensor.shape)
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare dtypes and sizes.
+
+    Two symbols are not compared, which would add a guard. A symbol is a number's equal if the capture fixed it to that.
+    """
+    if one.dtype != other.dtype or one.dim() != other.dim():
+        return False
+    sizes = zip(one.shape, other.shape, strict=True)
+    return all(same(a, b) if is_number(a) or is_number(b) else True for a, b in sizes)
 
 
 def _message(node: Node, what: str) -> str:

@@ -22,6 +22,8 @@ IGNORED_WARNINGS = (
     r"ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
     # torch 2.14 scripts its own decompositions for forward-mode derivatives.
     r"ignore:`torch.jit.script` is deprecated:FutureWarning",
+    # So it says of what a user may still call: the tests of a converted model in torch.jit.trace.
+    r"ignore:`torch.jit.trace\w*` is deprecated:FutureWarning",
     # Of ours, said once in a process: test_version.py looks at it, other tests run with such a torch as with any.
     r"ignore:amp_graph. torch .* is newer than:UserWarning",
 )

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests.example_styles import PAGE, RESULTS, with_table
 from tests.test_examples import FOLDER, load
 
 TINY_BERT = "--hidden_size 64 --num_hidden_layers 1 --max_seq_length 32 --vocab_size 1000".split()
@@ -75,6 +76,7 @@ BAD = {
     ("imagenet", "no_such_folder"): "no folder of images",
     ("imagenet", "--arch", "vgg99"): "needs torchvision",
     ("imagenet", "--compare-levels", "--resume", "x.pt"): "leave --resume out",
+    ("imagenet", "--opt-level", "O2", "--keep-batchnorm-fp32", "False"): "below O3 the parameters of norms are always",
     ("bert_classifier", "--data_dir", "no_such_folder"): "there is no such file",
 }
 
@@ -83,6 +85,20 @@ BAD = {
 def test_what_is_wrong_is_said(script, words):
     with pytest.raises(SystemExit, match=BAD[words]):
         script(words[0]).main(list(words[1:]))
+
+
+@pytest.mark.parametrize(("keep", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_norms_stay_fp32_at_o3_if_asked(script, keep, dtype):
+    script("imagenet")
+    levels = sys.modules["parts.levels"]
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    levels.at_level("O3", "bf16", 1.0, model, lambda found: torch.optim.SGD(found, lr=0.1), keep_norms=keep)
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (torch.bfloat16, dtype)
+
+
+def test_the_page_has_the_table_of_the_recorded_styles():
+    page = PAGE.read_text()
+    assert with_table(page, json.loads(RESULTS.read_text())) == page
 
 
 def as_files(folder):
@@ -166,3 +182,56 @@ def test_two_processes_train_as_one_with_twice_the_batch(name, level, near, tmp_
     (alone,), (both,) = losses(tmp_path, 1, name, *one), losses(tmp_path, 2, name, *two)
     assert len(alone) >= 6
     assert both == pytest.approx(alone, abs=near, rel=near)
+
+
+STYLES = {
+    "imagenet": [
+        ("--opt-level O2 --channels-last --cudnn-benchmark", 2**-5),
+        ("--opt-level O3 --keep-batchnorm-fp32 True", 2**-5),
+        ("--opt-level O1 --dtype fp16 --static-loss-scale 128.0", 2**-9),
+        ("--opt-level O2 --dtype fp16 --static-loss-scale 128.0", 2**-8),
+    ],
+    "bert_classifier": [
+        ("--fp16 --loss_scale 0 --opt_level O1", 2**-9),
+        ("--fp16 --loss_scale 128", 2**-8),
+        ("--opt_level O1 --gradient_accumulation_steps 2", 2**-6),
+        ("--fp16 --loss_scale 0 --gradient_accumulation_steps 2", 2**-8),
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "words", "near"), [(n, *style) for n, styles in STYLES.items() for style in styles])
+def test_two_processes_train_as_one_in_each_style(name, words, near, tmp_path):
+    """Within rounding; ``tests.example_styles`` has the longer runs.
+
+    A dynamic scale in fp16 may skip other steps: halves of a batch have larger gradients than their average.
+    """
+    small = {
+        "imagenet": ["--epochs 1 --steps 3 --size 32 --norm group --lr 0.004 -b 8", "-b 4"],
+        "bert_classifier": [
+            f"--num_train_epochs 1 --max_steps 4 --train_batch_size 16 --dropout 0 {' '.join(TINY_BERT)}",
+            "",
+        ],
+    }
+    base, half = small[name]
+    one = [*base.split(), *words.split()]
+    (alone,), (both,) = losses(tmp_path, 1, name, *one), losses(tmp_path, 2, name, *one, *half.split())
+    assert len(alone) >= 3
+    assert both == pytest.approx(alone, abs=near, rel=near)
+
+
+@pytest.mark.slow
+def test_batch_norms_of_two_processes_are_those_of_fp32_in_two(tmp_path):
+    """Their statistics are each process's own, so that one process is no yardstick.
+
+    The first loss alone: over a few images a batch norm makes rounding large. Over 4, the gradients under autocast are
+    66 % of their norm from fp64, those at O2 63 %.
+    """
+    small = "--epochs 1 --steps 2 --size 32 --lr 0.004 --keep-batchnorm-fp32 True --opt-level".split()
+    (low,), (full,), (alone,) = (
+        losses(tmp_path, count, "imagenet", *small, level, "-b", batch)
+        for count, level, batch in ((2, "O2", "8"), (2, "O0", "8"), (1, "O0", "16"))
+    )
+    assert low[0] == pytest.approx(full[0], rel=2**-7)
+    assert abs(low[0] - full[0]) < abs(alone[0] - full[0]) / 4

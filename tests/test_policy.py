@@ -299,3 +299,35 @@ def test_values_that_a_comma_separates_are_one_error_with_the_text_that_is_meant
 def test_a_word_in_capitals_is_recognized():
     with pytest.raises(PolicyError, match="did you mean 'bf16'"):
         Policy.parse("BF16")
+
+
+IN_FORCE = {
+    "": {},
+    "bf16": {
+        "recomputes": "some",
+        "runs_escaped": "autocast",
+        "replays": "false",
+        "plans_by": "mincut",
+        "leaves": "false",
+    },
+    "bf16,accuracy=fast": {"recomputes": "most"},
+    "bf16,recompute=all,accuracy=fast": {"recomputes": "all"},
+    "bf16,replay=true": {"replays": "true"},
+    "bf16,level=O0,replay=true": {"replays": "false"},
+    "bf16,planner=paint": {"plans_by": "paint"},
+    "bf16,deny=gelu": {"runs_escaped": "fp32"},
+    "bf16,deny=gelu,escaped=autocast": {"runs_escaped": "autocast"},
+    "auto": {"leaves": "graphs"},
+    "auto,skip_unprofitable=false": {"leaves": "false"},
+    "bf16,keep_memory=true": {"keeps_memory": True},
+    "bf16,level=O0,keep_memory=true": {"keeps_memory": False},
+    "bf16,keep_memory=false": {"keeps_memory": False},
+    "bf16,accuracy=0.01": {"budget": 0.01},
+    "bf16,accuracy=autocast": {"budget": None},
+}
+
+
+@pytest.mark.parametrize("text", IN_FORCE)
+def test_what_is_in_force_is_what_is_asked_or_its_default(text):
+    policy = Policy.parse(text)
+    assert {name: getattr(policy, name) for name in IN_FORCE[text]} == IN_FORCE[text]

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.export.fold_weights import fold_weights as fold
+from amp_graph.passes.torch_compat.modules import registration_hooks_as_before
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite
 
@@ -73,7 +74,8 @@ def _exported(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, strict: bool
 ) -> ExportedProgram:
     try:
-        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
+        with registration_hooks_as_before():
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
     except AmpGraphError:
         raise
     except Exception as error:  # torch.export raises errors of many types

@@ -25,6 +25,7 @@ from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
+OUTSIDE = ("placeholder", "get_attr")  # what a graph reads that others read as well
 
 
 class Variants:
@@ -84,24 +85,37 @@ class Restoring(Observer):
 
 
 class Widened(Restoring):
-    """Runs a graph in float64: its float32 inputs, parameters, constants and conversions are widened."""
+    """Runs a graph in float64: its float32 inputs, parameters, constants and conversions are widened.
+
+    What it writes to them is written to the caller's tensors at its end: other graphs of the call read those.
+    """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, in which new tensors without a dtype are float64 as well."""
-        before = torch.get_default_dtype()
+        before, self._widened = torch.get_default_dtype(), dict[str, tuple[Any, Any]]()
         torch.set_default_dtype(torch.float64)
         try:
-            return super().run(*args, **kwargs)
+            result = super().run(*args, **kwargs)
         finally:
             torch.set_default_dtype(before)
+        for node in self.graph.nodes:
+            if str(node.target) in self._widened and node.op in OUTSIDE and self.memory.is_written(node):
+                _write(*self._widened[str(node.target)])
+        return result
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Widen an input."""
-        return wide(super().placeholder(target, args, kwargs))
+        return self._wide(target, super().placeholder(target, args, kwargs))
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Widen a constant."""
-        return wide(super().get_attr(target, args, kwargs))
+        return self._wide(target, super().get_attr(target, args, kwargs))
+
+    def _wide(self, target: Any, given: Any) -> Any:
+        made = wide(given)
+        if made is not given and isinstance(given, torch.Tensor):
+            self._widened[str(target)] = given, made
+        return made
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call with float64 in the place of float32."""
@@ -110,6 +124,13 @@ class Widened(Restoring):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call with float64 in the place of float32."""
         return super().call_method("double" if target == "float" else target, *wide_dtypes(args, kwargs))
+
+
+def _write(given: torch.Tensor, values: torch.Tensor) -> None:
+    """Write ``values`` to ``given``, with their gradients unless it is a parameter, which is written without."""
+    is_parameter = given.is_leaf and given.requires_grad
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
+        given.copy_(values)
 
 
 class Checked(Restoring):

@@ -24,6 +24,7 @@ from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.policy import Policy
 from amp_graph.report.captured_flow import CapturedNode, captured_nodes
+from amp_graph.report.casts_of_autocast import Count, count_of, counted
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
 from amp_graph.report.graph_svg import svg_text
@@ -66,7 +67,7 @@ class Report:
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
     flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
     what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given. step: the
-    ``TrainStep`` that it is of.
+    ``TrainStep`` that it is of. counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
     """
 
     model: str
@@ -85,6 +86,11 @@ class Report:
     times: dict[str, float] = field(default_factory=dict)
     loss_scale: tuple[ScaleRow, ...] = ()
     step: Any = field(default=None, repr=False, compare=False)
+    counts: tuple[Count, ...] = field(default=(), repr=False, compare=False)  # of graphs not yet counted
+
+    def counted(self) -> Report:
+        """Return the report with the casts of ``torch.autocast`` in its graphs; ``report`` did that already."""
+        return replace(self, graphs=counted(self.graphs, self.counts), counts=()) if self.counts else self
 
     def statistics(self, every: int = 100, writer: Any = None, prefix: str = "amp_graph") -> Statistics:
         """Sample the values of a ``TrainStep`` every ``every`` steps: largest magnitudes, underflow and overflow.
@@ -179,8 +185,16 @@ def report(
     loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
     Raises CaptureError if ``model`` is neither, AmpGraphError for times or rows that cannot be read.
     """
-    found = _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
+    found = uncounted_report(model, optimizer).counted()
     return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale) or found.loss_scale)
+
+
+def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Return the report without the casts of autocast, which take the time of a call on fake tensors to count.
+
+    What ``counted`` needs for them is in the report: it can be called when the model is gone.
+    """
+    return _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
@@ -210,6 +224,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
         tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
         tuple(captured_nodes(record, _weights(found.model)) for record in found.graphs),
+        counts=tuple(count_of(record, _weights(found.model)) for record in found.graphs),
     )
 
 
@@ -236,6 +251,7 @@ def _of_step(step: TrainStep) -> Report:
         captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
         loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
         step=step,
+        counts=tuple(count_of(record, _weights(step.model)) for record in graphs),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
 from amp_graph.report.graph_flow import Flow
 from amp_graph.report.records import WEIGHT, GraphReport
 
@@ -39,7 +40,8 @@ class Share:
 class Casts:
     """Numbers of casts: ``captured`` are the user's own, of which ``own`` are still in the rewritten graphs.
 
-    ``kept``: those of ``weights`` whose result stays between calls.
+    ``kept``: those of ``weights`` whose result stays between calls. ``autocast``: those of ``torch.autocast`` in the
+    graphs as captured, or why one of them was not counted; None without a graph.
     """
 
     captured: int
@@ -47,6 +49,7 @@ class Casts:
     activations: int
     weights: int
     kept: int
+    autocast: CastsUnderAutocast | None = None
 
     @property
     def after(self) -> int:
@@ -118,7 +121,16 @@ def _casts(told: Report) -> Casts:
     names = [{n.name for n in nodes if n.kind == "cast"} for nodes in told.captured]
     own = sum(map(_still_there, told.graphs, told.flows, names))
     kept = sum(cast.kept for cast in casts)
-    return Casts(sum(map(len, names)), own, len(casts) - weights, weights, kept)
+    return Casts(sum(map(len, names)), own, len(casts) - weights, weights, kept, _under_autocast(told))
+
+
+def _under_autocast(told: Report) -> CastsUnderAutocast | None:
+    """Return the casts of ``torch.autocast`` in all graphs, or why those of one were not counted."""
+    found = [graph.autocast for graph in told.graphs if graph.autocast is not None]
+    why_not = next((one.why_not for one in found if one.why_not), "")
+    if not found or why_not:
+        return CastsUnderAutocast(why_not=why_not) if why_not else None
+    return CastsUnderAutocast(sum(one.activations for one in found), sum(one.weights for one in found))
 
 
 def _still_there(graph: GraphReport, flow: Flow, captured: set[str]) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
 from amp_graph.passes.precision.error_budget_planner import Budget
 
 WEIGHT, ACTIVATION = "weight", "activation"
@@ -84,7 +85,8 @@ class GraphReport:
     ``spared_bytes``: those that backward recomputes instead of saving. ``budget``: the predicted error of its plan, if
     the policy has an error budget. ``predicted``: its predicted time by a machine's rates (``amp-graph calibrate``);
     None without low precision. ``left_out``: the passes that failed on this graph and were skipped; ``unplanned``: why
-    and how it runs without a plan, if it does.
+    and how it runs without a plan, if it does. ``autocast``: the casts that ``torch.autocast`` makes in a call of the
+    graph as captured, or why they were not counted; None at level O0.
     """
 
     index: int
@@ -108,6 +110,7 @@ class GraphReport:
     spared_bytes: int = 0
     left_out: tuple[Note, ...] = ()
     unplanned: str = ""
+    autocast: CastsUnderAutocast | None = None
 
     @property
     def mode(self) -> str:

@@ -148,8 +148,21 @@ def _casts(graph: GraphReport) -> list[str]:
     kept = sum(c.kept for c in graph.casts)
     once = f", {'all' if kept == weights else kept} kept" if kept else ""
     inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
-    lines = [f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed"]
+    lines = [
+        f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed",
+        *_of_autocast(graph),
+    ]
     return lines + [f"    removed {note.node}: {note.reason}" for note in graph.removed[:3]]
+
+
+def _of_autocast(graph: GraphReport) -> list[str]:
+    """Return a line on the casts of ``torch.autocast`` in the same graph."""
+    found = graph.autocast
+    if found is None:
+        return []
+    if found.why_not:
+        return [f"    those of torch.autocast were not counted: {found.why_not}"]
+    return [f"    torch.autocast: {found.all} a call ({found.activations} of activations, {found.weights} of weights)"]
 
 
 def _memory(graph: GraphReport) -> str:

@@ -14,7 +14,8 @@ import torch
 from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
-from amp_graph.report.model_report import Report, report
+from amp_graph.report.model_report import Report, uncounted_report
+from amp_graph.report.records import GraphReport
 from amp_graph.run.as_written import keep_as_written
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
@@ -50,26 +51,34 @@ class Converted:
             self._read()
 
     def finish(self) -> None:
-        """Make last reports of the models that are still there."""
+        """Make last reports of the models that are still there, and count the casts of autocast."""
         self._read()
+        self.reports = {path: found.counted() for path, found in self.reports.items()}
 
     def _read(self) -> None:
         for path, ref in self.parts:
             module = ref()
             if module is not None and _conversion(module) is not None:
-                self.reports[path] = report(module)
+                self.reports[path] = uncounted_report(module)
 
     def summary(self) -> str:
         """Return the graphs and casts in words."""
         graphs = [graph for found in self.reports.values() for graph in found.graphs]
         if not graphs:
             return next((found.status for found in self.reports.values() if found.status), "not called since")
-        casts = max((len(graph.casts) for graph in graphs), default=0)
+        most = max(graphs, key=lambda graph: len(graph.casts))
         low = sum(any(node.precision == "low" for node in graph.operations) for graph in graphs)
-        told = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}", f"up to {casts} casts a call"]
+        casts = f"up to {len(most.casts)} casts a call{_of_autocast(most)}"
+        told = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}", casts]
         if low < len(graphs):
             told.append(f"{len(graphs) - low} of the graphs all in fp32")
         return ", ".join(told)
+
+
+def _of_autocast(graph: GraphReport) -> str:
+    """Return the number of casts that ``torch.autocast`` makes in the same graph."""
+    found = graph.autocast
+    return "" if found is None else f" (torch.autocast: {'not counted' if found.why_not else found.all})"
 
 
 def _conversion(module: torch.nn.Module | None) -> Conversion | None:

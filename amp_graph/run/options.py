@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from amp_graph.errors import AmpGraphError
@@ -17,7 +17,6 @@ from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 
 VARIABLE = "AMP_GRAPH_POLICY"
-EXAMPLE = "amp-graph run --policy bf16 train.py"
 
 
 class RunError(AmpGraphError):
@@ -72,9 +71,11 @@ def _policy(given: str | None) -> Policy:
         raise RunError(f"run: {error}{where}") from error
     if policy.level in HELD_LOW:
         raise RunError(
-            f"run: policy {text!r}{where}: level {policy.level} changes the parameters that the script, its optimizer "
-            "and DDP hold already\n"
-            f"  legal: level O1, which keeps parameters in fp32\n  fix:   {EXAMPLE}"
+            f"run: policy {text!r}{where}: level {policy.level} holds parameters and gradients in low precision, and "
+            "the script, its optimizer and DDP have them in fp32 before its first step\n"
+            "  legal: level O1, which keeps parameters in fp32\n"
+            f"  fix:   amp-graph run --policy '{replace(policy, level='O1')}' train.py; or, for {policy.level}, "
+            f"amp_graph.convert(model, '{policy}') in the script, before it makes the optimizer"
         )
     return policy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 import amp_graph
 
 LEVELS = ("O0", "O1", "O2", "O3")
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 WARM_UP = 3  # steps that are not timed: the first one captures the model
 
 
@@ -80,10 +82,17 @@ def at_level(
     scale: str | float,
     model: nn.Module,
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
+    *,
+    keep_norms: bool = False,
 ) -> Training:
-    """Convert ``model`` at ``level`` in ``dtype``, and make its optimizer; ``scale`` is a number or "dynamic"."""
+    """Convert ``model`` at ``level`` in ``dtype``, and make its optimizer; ``scale`` is a number or "dynamic".
+
+    ``keep_norms``: norms are in fp32 at O3 as well, as by apex's ``keep_batchnorm_fp32=True``.
+    """
     if level != "O0":
-        model = amp_graph.convert(model, f"{dtype}-{level}")
+        norms = [re.escape(name) for name, part in model.named_modules() if isinstance(part, NORMS)]
+        kept = f",keep_fp32={'|'.join(norms)}" if keep_norms and level == "O3" and norms else ""
+        model = amp_graph.convert(model, f"{dtype}-{level}{kept}")
     inner = optimizer([*model.parameters()])
     if level == "O3":
         return Training(level, model, inner)

@@ -109,11 +109,11 @@ def bits_shown(node: Node) -> list[torch.Tensor]:
 
 
 def runs_without_autocast(gm: GraphModule, node: Node) -> bool:
-    """Say whether ``node`` is a custom ``autograd.Function`` that autocast does not change.
+    """Say whether ``node`` is a custom ``autograd.Function``, or a hook of a gradient, that autocast does not change.
 
     Autocast has no rule for any operation in its forward and backward: they compute in the dtypes of their inputs.
     """
-    if not is_custom_function(node):
+    if not is_custom_function(node) and getattr(node.target, "__name__", "") != "register_hook":
         return False
     bodies = [getattr(gm, str(s.target), None) for s in node.all_input_nodes if s.op == "get_attr"]
     return all(_has_no_rule(body) for body in bodies if isinstance(body, GraphModule))

@@ -17,7 +17,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import RAISES
 from amp_graph.passes.precision.planning_problem import LOW, Problem
 from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan
-from amp_graph.passes.torch_compat.dynamo_patches import reads_of_dtype
+from amp_graph.passes.torch_compat.dynamo_patches import is_gradient_hook, reads_of_dtype
 
 PASSED_ON = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.PROMOTE)
 
@@ -30,7 +30,7 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
     lowers all that autocast would: a planner by cost may keep a value full because of the upcast behind it.
     """
     gm = problem.gm
-    functions = [node for node in gm.graph.nodes if is_custom_function(node)]
+    functions = [node for node in gm.graph.nodes if is_custom_function(node) and not is_gradient_hook(node)]
     reads = [node for node in gm.graph.nodes if reads_of_dtype(node)]
     if not (functions or reads) or refusal(gm, low):
         return False

@@ -5,6 +5,8 @@ Before: ``a @ h`` with ``a`` sparse, which the lists class as a matmul. After: i
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -26,6 +28,12 @@ CONVOLUTIONS = frozenset({
     "aten.conv3d", "aten.conv_transpose3d", "aten.convolution", "aten._convolution", "aten.convolution_backward",
 })  # fmt: skip
 VOLUME, DEPTH = 5, -3  # dimensions of a batch of volumes and of the weight of their convolution, and which is the depth
+PROBABILITIES = frozenset({"aten.sigmoid", "aten.special_expit"})
+BUILT_IN = re.compile(r"\w+\.toml:\d+")  # the origin of a rule that no user gave
+RETURNED = (
+    "its result is read in full precision alone, and low precision rounds probabilities near 1 to 1, whose logarithm a "
+    "loss takes"
+)
 SHALLOW = (
     "torch's gradient of the weight is wrong in low precision on a CPU where a volume is less deep than the kernel: it "
     "reads memory that it does not own"
@@ -52,6 +60,43 @@ def trained_in_fp32(node: Node, found: Classification) -> Classification:
     if any(_is_shallow(node, operation) for operation in identity.operations):
         return replace(found, cls=OpClass.DENY, why=SHALLOW)
     return found
+
+
+def returned_probabilities(classes: Mapping[Node, Classification], keep_outputs: bool) -> frozenset[Node]:
+    """Return the sigmoids that the lists let be low, and whose results are read in full precision alone.
+
+    The cast stands above such a sigmoid instead of below it. In bf16 a probability above 0.998 is 1, so that
+    ``BCELoss``, which bounds logarithms at -100, has a loss and gradients of another size than in fp32.
+    ``keep_outputs``: whether the graph's outputs are cast back to full precision.
+    """
+    return frozenset(
+        node
+        for node, found in classes.items()
+        if found.cls is OpClass.FOLLOW
+        and PROBABILITIES.issuperset(found.names)
+        and not found.written
+        and BUILT_IN.fullmatch(found.origin)
+        and all(t.dtype == torch.float32 for t in tensors(captured(node)))
+        and _is_read_in_full(node, classes, keep_outputs)
+    )
+
+
+def _is_read_in_full(node: Node, classes: Mapping[Node, Classification], keep_outputs: bool) -> bool:
+    """Say whether every reader of ``node``, or of a view of it, reads full precision."""
+    return bool(node.users) and all(_reads_full(user, node, classes, keep_outputs) for user in node.users)
+
+
+def _reads_full(user: Node, node: Node, classes: Mapping[Node, Classification], keep_outputs: bool) -> bool:
+    if user.op == "output":
+        return keep_outputs
+    found = classes.get(user)
+    if found is None:
+        return False
+    if found.conversion:
+        return found.dtype == torch.float32
+    if found.cls is OpClass.NEUTRAL:
+        return _is_read_in_full(user, classes, keep_outputs)
+    return found.cls is OpClass.DENY and node in found.applies
 
 
 def _is_shallow(node: Node, operation: Operation) -> bool:

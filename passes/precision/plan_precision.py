@@ -37,7 +37,7 @@ from amp_graph.passes.precision import position_encodings, strided_views, transp
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
 from amp_graph.passes.precision.error_budget_planner import plan_within
-from amp_graph.passes.precision.fp32_operands import left_full, trained_in_fp32
+from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.min_cut_planner import mincut
@@ -176,6 +176,8 @@ class PlanPrecision(Pass):
         held = position_encodings.protected(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
+        restored = self.keep_outputs and PIECE not in gm.meta
+        exact = returned_probabilities(classes, restored) if ours else frozenset()
         strided = strided_views.read_by_strides(classes)
         kept = self._kept(gm)
         done: dict[Node, Classification] = {}
@@ -192,6 +194,8 @@ class PlanPrecision(Pass):
                 done[node] = replace(found, cls=OpClass.DENY, why=kept[node], listed=True)
             elif node in held:
                 done[node] = replace(found, cls=OpClass.DENY, why=position_encodings.WHY)
+            elif node in exact:
+                done[node] = replace(found, cls=OpClass.DENY, why=RETURNED)
             elif node in strided:
                 done[node] = replace(found, cls=OpClass.DENY, why=strided_views.WHY)
             elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.dtype):

@@ -31,6 +31,7 @@ from amp_graph.passes.torch_compat.dynamo_patches import (
     leave_out_guard_of_hooks,
     leave_out_guard_timing,
     let_masks_broadcast,
+    mark_gradient_hooks,
     record_reads_of_dtype,
     see_loops_to_their_end,
 )
@@ -247,6 +248,7 @@ def capture_with_dynamo(
     """
     keep_guard_of_missing_gpu()
     record_reads_of_dtype()
+    mark_gradient_hooks()
     capture_some_otherwise()
     leave_out_guard_timing()
     keep_why_a_raise_is_not_captured()

@@ -18,6 +18,7 @@ from amp_graph.passes.torch_compat.capture_substitutes import batch_norm_of_aver
 from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
 
 DTYPE_READ = "amp_dtype_read"  # meta key of a node: the captured code read the dtype of its value
+GRADIENT_HOOK = "amp_gradient_hook"  # meta key of a node: Dynamo's own custom function, for a hook of a tensor
 
 
 def record_reads_of_dtype() -> None:
@@ -40,6 +41,33 @@ def record_reads_of_dtype() -> None:
 def reads_of_dtype(node: torch.fx.Node) -> bool:
     """Say whether the captured code read the dtype of the value of ``node``."""
     return DTYPE_READ in node.meta
+
+
+def mark_gradient_hooks() -> None:
+    """Let Dynamo mark the functions that it writes for hooks of computed tensors; 2.11 and 2.12. No other effect.
+
+    Their forward returns its operand. 2.13 and later have an operator of their own in place of such a function.
+    """
+    traced: Any = torch._dynamo.variables.TensorVariable
+    plain = getattr(traced, "_method_register_hook", None)
+    if plain is None or hasattr(plain, GRADIENT_HOOK):
+        return
+
+    def _method_register_hook(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        before = self.as_proxy().node
+        handle, node = plain(self, tx, *args, **kwargs), self.as_proxy().node
+        if node is not before:  # the tensor is the function's result from now on
+            for made in (node, *node.all_input_nodes):
+                made.meta[GRADIENT_HOOK] = True
+        return handle
+
+    setattr(_method_register_hook, GRADIENT_HOOK, True)
+    traced._method_register_hook = _method_register_hook
+
+
+def is_gradient_hook(node: torch.fx.Node) -> bool:
+    """Say whether ``node`` is a function that Dynamo wrote for a hook of the user's."""
+    return GRADIENT_HOOK in node.meta
 
 
 class _Capturing(threading.local):

@@ -5,10 +5,13 @@ Each states the versions of torch that it was checked on.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.nn.modules import module as modules
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 
 
@@ -53,3 +56,24 @@ def is_exported(gm: GraphModule) -> bool:
     2.11 to 2.13: torch.export sets this for every graph that it makes.
     """
     return "inline_constraints" in gm.meta
+
+
+@contextlib.contextmanager
+def registration_hooks_as_before() -> Iterator[None]:
+    """Remove torch's own hooks of all modules' registrations that an inner call adds.
+
+    torch.export on 2.11 and 2.12 leaves one behind if it fails: from then on Dynamo breaks the graph of every forward
+    that assigns to a buffer. torch/nn/modules/module.py, 2.11 - 2.13.
+    """
+    every = [getattr(modules, f"_global_{kind}_registration_hooks", {}) for kind in ("buffer", "module", "parameter")]
+    before = [set(hooks) for hooks in every]
+    try:
+        yield
+    finally:
+        for hooks, known in zip(every, before, strict=True):
+            for added in [key for key, hook in hooks.items() if key not in known and _is_of_torch(hook)]:
+                del hooks[added]
+
+
+def _is_of_torch(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("torch.")

@@ -13,6 +13,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import module_attributes
+from amp_graph.passes.torch_compat.versions import torch_version
 from tests.capture.test_failing_conversions import state_of
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -147,9 +148,10 @@ def test_properties_and_getattr_are_not_asked(kind, policy):
     model = nn.Sequential(kind(), nn.Linear(16, 4))
     exact = model(X)
     amp_graph.convert(model, policy)
-    with contextlib.nullcontext() if kind is Hidden else pytest.warns(AmpGraphWarning, match="nothing was captured"):
-        assert error(model(X), exact) < 2e-2  # Dynamo does ask, gives it up, and the call runs under autocast
-    assert conversion_of(model).runs == (kind is Hidden)
+    captured = kind is Hidden or torch_version() >= (2, 14)  # up to 2.13 Dynamo asks, and gives the frame up
+    with contextlib.nullcontext() if captured else pytest.warns(AmpGraphWarning, match="nothing was captured"):
+        assert error(model(X), exact) < 2e-2  # under autocast if not captured
+    assert conversion_of(model).runs == captured
 
 
 @pytest.mark.parametrize("weight", ["none", "deleted"])

@@ -305,6 +305,17 @@ def test_demo_without_its_extras_names_the_fix(amp, monkeypatch):
     assert "pip install 'amp-graph[demo]'" in err
 
 
+def test_a_module_of_ours_that_is_missing_is_no_extra(amp, monkeypatch):
+    def missing(words):
+        raise ModuleNotFoundError("No module named 'amp_graph.nothing'", name="amp_graph.nothing")
+
+    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=missing))
+    status, _, err = amp("demo")
+    assert status == 1
+    assert "No module named 'amp_graph.nothing'" in err
+    assert "pip install" not in err
+
+
 def test_help_and_version_return_zero(amp):
     assert amp("--version")[1].startswith("amp-graph ")
     for words in ([], ["dump"], ["explain"], ["lists"]):

@@ -1,6 +1,8 @@
 """Every model of the corpus converts and trains under every policy, with the graph contract verified."""
 
 import functools
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.corpus import CASES, make
 
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
 LOSS_SCALE = 1024.0
+OLDER = find_spec("transformers") is not None and tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 # Operations on floats that no list names, by design.
 UNLISTED = {"transformers.grouped_mm_fallback"}  # a custom operator of that package
 
@@ -30,8 +33,10 @@ def with_gradient(name):
     return {n for n, p in model.named_parameters() if p.grad is not None}
 
 
-# Models of which a part runs as written, under autocast, and whose reports say so: a loop over experts that were hit.
-ESCAPES = {"mixtral_eager"}
+# Models of which a part runs as written, under autocast, and whose reports say so: a loop over experts that were hit;
+# before transformers 5.23 (5.20.2 is the last for Python 3.10) Whisper asks of each layer whether a random tensor is
+# less than `layerdrop`, which is 0.
+ESCAPES = {"mixtral_eager"} | ({"whisper"} if OLDER else set())
 
 
 @pytest.mark.sampled(8)

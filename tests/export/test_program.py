@@ -240,6 +240,25 @@ def test_what_cannot_be_exported_is_one_error():
         export(model, (torch.randn(2, 4),))
 
 
+def test_an_export_that_fails_leaves_no_hook_behind():
+    """torch 2.11 and 2.12 leave one, at which Dynamo breaks the graph of each forward that assigns to a buffer."""
+
+    class Assigns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x):
+            self.seen = x.detach()
+            return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.raises(CaptureError):
+        export(Assigns(), (torch.randn(3),))
+    kept = nn.modules.module
+    assert not kept._global_buffer_registration_hooks
+    assert not kept._global_module_registration_hooks
+
+
 def test_a_graph_with_a_function_of_the_users_is_refused_only_if_portable_is_asked_for():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

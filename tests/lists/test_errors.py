@@ -206,12 +206,19 @@ def test_check_op_exists():
             check_op_exists(name)
 
 
-def test_operators_of_libraries_that_are_not_imported_are_taken_from_the_built_in_lists_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(operators, "overloads_of", lambda op: () if "transformers" in op else overloads_of(op))
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("transformers.grouped_mm_fallback", "import the library that registers 'transformers' first"),
+        ("aten.cholesky", "unknown operator aten.choleskys"),
+    ],
+)
+def test_operators_that_this_process_lacks_are_taken_from_the_built_in_lists_only(tmp_path, monkeypatch, missing, told):
+    monkeypatch.setattr(operators, "overloads_of", lambda op: () if op.startswith(missing) else overloads_of(op))
     text = dump(load("default", dtype="bfloat16", device="cpu"))
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    assert "transformers.grouped_mm_fallback" in load(str(path), dtype="bfloat16", device="cpu").rules
-    path.write_text(text.replace("grouped_mm_fallback", "grouped_mm_fallbacks"))
-    with pytest.raises(ListError, match="import the library that registers 'transformers' first"):
+    assert missing in load(str(path), dtype="bfloat16", device="cpu").rules
+    path.write_text(text.replace(f'"{missing}"', f'"{missing}s"'))
+    with pytest.raises(ListError, match=told):
         load(str(path), dtype="bfloat16", device="cpu")

@@ -1,11 +1,13 @@
 """Mutation testing of the core, resumable: what was tested is kept in a session of cosmic-ray.
 
     python -m tests.mutants map                    # record which test runs which line (once; changed files again)
+    python -m tests.mutants coverage               # what of the core tests run, into benchmarks/results/coverage.md
     python -m tests.mutants run --count 200 --seed 0 [--only passes/casts ...] [--again]
     python -m tests.mutants table                  # score, survivors and reasons into benchmarks/results/mutants.md
 
 A session is a file of its own for each seed, count and choice of files, under --folder; ``cr-report`` and ``cr-html``
-of cosmic-ray read it. ``--again`` tests the survivors again, after tests were added.
+of cosmic-ray read it. ``--again`` tests survivors without a reason again, after tests were
+added.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from cosmic_ray.mutating import _make_diff
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
-from tests.mutants import table
+from tests.mutants import coverage_table, table
 from tests.mutants.child import ENOUGH, preload, run_tests
 from tests.mutants.choose import chosen
-from tests.mutants.coverage_map import Map, test_files
+from tests.mutants.coverage_map import Map, all_test_files, test_files
 from tests.mutants.population import ROOT, Mutant, controls, core, module_of, sample
 
 NO_SUCH_TEST = 4  # pytest's exit status
@@ -38,13 +40,15 @@ def main(argv: list[str]) -> int:
         return _record(options)
     if options.command == "run":
         return _run(options)
+    if options.command == "coverage":
+        return coverage_table.write(options.folder)
     return table.write(options.folder, options.seconds)
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__, formatter_class=as_written)
-    parser.add_argument("command", choices=["map", "run", "table"], nargs="?", default="run")
+    parser.add_argument("command", choices=["map", "coverage", "run", "table"], nargs="?", default="run")
     parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="where the map and sessions are kept")
     parser.add_argument("--only", nargs="*", default=[], help="folders or files of the core (run), of tests (map)")
     parser.add_argument("--count", type=int, default=200, help="mutants of the sample (default: 200)")
@@ -54,6 +58,11 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=45.0, help="of tests for a mutant, as they take without one")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; run again to go on")
+    parser.add_argument(
+        "--most", type=float, default=25.0, help="seconds of a test file (map): its later tests kill nothing"
+    )
+    parser.add_argument("--go-on", action="store_true", help="map the tests, too, that came after --most in their file")
+    parser.add_argument("--all", action="store_true", help="map also test files that mutants do not wait for")
     parser.add_argument("--again", action="store_true", help="test the survivors of the session again")
     return parser.parse_args(argv)
 
@@ -61,18 +70,21 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
 def _record(options: argparse.Namespace) -> int:
     preload()
     covered, ended = Map(options.folder), time.monotonic() + 60 * options.minutes
-    wanted = [f for f in test_files() if not options.only or f.startswith(tuple(options.only))]
-    missing = [f for f in wanted if not covered.is_recorded(f)]
+    files = all_test_files() if options.all else test_files()
+    wanted = [f for f in files if not options.only or f.startswith(tuple(options.only))]
+    missing = [f for f in wanted if not (covered.is_whole(f) if options.go_on else covered.is_recorded(f))]
     if options.only:
         missing.sort(key=lambda f: next(n for n, o in enumerate(options.only) if f.startswith(o)))
-    for done, file in enumerate(missing, 1):
+    groups = dict[str, list[str]]()
+    for file in missing:
+        groups.setdefault(str(Path(file).parent), []).append(file)
+    done = 0
+    for group in groups.values():
         if time.monotonic() > ended:
             break
-        started = time.monotonic()
-        status = covered.record(file)
-        notes = covered.notes(file)
-        print(f"{done}/{len(missing)} {file}: {len(notes['times'])} tests, {len(notes['failed'])} not passed, "
-              f"status {status}, {time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
+        for told in covered.record(group, options.most):
+            done += 1
+            print(f"{done}/{len(missing)} {told}", flush=True)
     return 0
 
 
@@ -89,10 +101,19 @@ def _run(options: argparse.Namespace) -> int:
     with use_db(session(options)) as database:
         wanted = _opened(database, options)
         results = dict(database.results)
-        pending = [m for m in wanted if m.job not in results or (options.again and not results[m.job].is_killed)]
+        pending = [m for m in wanted if m.job not in results]
+        if options.again:
+            known = table.reasons()
+            pending = [m for m in wanted if m.job in results and _is_open(table.Tested(m, results[m.job]), known)]
         _test(database, pending, options)
         print(f"{session(options)}: {score(database)}")
     return 0
+
+
+def _is_open(tested: table.Tested, known: dict) -> bool:
+    """Say whether a mutant survived, for no reason that is written down."""
+    is_alive = not (tested.result.is_killed or tested.mutant.is_control)
+    return is_alive and (tested.mutant.file, *tested.change) not in known
 
 
 def _opened(database: WorkDB, options: argparse.Namespace) -> list[Mutant]:

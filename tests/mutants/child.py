@@ -37,6 +37,8 @@ WHOLE_SECONDS = 900.0  # beside the limits of all tests: of a mutant that waits 
 def preload() -> None:
     """Import what is shared by all forks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or every fork compiles all modules and tests again
+    sys.dont_write_bytecode = False
     for name in PRELOADED:
         importlib.import_module(name)
     ours = [name for name in sys.modules if name.split(".")[0] == "amp_graph"]
@@ -99,8 +101,7 @@ def run_tests(tests: list[str], usual: Mapping[str, float], cache: Path, mutant:
             os.environ["TMPDIR"] = str(at)
             tempfile.tempdir = None
             os.environ[hook.VARIABLE] = str(at / "mutant.json")
-            site = str(Path(hook.__file__).parent / "site")
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+            os.environ["PYTHONPATH"] = python_path()
             hook.install()
             return pytest_main(["-x", *tests], [Watch(usual, at / "failed", time.process_time() + most)])
 
@@ -110,12 +111,30 @@ def run_tests(tests: list[str], usual: Mapping[str, float], cache: Path, mutant:
         return Ended(status, failed, (at / "output").read_text(errors="replace")[-3000:])
 
 
+def python_path() -> str:
+    """Return PYTHONPATH with which Python processes that tests start are prepared as this one is."""
+    site = str(Path(hook.__file__).parent / "site")
+    return os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
+
+
+def spent() -> float:
+    """Return the seconds of processor time of this process and of those that it started and waited for."""
+    return sum(os.times()[:4])
+
+
 def pytest_main(arguments: list[str], plugins: list[object]) -> int:
     """Run pytest in this process."""
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # of plugins that are imported already, pytest warns
-    options = ["-p", "no:cacheprovider", "-m", "not slow and not integration and not browser", "--tb=short"]
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not integration and not browser",
+        "--tb=short",
+        "--show-capture=stderr",
+    ]
     return int(pytest.main([*options, *arguments], plugins=plugins))
 
 

@@ -7,6 +7,7 @@ tests/passes/casts/.
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import PurePosixPath
 
 from tests.mutants.coverage_map import Map, test_files
@@ -31,8 +32,9 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
     if _is_in_a_function(mutant):
         for line in range(mutant.start[0], mutant.end[0] + 1):
             tests |= lines.get(line, set())
-    else:  # run by the import, in whichever test that was: any test of the file may see it
-        tests = lines[0]
+    else:  # run by the import, in whichever test that was: any test of the file may see it, or reads a constant of it
+        naming = tuple(f"{f}::" for f in _naming(mutant.file))
+        tests = lines[0] | {t for t in times if t.startswith(naming)}
     file, folder = mirrored(mutant.file)
 
     def rank(test: str) -> tuple[int, float, str]:
@@ -56,8 +58,15 @@ def chosen(mutant: Mutant, covered: Map, seconds: float) -> list[str]:
 
 def _of_the_folder(source: str, folder: str) -> list[str]:
     """Return the test files that name the source's module, and then those of the folder that mirrors its own."""
-    naming = [f for f in test_files() if module_of(source) in (ROOT / f).read_text()]
-    return list(dict.fromkeys([*naming, *(f for f in test_files() if str(PurePosixPath(f).parent) == folder)]))
+    of_folder = (f for f in test_files() if str(PurePosixPath(f).parent) == folder)
+    return list(dict.fromkeys([*_naming(source), *of_folder]))
+
+
+def _naming(source: str) -> list[str]:
+    """Return the test files that name the source's module, or are its mirror."""
+    package, _, name = module_of(source).rpartition(".")
+    imported = re.compile(rf"\b{re.escape(package)}\.{name}\b|from {re.escape(package)} import .*\b{name}\b")
+    return [f for f in test_files() if f == mirrored(source)[0] or imported.search((ROOT / f).read_text())]
 
 
 def _is_in_a_function(mutant: Mutant) -> bool:

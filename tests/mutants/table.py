@@ -18,7 +18,7 @@ from tests.versions.known import tomllib
 
 WRITTEN = ROOT / "benchmarks" / "results" / "mutants.md"
 REASONS = Path(__file__).parent / "reasons.toml"
-KINDS = ("equivalent", "message", "performance", "unreachable", "open")
+KINDS = ("equivalent", "message", "performance", "unreachable", "elsewhere", "open")
 AGAIN = "survived at first; "  # how the output of a mutant begins that only tests added since kill
 HEAD = """# Mutation testing of the core
 

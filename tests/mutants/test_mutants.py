@@ -67,7 +67,6 @@ def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(populati
 
 
 def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(population, tmp_path, monkeypatch):
-    pytest.importorskip("coverage", reason="pip install 'amp-graph[mutation]'")
     from tests.mutants import choose
 
     monkeypatch.setattr(choose, "ROOT", tmp_path)
@@ -115,3 +114,69 @@ def test_the_interval_is_wilsons(population):
     assert (low, high) == pytest.approx((0.7672, 0.9069), abs=1e-4)
     assert interval(0, 0) == (0.0, 1.0)
     assert interval(20, 20)[1] == pytest.approx(1.0)
+
+
+class Ran:
+    """A map in which some statements of a file are run."""
+
+    def __init__(self, source, marks):
+        self.source, self.marks = source, marks
+
+    def ran(self, file):
+        from tests.mutants import lines
+
+        return lines.lines_of(self.source), self.marks
+
+
+def test_what_only_type_checkers_read_is_no_missing_statement(population, tmp_path, monkeypatch):
+    from tests.mutants import coverage_table
+
+    source = "import typing\nif typing.TYPE_CHECKING:\n    import os\n\n"
+    source += "def f(x):\n    ...\n\ndef g(x):\n    y = 1\n    return y\n"
+    (tmp_path / "one.py").write_text(source)
+    monkeypatch.setattr(coverage_table, "ROOT", tmp_path)
+    found = coverage_table.covered("one.py", Ran(source, bytes([1, 1, 0, 1, 0, 1, 0, 0])))
+    assert found == coverage_table.Covered("one.py", 6, (9, 10))
+    assert found.share == pytest.approx(66.67, abs=0.01)
+    assert coverage_table.ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"
+
+
+def test_the_tests_of_a_file_that_came_after_the_limit_are_mapped_when_it_is_gone_on_with(population, tmp_path):
+    from tests.mutants.coverage_map import BETWEEN, Recorder
+
+    class Item:
+        session = type(
+            "Session", (), {"_setupstate": type("State", (), {"teardown_exact": staticmethod(lambda item: None)})()}
+        )
+
+        def __init__(self, nodeid):
+            self.nodeid = nodeid
+
+    def ran(names, runnable, known, most):
+        written, marks = {}, bytearray(4)
+        recorder = Recorder(marks, known, written.__setitem__, most)
+        for number, name in enumerate(names):
+            if recorder.pytest_runtest_protocol(Item(name), None) is None:
+                assert name in runnable
+                marks[3] = 1  # of a fixture, or an import
+                recorder.pytest_runtest_logstart(name)
+                marks[number] = 1
+                recorder.pytest_runtest_logfinish(name)
+                recorder.file_started -= 10.0  # as if it had taken as long
+        recorder.pytest_sessionfinish()
+        return {file: {**of, "marks": unpacked(of["marks"])} for file, of in written.items()}
+
+    def unpacked(marks):
+        from tests.mutants.coverage_map import _unpacked
+
+        return {test: _unpacked(packed) for test, packed in marks.items()}
+
+    names = ["a::x", "a::y", "b::z"]
+    first = ran(names, {"a::x", "b::z"}, {}, most=5.0)
+    assert first["a"]["cut"] == 1
+    assert first["a"]["marks"] == {"a::x": b"\1\0\0\0", BETWEEN: b"\0\0\0\1"}
+    assert first["b"]["cut"] == 0
+    then = ran(names[:2], {"a::y"}, first, most=5.0)
+    assert then["a"]["cut"] == 0
+    assert then["a"]["marks"] == {"a::x": b"\1\0\0\0", "a::y": b"\0\1\0\0", BETWEEN: b"\0\0\0\1"}
+    assert then["a"]["times"].keys() == {"a::x", "a::y"}

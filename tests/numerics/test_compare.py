@@ -163,3 +163,38 @@ def test_what_is_wrong_is_said():
 def test_control_without_the_local_error_another_operation_is_first(monkeypatch):
     monkeypatch.setattr(Against, "local", lambda self, node, result, exact: None)
     assert compared("MLP", "coarse", "bf16").operations[0].introduced == 0.0
+
+
+class WritesBeforeABreak(nn.Module):
+    """A graph that writes to what the next one reads."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.writes, self.first, self.last = writes, nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.ones(6))
+
+    def forward(self, x):
+        self.writes(self, x)
+        torch._dynamo.graph_break()
+        h = self.first(x * self.seen)
+        torch._dynamo.graph_break()
+        h[:, :3].mul_(1.7)
+        torch._dynamo.graph_break()
+        return self.last(torch.tanh(h))
+
+
+def written_weight(model, x):
+    with torch.no_grad():
+        model.first.weight.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "writes", [written_weight, lambda model, x: model.seen.mul_(0.7), lambda model, x: x[1:].mul_(1.5)]
+)
+def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
+    """fp64 would otherwise read what the caller's tensors were before, and tell of an error of 10 %."""
+    torch.manual_seed(0)
+    model = WritesBeforeABreak(writes)
+    found = amp_graph.compare(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
+    assert max(max(one.fp32, one.gradient_fp32 or 0.0) for one in found.operations) < 1e-5
+    assert {one.key for one in found.operations} >= {"first:linear", "last:linear"}

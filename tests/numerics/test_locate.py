@@ -1,6 +1,7 @@
 """The overflow locator names the planted line, in forward and in backward, and says when there is nothing to name."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -138,6 +139,20 @@ def test_an_input_that_is_not_finite_is_named(value):
     x[1, 2] = value
     found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
     assert (found.kind, found.given) == ("given", "input batch[0]")
+
+
+def test_a_buffer_that_is_not_finite_is_named_and_parameters_that_changed_are_noted():
+    model, (x, y) = made("mlp", "")
+    model.register_buffer("shift", torch.zeros(x.shape[-1]))
+    plain = model.forward
+    model.forward = lambda x: plain(x + model.shift)
+    model.shift[1] = math.inf
+    found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
+    assert found.given == "buffer shift"
+    assert found.exact
+    assert "note" not in found.text()
+    again = dataclasses.replace(found, exact=False)
+    assert "  note      parameters had changed since the step when it was run again" in again.text().splitlines()
 
 
 def test_a_target_and_a_parameter_that_are_not_finite_are_named():

@@ -178,6 +178,19 @@ def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction
     assert not model._forward_pre_hooks
 
 
+def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
+    model, (x, y) = made("mlp", "")
+    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
+    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    for number in range(9):
+        scaler.scale(cross_entropy(model(x * float("inf") if number == 1 else x), y)).backward()
+    scaler.step(optimizer)
+    with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
+        scaler.update()
+    (found,) = locator.results
+    assert found.given.startswith("input batch"), found.text()
+
+
 def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
     model, (x, _) = made("mlp", "")
     model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler()

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import CaptureError
+from amp_graph.report.report_notes import notes_of_scale
 from amp_graph.scaling.scale_records import ScaleRecords
 from tests.numerics.overflows import made
 
@@ -28,13 +29,17 @@ def trained(steps, bad=(), **options):
 
 
 def test_each_step_has_the_scale_that_its_loss_was_multiplied_by():
-    step = trained(8, bad=(2, 3))
+    step = trained(8, bad=(2, 3, 7))
     rows = amp_graph.scale_history(step).rows
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert [row["skipped"] for row in rows] == [i in (2, 3) for i in range(1, 9)]
-    assert [row["scale"] for row in rows] == [256, 256, 128, 64, 64, 64, 128, 128]
+    assert [row["skipped"] for row in rows] == [i in (2, 3, 7) for i in range(1, 9)]
+    assert [row["scale"] for row in rows] == [256, 256, 128, 64, 64, 64, 128, 64]
     assert {row["cause"] for row in rows} == {"", "a gradient was infinite or NaN"}
-    assert amp_graph.metrics(step)["skipped_of_last_100"] == 2
+    assert amp_graph.metrics(step)["skipped_of_last_100"] == 3
+    assert list(notes_of_scale(step)) == [
+        "loss scale: 64 now, 3 steps skipped",
+        "loss scale: the last step skipped is step 7 at 128: a gradient was infinite or NaN",
+    ]
 
 
 def test_a_scaler_and_an_optimizer_have_a_history_too():

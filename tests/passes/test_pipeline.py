@@ -155,6 +155,17 @@ def test_a_row_agrees_with_its_pass(row):
     assert row.phases
 
 
+def test_what_a_graph_cannot_do_without_is_required_and_nothing_else():
+    """A pass that is not required is left out of a graph in which it fails."""
+    required = {row.name for row in EVERY if row.cls.required}
+    assert required == {
+        "add-gradients", "add-update-targets", "average-over-ranks", "check-finite-and-unscale", "check-portable",
+        "clip-gradients", "emulate-cuda", "fp32-norm-gradients", "identify-ops", "insert-casts", "lay-out-gradients",
+        "plan-precision", "return-outputs", "scale-loss", "uniform-operands", "upcast-gradients", "update-in-one-pass",
+        "update-loss-scale", "update-parameters", "use-portable-ops", "write-low-copies", "zero-sums",
+    }  # fmt: skip
+
+
 def test_the_backend_is_what_stands_in_its_room():
     assert all(row.backend == (row.stage is Stage.BACKEND) for row in EVERY)
     in_rooms = [row for row in EVERY if row.cls.__module__.count(".") > 2]
@@ -214,6 +225,8 @@ def test_two_rows_and_unknown_names_are_errors():
         checked((*TABLE, row(stage=Stage.CASTS, after=("fuse-glu",))))
     with pytest.raises(PassError, match="names 'attn'"):
         placed(row(joins=("attn",)), TABLE)
+    with pytest.raises(PassError, match=r"(?s)'fuse-glu', which is no pass.*did you mean 'fuse-gelu'"):
+        placed(row(after=("fuse-glu",)), TABLE)
 
 
 def test_a_new_row_is_placed_where_it_may_stand():

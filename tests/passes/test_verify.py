@@ -156,6 +156,30 @@ def test_metadata_with_a_wrong_shape(graph):
     broken(graph, before, "its metadata says")
 
 
+@pytest.fixture
+def sized():
+    """A graph of any number of rows, and the node that it returns."""
+    gm = make_fx(lambda x: x.relu().exp(), tracing_mode="symbolic")(torch.randn(7, 4))
+    return gm, next(n for n in gm.graph.nodes if n.target is torch.ops.aten.exp.default)
+
+
+def test_a_size_that_the_capture_fixed_later_is_still_what_metadata_say(sized):
+    """As Dynamo does for ``x.relu() + torch.ones(7, 1)``."""
+    gm, node = sized
+    before = Contract.of(gm)
+    assert value(node).shape[0] == 7  # adds the guard
+    assert type(value(node).shape[0]) is torch.SymInt
+    verify(gm, before)
+
+
+def test_a_number_in_place_of_any_size(sized):
+    gm, node = sized
+    before = Contract.of(gm)
+    with value(node).fake_mode:
+        set_value(node, torch.empty(7, value(node).shape[1]))
+    broken(gm, before, "its metadata says")
+
+
 def test_metadata_that_is_missing(graph):
     before = Contract.of(graph)
     del find(graph, "matmul").meta["val"]

@@ -1,8 +1,10 @@
 """The picture of a report: a box for each module, and no node that only hands a value on."""
 
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree
+from collections import Counter
 
 import pytest
 import torch
@@ -48,6 +50,18 @@ def test_each_module_is_a_cluster_inside_its_parents(told):
     assert "getitem" not in text
     casts = [cast for cast in told.graphs[0].casts if cast.of == "activation"]
     assert text.count("shape=ellipse") == len({cast.name for cast in casts})
+
+
+def test_edges_join_all_that_is_shown_along_what_is_left_out(told):
+    lines = [line.strip() for line in cluster_lines(told)]
+    edges = [tuple(re.findall(r'"0:(\w+)"', line)) for line in lines if " -> " in line]
+    shown = {line.partition('"0:')[2].partition('"')[0]: line for line in lines if " [label=" in line}
+    assert {name for edge in edges for name in edge} == shown.keys()
+    into = Counter(target for _, target in edges)
+    assert sorted(into[name] for name, line in shown.items() if '"add' in line) == [2, 2]  # beside and through a layer
+    assert all(count == 1 for name, count in into.items() if '"add' not in shown[name])
+    (result,) = [name for name, line in shown.items() if '"output"' in line]
+    assert result not in {source for source, _ in edges}
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="dot is missing: apt-get install graphviz")

@@ -14,7 +14,12 @@ BAD = {
     "a package without main": (["-m", "xml"], "it is a package without a __main__ module"),
     "an unknown policy": (["--policy", "bf17", "started.py"], "bf17"),
     "fp16-O2": (["--policy", "fp16-O2", "started.py"], "legal: level O1"),
-    "O2": (["--policy", "bf16-O2", "started.py"], "legal: level O1"),
+    "O2": (["--policy", "bf16-O2", "started.py"], "in fp32 before its first step\n  legal: level O1, which keeps"),
+    "O3, with other words": (
+        ["--policy", "bf16-O3,accuracy=fast", "started.py"],
+        "  fix:   amp-graph run --policy 'bf16-O1,accuracy=fast' train.py; or, for O3, "
+        "amp_graph.convert(model, 'bf16-O3,accuracy=fast') in the script, before it makes the optimizer",
+    ),
     "a list that is not there": (["--policy", "bf16,lists=none.toml", "started.py"], "none.toml"),
     "no directory": (["--report", "none/report.html", "started.py"], "there is no directory"),
     "a directory as report": (["--report", ".", "started.py"], "it is a directory"),

@@ -15,7 +15,8 @@ def test_the_script_and_the_command_of_the_page_run(tmp_path):
     (tmp_path / "train.py").write_text(script)
     status, out, errors = run(tmp_path, *shown[0].split())
     assert status == 0
-    assert out + errors == shown[1]
+    told = re.sub(r"(?m)^ *note: torch \S+ is newer than .*\n", "", out + errors)  # of this machine's torch
+    assert told == shown[1]
 
 
 def test_the_page_names_every_option():

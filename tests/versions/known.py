@@ -51,7 +51,7 @@ class Compared:
 def differences(table: Path = TABLE) -> list[Difference]:
     """Read the table."""
     rows = tomllib.loads(table.read_text()).get("difference", [])
-    return [Difference(tuple(row["tests"]), row["torch"], row["cause"]) for row in rows]
+    return [Difference(tuple(row["tests"]), torch, row["cause"]) for row in rows for torch in row["torch"]]
 
 
 def compared(failed: Iterable[str], torch: str, rows: Iterable[Difference]) -> Compared:

@@ -71,6 +71,12 @@ def test_rows_of_the_table_name_tests_that_exist():
             assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
 
 
+def test_a_row_names_each_version_in_which_its_tests_fail(tmp_path):
+    (tmp_path / "known.toml").write_text('[[difference]]\ntests = ["a"]\ntorch = ["2.11", "2.12"]\ncause = "x"\n')
+    assert [row.torch for row in differences(tmp_path / "known.toml")] == ["2.11", "2.12"]
+    assert all(re.fullmatch(r"2\.\d+", row.torch) for row in differences())
+
+
 def test_a_row_without_a_cause_is_refused():
     with pytest.raises(ValueError, match="needs tests and a cause"):
         Difference(("tests/a.py::test_one",), "2.11", " ")

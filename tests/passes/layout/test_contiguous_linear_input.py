@@ -39,7 +39,15 @@ FLATTENED = {
     "four dimensions": lambda s, x: F.linear(x.view(2, 3, 5, 8).transpose(1, 2), s.w, s.b),
     "a part": lambda s, x: F.linear(x.transpose(0, 1)[:, 1:4], s.w),
 }
+
+
+def _in_a_region(s, x):
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.transpose(0, 1), s.w, s.b)
+
+
 KEPT = {
+    "in the user's region": _in_a_region,
     "in rows": lambda s, x: F.linear(x, s.w, s.b),
     "every second row": lambda s, x: F.linear(x[:, ::2][:, :1], s.w, s.b),
     "the last token": lambda s, x: F.linear(x[:, -1:], s.w, s.b),

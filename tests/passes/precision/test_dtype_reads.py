@@ -129,6 +129,32 @@ class Twice(Pair):
         return self.second(Multiplies.apply(self.first(x), self.first.weight))
 
 
+class Hooked(Pair):
+    """torch 2.11 and 2.12 write a custom function for the hook."""
+
+    def forward(self, x):
+        h = self.first(x)
+        h.register_hook(lambda grad: grad / 2)
+        return self.second(h)
+
+
+class HookedTwice(Hooked):
+    def forward(self, x):
+        h = self.first(x)
+        for factor in (2, 3):
+            h.register_hook(lambda grad, factor=factor: grad * factor)
+        return self.second(torch.relu(h) + h)
+
+
+class HookedFunction(Hooked):
+    """A function of the user's whose result has a hook."""
+
+    def forward(self, x):
+        h = Rounds.apply(self.first(x))
+        h.register_hook(lambda grad: grad / 2)
+        return self.second(h)
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -138,7 +164,8 @@ class Scaled(nn.Module):
         return self.part(x) * 2
 
 
-ASKS, ASKS_NOT = [Converts, Makes, Quantized, Exponential], [ReadsInputs, OnlyConverts, NamesADtype, Twice]
+ASKS = [Converts, Makes, Quantized, Exponential]
+ASKS_NOT = [ReadsInputs, OnlyConverts, NamesADtype, Twice, Hooked, HookedTwice]
 
 
 def made(kind, policy=None, **options):
@@ -205,6 +232,12 @@ def test_other_code_is_captured_in_fp32_and_once(kind):
     model(X)
     assert not asks(model)
     assert len(amp_graph.report(model).graphs) == 1
+
+
+def test_a_function_is_seen_whose_result_has_a_hook():
+    model = made(HookedFunction, "bf16")
+    model(X)
+    assert asks(model)
 
 
 def test_the_dtype_that_is_read_is_the_one_of_the_plan():

@@ -1,0 +1,237 @@
+"""Count the casts that ``torch.autocast`` makes when it runs a graph as captured, in forward.
+
+Before: ``h = linear(x, w); return linear(h, w)``. After: ``CastsUnderAutocast(activations=1, weights=1)``: of ``x``,
+and of ``w`` once, as autocast keeps the casts of weights until its region ends.
+
+It is no model of autocast: the graph runs under the real one, on fake tensors, and a dispatch mode counts the
+conversions below it, as one would count those of an eager call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2.13
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from amp_graph.passes.graph.fake_values import captured
+from amp_graph.passes.graph.graph_snapshot import copied_graph
+from amp_graph.passes.graph.meta_keys import GIVEN, INPUT
+from amp_graph.passes.torch_compat.fake import (
+    DEPENDS_ON_DATA,
+    FakeTensorMode,
+    concrete_size,
+    outside_modes,
+    tracing,
+)
+from amp_graph.passes.torch_compat.storage import storage_key
+
+BY_COPY = torch.ops.aten.copy_.default  # of another dtype
+CONVERSIONS = frozenset((torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, BY_COPY))
+DATA = "its sizes depend on data"
+NOT_STRIDED = "it has inputs that are sparse, nested or of a tensor subclass"
+
+
+@dataclass(frozen=True)
+class CastsUnderAutocast:
+    """Conversions between floating-point dtypes in one forward; ``why_not``: why they could not be counted.
+
+    ``weights``: those of parameters and buffers, each once a call, or of what was made of one by a cast or a view.
+    Conversions that the code as captured makes itself are among them.
+    """
+
+    activations: int = 0
+    weights: int = 0
+    why_not: str = ""
+
+    @property
+    def all(self) -> int:
+        """All casts of a call."""
+        return self.activations + self.weights
+
+
+@dataclass
+class Written:
+    """A graph as captured, to be run again: its nodes without metadata, what they read by name, and its inputs.
+
+    ``found``: the casts in it, once they were counted.
+    """
+
+    graph: Graph
+    held: dict[str, Any]
+    inputs: tuple[tuple[str, Any], ...]
+    found: CastsUnderAutocast | None = None
+
+    @staticmethod
+    def of(gm: GraphModule) -> Written:
+        """Copy what is left of ``gm`` only until passes rewrite it; tensors are shared."""
+        inputs = tuple(_input(node) for node in gm.graph.nodes if node.op == "placeholder")
+        graph = copied_graph(gm)
+        graph.owning_module = None
+        for node in graph.nodes:
+            node.meta = {}
+        names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+        return Written(graph, {name: _copied(_read(gm, name)) for name in names}, inputs)
+
+
+def _input(node: Node) -> tuple[str, Any]:
+    """Return the name of an input and its value: behind a graph break, the one that autocast gives it."""
+    return str(node.meta.get(INPUT, node.target)), node.meta.get(GIVEN, captured(node))
+
+
+def _read(gm: GraphModule, name: str) -> Any:
+    found: Any = gm
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _copied(found: Any) -> Any:
+    """Return a copy of an inner graph, which is rewritten in place as well."""
+    if not isinstance(found, GraphModule):
+        return found
+    inner = {name: part for name, part in found.named_children() if isinstance(part, GraphModule)}
+    copied = GraphModule(found, copied_graph(found))
+    for name, part in inner.items():
+        if hasattr(copied, name):
+            setattr(copied, name, _copied(part))
+    return copied
+
+
+def casts_under_autocast(
+    written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
+) -> CastsUnderAutocast:
+    """Count the casts of one call of ``written``; ``is_weight`` is asked for the name and value of what it reads.
+
+    Draws no random numbers, and changes nothing that is there. A graph is counted once.
+    """
+    if written.found is None:
+        written.found = _found(written, device, dtype, grad, is_weight)
+    return written.found
+
+
+def _found(
+    written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
+) -> CastsUnderAutocast:
+    try:
+        with warnings.catch_warnings(), tracing(None), outside_modes(), torch.inference_mode(False):
+            warnings.simplefilter("ignore")
+            return _counted(written, device, dtype, grad, is_weight)
+    except DEPENDS_ON_DATA:
+        return CastsUnderAutocast(why_not=DATA)
+    except Exception as error:  # whatever an operation raises, in other dtypes than as captured
+        first = str(error).partition("\n")[0]
+        return CastsUnderAutocast(why_not=f"under torch.autocast it fails: {type(error).__name__}: {first}")
+
+
+def _counted(
+    written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
+) -> CastsUnderAutocast:
+    made = _Inputs(FakeTensorMode(allow_non_fake_inputs=True))
+    given = [made.of(value) for _, value in written.inputs]
+    held = {name: made.of(value) for name, value in written.held.items()}
+    read = zip((*written.inputs, *written.held.items()), (*given, *held.values()), strict=True)
+    counter = _Counter(fake for (name, value), fake in read if is_weight(name, value))
+    with torch.random.fork_rng(devices=()), made.mode, torch.set_grad_enabled(grad), counter:
+        with _Run(written, held) as run, torch.autocast(device, dtype):
+            run.run(*given)
+    return CastsUnderAutocast(counter.activations, counter.weights)
+
+
+class _Inputs:
+    """Makes the inputs of a run: fake tensors of a mode of its own, with numbers for symbolic sizes."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode, self._made = mode, dict[int, Any]()
+
+    def of(self, value: Any) -> Any:
+        """Return ``value`` with its tensors made anew, one for each."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._made:
+                self._made[id(value)] = self._tensor(value)
+            return self._made[id(value)]
+        if isinstance(value, torch.SymInt):
+            return concrete_size(value)
+        if isinstance(value, torch.SymFloat):
+            return 1.0
+        if isinstance(value, torch.SymBool):
+            return True
+        if isinstance(value, (tuple, list, dict)):
+            return tree_map_only((torch.Tensor, torch.SymInt), self.of, value)
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout is not torch.strided:
+            raise NotImplementedError(NOT_STRIDED)
+        shape, stride = [[concrete_size(n) for n in numbers] for numbers in (value.shape, value.stride())]
+        with self.mode, torch.enable_grad():
+            made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            made.requires_grad_(value.requires_grad)
+            return made if value.is_leaf or not value.requires_grad else made.clone()  # autocast keeps casts of leaves
+
+
+class _Run(Interpreter):
+    """Runs a graph from what ``Written`` kept, and leaves the autocast regions that it entered, if it raises."""
+
+    def __init__(self, written: Written, held: dict[str, Any]) -> None:
+        super().__init__(torch.nn.Module(), graph=written.graph)
+        self.held, self.entered = held, list[Any]()
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for region in reversed(self.entered):
+            _exit_autocast(region)
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
+        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*args))
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+        return self.env[node]
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the graph held under that name."""
+        return self.held[target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and track open autocast regions."""
+        result = super().call_function(target, args, kwargs)
+        if target is _enter_autocast:
+            self.entered.append(result)
+        elif target is _exit_autocast:
+            self.entered.remove(args[0])
+        return result
+
+
+class _Counter(TorchDispatchMode):
+    """Counts conversions between floating-point dtypes, below autocast and autograd."""
+
+    def __init__(self, weights: Iterable[Any]) -> None:
+        super().__init__()
+        self.activations = self.weights = 0
+        # Storages of weights and of their casts, by identity; the tensors are held so that no identity is used again.
+        self._of_weights = {storage_key(w): w for w in weights if isinstance(w, torch.Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operator, and count it if it is a conversion."""
+        result = func(*args, **(kwargs or {}))
+        if func in CONVERSIONS:
+            source, target = (args[1], args[0]) if func is BY_COPY else (args[0], result)
+            if source.dtype != target.dtype and source.is_floating_point() and target.is_floating_point():
+                self._count(source, target)
+        return result
+
+    def _count(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if storage_key(source) in self._of_weights:
+            self.weights += 1
+            self._of_weights[storage_key(target)] = target
+        else:
+            self.activations += 1

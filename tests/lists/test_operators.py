@@ -1,0 +1,19 @@
+"""What is told of operators that do not exist."""
+
+import pytest
+import torch
+
+from amp_graph.lists.errors import ListError
+from amp_graph.lists.operators import check_op_exists
+
+
+def test_an_overload_that_does_not_exist_is_told_the_first_that_does():
+    with pytest.raises(ListError, match=r'op = "aten.gelu.(default|out)"'):
+        check_op_exists("aten.gelu.x")
+    library = torch.library.Library("amp_single", "DEF")
+    library.define("only(Tensor x) -> Tensor")  # no other overload
+    assert len(check_op_exists("amp_single.only")) == 1
+    with pytest.raises(
+        ListError, match=r'no such overload(?s:.*)legal: *amp_single.only.default(?s:.*)op = "amp_single.o'
+    ):
+        check_op_exists("amp_single.only.x")

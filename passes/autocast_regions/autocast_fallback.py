@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2.13
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpreter
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
@@ -70,35 +71,21 @@ def _record(gm: GraphModule) -> None:
     mode = fake_mode_of(gm)
     if mode is None:
         return
-    recorder = _Recorder(gm, mode)
-    try:
-        with tracing_fake(mode), torch.no_grad():
-            recorder.run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
-    finally:
-        for region in reversed(recorder.entered):
-            _exit_autocast(region)
+    with _Recorder(gm, mode) as recorder, tracing_fake(mode), torch.no_grad():
+        recorder.run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
 
 
-class _Recorder(Interpreter):
+class _Recorder(RegionInterpreter):
     """Run a graph on its fake inputs, and record the value of each node."""
 
     def __init__(self, gm: GraphModule, mode: Any) -> None:
         super().__init__(gm)
-        self.mode, self.entered = mode, list[Any]()
+        self.mode = mode
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return a fake of the attribute."""
         found = super().get_attr(target, args, kwargs)
         return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and track open autocast regions, which must be left if the graph raises."""
-        result = super().call_function(target, args, kwargs)
-        if target is _enter_autocast:
-            self.entered.append(result)
-        elif target is _exit_autocast:
-            self.entered.remove(args[0])
-        return result
 
     def run_node(self, n: Node) -> Any:
         """Run one node, and record its new value."""

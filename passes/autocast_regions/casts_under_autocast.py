@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2.13
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpreter
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.meta_keys import GIVEN, INPUT
 from amp_graph.passes.torch_compat.fake import (
     DEPENDS_ON_DATA,
+    SYMBOLIC,
     FakeTensorMode,
-    concrete_size,
+    concrete_number,
+    empty_of_numbers,
     outside_modes,
     tracing,
 )
@@ -156,12 +158,8 @@ class _Inputs:
             if id(value) not in self._made:
                 self._made[id(value)] = self._tensor(value)
             return self._made[id(value)]
-        if isinstance(value, torch.SymInt):
-            return concrete_size(value)
-        if isinstance(value, torch.SymFloat):
-            return 1.0
-        if isinstance(value, torch.SymBool):
-            return True
+        if isinstance(value, SYMBOLIC):
+            return concrete_number(value)
         if isinstance(value, (tuple, list, dict)):
             return tree_map_only((torch.Tensor, torch.SymInt), self.of, value)
         return value
@@ -169,46 +167,22 @@ class _Inputs:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if value.layout is not torch.strided:
             raise NotImplementedError(NOT_STRIDED)
-        shape, stride = [[concrete_size(n) for n in numbers] for numbers in (value.shape, value.stride())]
         with self.mode, torch.enable_grad():
-            made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+            made = empty_of_numbers(value)
             made.requires_grad_(value.requires_grad)
             return made if value.is_leaf or not value.requires_grad else made.clone()  # autocast keeps casts of leaves
 
 
-class _Run(Interpreter):
-    """Runs a graph from what ``Written`` kept, and leaves the autocast regions that it entered, if it raises."""
+class _Run(RegionInterpreter):
+    """Runs a graph from what ``Written`` kept."""
 
     def __init__(self, written: Written, held: dict[str, Any]) -> None:
         super().__init__(torch.nn.Module(), graph=written.graph)
-        self.held, self.entered = held, list[Any]()
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for region in reversed(self.entered):
-            _exit_autocast(region)
-
-    def run(self, *args: Any, **_: Any) -> Any:
-        """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
-        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*args))
-        for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-        return self.env[node]
+        self.held = held
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what the graph held under that name."""
         return self.held[target]
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and track open autocast regions."""
-        result = super().call_function(target, args, kwargs)
-        if target is _enter_autocast:
-            self.entered.append(result)
-        elif target is _exit_autocast:
-            self.entered.remove(args[0])
-        return result
 
 
 class _Counter(TorchDispatchMode):

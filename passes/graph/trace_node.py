@@ -15,7 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import argument_values, tensors, value
 from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size, make_fx, tracing_fake
+from amp_graph.passes.torch_compat.fake import (
+    SYMBOLIC,
+    FakeTensorMode,
+    concrete_number,
+    empty_of_numbers,
+    make_fx,
+    tracing_fake,
+)
 
 
 def trace_node(
@@ -64,25 +71,19 @@ def _is_symbolic(leaf: Any) -> bool:
         return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
     if isinstance(leaf, slice):
         return any(_is_symbolic(part) for part in (leaf.start, leaf.stop, leaf.step))
-    return isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(leaf, SYMBOLIC)
 
 
 def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
     """Return ``leaf`` in ``mode``, with numbers for its symbolic sizes."""
-    if isinstance(leaf, torch.SymInt):
-        return concrete_size(leaf)
-    if isinstance(leaf, torch.SymFloat):
-        return 1.0
-    if isinstance(leaf, torch.SymBool):
-        return True
+    if isinstance(leaf, SYMBOLIC):
+        return concrete_number(leaf)
     if isinstance(leaf, slice):
         return slice(*(_concrete(part, mode) for part in (leaf.start, leaf.stop, leaf.step)))
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    sizes = [concrete_size(size) for size in leaf.shape]
-    strides = [concrete_size(stride) for stride in leaf.stride()]
     with mode:
-        return torch.empty_strided(sizes, strides, dtype=leaf.dtype, device=leaf.device)
+        return empty_of_numbers(leaf)
 
 
 def traced_inputs(node: Node) -> list[Node]:

@@ -38,6 +38,7 @@ from amp_graph.passes.torch_compat.versions import torch_version
 
 outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fake tensors
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Errors of an operation on fake tensors that needs the data.
 DEPENDS_ON_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -111,6 +112,19 @@ def concrete_size(size: Any) -> int:
         found = expression.subs({symbol: _at_most(ranges.get(symbol)) for symbol in expression.free_symbols})
         return int(found) if found.is_number and found.is_finite else UNKNOWN
     return int(size)
+
+
+def concrete_number(number: Any) -> int | float | bool:
+    """Return a number for a symbolic one: a size as ``concrete_size`` has it, 1.0 or True for others."""
+    if isinstance(number, torch.SymFloat):
+        return 1.0
+    return True if isinstance(number, torch.SymBool) else concrete_size(number)
+
+
+def empty_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the same kind in the mode in force, with numbers for symbolic sizes and strides."""
+    sizes, strides = [[concrete_size(n) for n in numbers] for numbers in (tensor.shape, tensor.stride())]
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
 
 
 def numel(tensor: torch.Tensor) -> int:

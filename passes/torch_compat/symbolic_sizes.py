@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.passes.torch_compat.fake import FakeTensor, free_unbacked_symbols, statically_known_true
+from amp_graph.passes.torch_compat.fake import SYMBOLIC, FakeTensor, free_unbacked_symbols, statically_known_true
 
 
 def same(one: Any, other: Any) -> bool:
@@ -58,7 +58,7 @@ def _symbols(val: Any) -> Iterator[Any]:
         yield from (n for n in val.shape if not is_number(n))
         if val.layout is torch.strided:
             yield from (n for n in val.stride() if not is_number(n))
-    elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    elif isinstance(val, SYMBOLIC):
         yield val
     elif isinstance(val, (tuple, list)):
         for part in val:
@@ -73,7 +73,7 @@ def with_sizes_of(fresh: Any, known: Any) -> Any:
     if isinstance(fresh, (tuple, list)) and isinstance(known, (tuple, list)) and len(fresh) == len(known):
         parts = [with_sizes_of(a, b) for a, b in zip(fresh, known, strict=True)]
         return type(fresh)(*parts) if hasattr(fresh, "_fields") else type(fresh)(parts)
-    if isinstance(fresh, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(fresh, SYMBOLIC):
         return known if type(known) is type(fresh) else fresh
     if not isinstance(fresh, FakeTensor) or not isinstance(known, FakeTensor) or not _is_renamed(fresh, known):
         return fresh

@@ -152,9 +152,9 @@ def compiler_of(
 
 
 def _run_selective_checkpoints(gm: GraphModule) -> None:
-    """Make selective checkpoints recompute when the graph runs eagerly.
+    """Make selective checkpoints draw the same random numbers again when the graph runs eagerly.
 
-    The captured operator only marks its body for a partitioner; run eagerly, it would save everything.
+    The captured operator leaves that to compilers: run eagerly, it recomputes with other dropout masks.
     """
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":

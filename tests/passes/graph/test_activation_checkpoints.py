@@ -1,11 +1,14 @@
 """Activation checkpointing: really drops activations in eager mode, and gives the gradients it should."""
 
 import copy
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
@@ -143,3 +146,46 @@ def test_a_nested_and_a_multi_output_checkpoint():
     assert (a - b).norm() <= 0.02 * b.norm()
     for name, grad in plain.items():
         assert (grads[name] - grad).norm() <= 0.05 * grad.norm(), name
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def products_saved(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Model):
+    def forward(self, x):
+        context = partial(create_selective_checkpoint_contexts, products_saved)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=context)
+        return x
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("policy", ["bf16", "O0"])
+def test_a_selective_checkpoint_recomputes_what_it_does_not_save(policy, dropout):
+    torch.manual_seed(0)
+    plain, model = Model(False, dropout), Selective(True, dropout)
+    model.load_state_dict(plain.state_dict())
+    plain, model, x = amp_graph.convert(plain, policy), amp_graph.convert(model, policy), torch.randn(16, WIDTH)
+    out = model(x)
+    with Operators() as backward:
+        out.square().sum().backward()
+    assert backward.counts[torch.ops.aten.tanh.default] == 3  # one a layer
+    assert backward.counts[torch.ops.aten.addmm.default] == 0
+    (a, grads), (b, regrads) = step(plain, x), step(model, x)
+    assert torch.equal(a, b)
+    for name in grads:
+        assert torch.equal(grads[name], regrads[name]), name

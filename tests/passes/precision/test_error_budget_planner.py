@@ -20,6 +20,7 @@ from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL
 from amp_graph.passes.precision.precision_assignment import is_legal
+from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from tests.corpus import make
 from tests.passes.graphs import BF16, FP32, capture, capture_function, passes_until, rewritten
 from tests.passes.planning import machine, problem_of, problems_of
@@ -252,3 +253,25 @@ def test_reasons_weigh_time_against_error(on):
     reasons = [m.reason for m in marks(rewritten(graph, "bf16,accuracy=1")).values()]
     assert any("cheaper than full, and takes" in r and "% of the error budget" in r for r in reasons)
     assert any("more expensive than low, and saves" in r for r in reasons)
+
+
+@pytest.mark.parametrize("unit", [1e-18, 1e18])
+def test_the_unit_of_the_influence_changes_no_plan(unit):
+    problem, dtype = problem_of(captured(0))
+    by_rule = influence_by_rule(problem)
+    in_units = Influence(
+        {read: unit * part for read, part in by_rule.readings.items()},
+        {value: unit * part for value, part in by_rule.values.items()},
+    )
+    slow_calls = replace(machine("cpu_amx"), call=1e-12)
+    plain, same = (ErrorBudget(problem, slow_calls, dtype, influence) for influence in (by_rule, in_units))
+    assert len({plain.within(multiple).low for multiple in MULTIPLES}) > 1  # they differ at all
+    assert [same.within(multiple).low for multiple in MULTIPLES] == [plain.within(m).low for m in MULTIPLES]
+
+
+def test_where_no_rounding_matters_the_fastest_plan_fits_any_budget():
+    problem, dtype = problem_of(captured(0))
+    none = Influence({}, {})
+    budget = ErrorBudget(problem, replace(machine("cpu_amx"), call=1e-12), dtype, none)
+    assert budget.within(0.01) == budget.within(1000.0)
+    assert budget.within(0.01).harm == 0

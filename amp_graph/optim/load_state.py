@@ -7,6 +7,7 @@ one ScaleError that says where, and the optimizer as it was.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,10 +99,15 @@ def _is_like(value: Any, name: str, kind: type[Optimizer], parameter: Tensor) ->
     if value is None:
         return issubclass(kind, SGD)  # whose momentum begins with the first gradient
     if not isinstance(value, Tensor):
-        return name == "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+        return name == "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_count(value)
     plain = value.layout is torch.strided and not value.is_meta and not value.requires_grad
-    whole = value.is_floating_point() or (value.is_complex() and parameter.is_complex())
-    return plain and whole and (name != "step" or value.numel() == 1)
+    whole = value.is_floating_point() or (name != "step" and value.is_complex() and parameter.is_complex())
+    return plain and whole and (name != "step" or (value.numel() == 1 and _is_count(value.item())))
+
+
+def _is_count(steps: float) -> bool:
+    """Say whether ``steps`` may be a number of steps taken: Adam divides by 1 - beta**step at the next one."""
+    return 0 <= steps < math.inf
 
 
 def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> Mapping[str, Any] | Exception:

@@ -21,6 +21,7 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
+from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
@@ -37,7 +38,6 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     UNPLANNED,
 )
-from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.pipeline import pipeline
@@ -48,11 +48,6 @@ from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.modules import is_exported
 from amp_graph.passes.torch_compat.versions import tell_of_newer_torch
 from amp_graph.policy import Policy
-
-# The bodies of these operators are rewritten; those of others stay as captured.
-REWRITTEN_BODIES = frozenset(
-    {"tag_activation_checkpoint", "cond", "while_loop", "scan", "wrap", "invoke_subgraph", "map_impl"}
-)
 
 
 @dataclass
@@ -124,14 +119,19 @@ def rewrite(
 
 def _refuse_without_values(gm: GraphModule) -> None:
     """Raise CaptureError for a graph without recorded values; Dynamo's graphs always have them."""
-    adopt_values(gm)
-    if any(tensors(value(n)) for n in gm.graph.nodes):
+    if has_values(gm):
         return
     if any(n.op in ("call_function", "call_method", "call_module") for n in gm.graph.nodes):
         raise CaptureError(
             "rewrite: the graph has no recorded values (node.meta['val']), so nothing can be planned\n"
             "  fix:   amp_graph.rewrite(graph_module, policy, example_inputs=(x,))"
         )
+
+
+def has_values(gm: GraphModule) -> bool:
+    """Say whether ``gm`` has values recorded that can be planned on, and take them over from its capture."""
+    adopt_values(gm)
+    return any(tensors(value(n)) for n in gm.graph.nodes)
 
 
 def rewrite_in_place(
@@ -244,27 +244,12 @@ def _rewrite_bodies(
     gm: GraphModule, policy: Policy, device: str, strict: bool | None, portable: bool
 ) -> dict[str, Rewritten]:
     """Rewrite the graphs inside higher-order operators; their inputs and outputs keep the captured dtypes."""
-    done: dict[str, Rewritten] = {}
-    inside_of: set[str] = set()
-    # A calibration measures the operator as a whole, and keys of operations are those of the outer graph.
-    inside = replace(policy, keep_outputs=True, calibration="", keep_ops=())
-    for node in gm.graph.nodes:
-        if not is_higher_order(node) or getattr(node.target, "__name__", "") not in REWRITTEN_BODIES:
-            continue
-        for source in node.all_input_nodes:
-            body = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
-            if isinstance(body, GraphModule) and str(source.target) not in done:
-                adopt_values(body)
-                if any(tensors(value(n)) for n in body.graph.nodes):
-                    done[str(source.target)] = rewrite_in_place(body, inside, device, strict=strict, portable=portable)
-                    inside_of.add(str(getattr(node.target, "__name__", node.target)))
-    if inside_of and policy.calibration:
-        warn(
-            f"amp_graph: calibration {policy.calibration} has no record of the operations inside of "
-            f"{', '.join(sorted(inside_of))}: they are planned without it\n"
-            "  fix:   @amp_graph.precision('full') on the module, if its values may be out of range"
-        )
-    return done
+    inside = replace(policy, keep_outputs=True)
+    return {
+        body.name: rewrite_in_place(body.graph, inside, device, strict=strict, portable=portable)
+        for body in bodies_of(gm)
+        if has_values(body.graph)
+    }
 
 
 def _with_values(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:

@@ -28,13 +28,14 @@ from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
 from amp_graph.numerics.errors_of_run import ErrorMetric
 from amp_graph.numerics.search import smallest
 from amp_graph.passes.calibration.node_keys import node_keys
+from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.precision.op_cost import picoseconds, work_of
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import LOW
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, ready_to_plan, rewrite_in_place
 
 Metric = Callable[[torch.nn.Module, Sequence[Any]], float]
 ROUNDING = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE)
@@ -193,16 +194,23 @@ class _Trials:
 
 def _take(saved: dict[str, int], policy: Policy, device: str | None, gm: GraphModule) -> Runner:
     """Plan a copy of a captured graph, and note what each operation saves, in picoseconds; run it as captured."""
-    prepared, planned = copy_graph(gm), copy_graph(gm)
+    without = replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend"))))
+    _note(saved, policy, device, copy_graph(gm), rewrite_in_place(copy_graph(gm), without, device))
+    return lower(gm, (), "eager", replace(in_fp32(policy), level="O0"))
+
+
+def _note(saved: dict[str, int], policy: Policy, device: str | None, prepared: GraphModule, planned: Rewritten) -> None:
+    """Note what the operations of a captured graph, and of those inside it, save as ``planned``."""
     classes = ready_to_plan(prepared, policy, device).classes
-    rewrite_in_place(planned, replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend")))), device)
+    for body in bodies_of(prepared):
+        if body.name in planned.bodies:
+            _note(saved, policy, device, body.graph, planned.bodies[body.name])
     machine = machine_for(policy.device or device or "cpu")
     dtype = str(policy.torch_dtype(device or "cpu")).removeprefix("torch.")
-    chosen = {node.name: mark for node, mark in marks(planned).items()}
+    chosen = {node.name: mark for node, mark in marks(planned.gm).items()}
     for node, key in node_keys(prepared).items():
         mark = chosen.get(node.name)
         if mark is not None and mark.precision == LOW and mark.cls in ROUNDING:
             work = work_of(node, classes[node])
             gain = picoseconds(work, machine, "float32") - picoseconds(work, machine, dtype)
             saved[key] = saved.get(key, 0) + gain
-    return lower(gm, (), "eager", replace(in_fp32(policy), level="O0"))

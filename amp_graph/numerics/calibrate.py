@@ -25,10 +25,12 @@ from amp_graph.numerics.observe import Observer
 from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import Peak, Range, range_of
+from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import tensors
+from amp_graph.passes.graph.meta_keys import INSIDE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
-from amp_graph.rewrite import ready_to_plan
+from amp_graph.rewrite import has_values, ready_to_plan
 
 FREE = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE, OpClass.PROMOTE)
 
@@ -102,16 +104,17 @@ class _Measuring:
     _leaves: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, gm: GraphModule) -> Runner:
-        """Prepare a captured graph as for planning; return what runs and measures it."""
+        """Prepare a captured graph as for planning; return what runs and measures it, and the graphs inside it."""
         problem = ready_to_plan(gm, self.policy, self.device)
         free = {node: kind.cls in FREE for node, kind in problem.classes.items()}
+        bodies = {body.name: self.take(body.graph) for body in bodies_of(gm) if has_values(body.graph)}
         sink = _GraphSink(self._now, node_keys(gm), free)
-        observer = Observer(gm, problem.memory, sink)
+        observer = Observer(gm, problem.memory, sink, bodies)
 
         def run(*args: Any) -> Any:
             sink.begin()
             result = observer.run(*args)
-            self._leaves += observer.leaves
+            self._leaves += observer.leaves if INSIDE not in gm.meta else []
             return result
 
         return run

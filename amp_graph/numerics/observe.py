@@ -8,12 +8,14 @@ grad)`` with the gradient that ``reader`` returned for ``source``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from amp_graph.numerics.run_bodies import OPERATORS
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.graph.fake_values import tensors
 
@@ -34,12 +36,15 @@ class Sink(Protocol):
 class Observer(Interpreter):
     """One graph whose runs are observed; ``run`` takes the graph's inputs and returns its outputs.
 
-    ``leaves``: after a run, the inputs that require gradients, to differentiate for.
+    ``bodies``: what runs the graphs inside it, by name; the operators over them then run as Python, see
+    ``run_bodies``. ``leaves``: after a run, the inputs that require gradients, to differentiate for.
     """
 
-    def __init__(self, gm: GraphModule, memory: Memory, sink: Sink) -> None:
+    def __init__(
+        self, gm: GraphModule, memory: Memory, sink: Sink, bodies: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
         super().__init__(gm, garbage_collect_values=True)
-        self.memory, self.sink = memory, sink
+        self.memory, self.sink, self.bodies = memory, sink, bodies or {}
         self.leaves: list[torch.Tensor] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +67,16 @@ class Observer(Interpreter):
         if isinstance(given, torch.Tensor) and given.requires_grad:
             self.leaves.append(given)
         return given
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what runs a body, or what the graph holds."""
+        return self.bodies.get(str(target)) or super().get_attr(target, args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator, or run those over ``bodies`` as Python."""
+        if any(body is given for body in self.bodies.values() for given in args):
+            return OPERATORS[target.__name__](*args)
+        return super().call_function(target, args, kwargs)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
         """Give every reader its own alias, which receives the gradient of that read."""

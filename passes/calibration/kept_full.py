@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.calibration.node_keys import few
+from amp_graph.passes.calibration.node_keys import few, inside_of
 
 BY_NAME = "kept by keep_ops"
 
@@ -35,10 +35,13 @@ def unmatched(low: Mapping[Node, str], keys: Collection[str], calibration: Calib
     if not nodes:
         return [], ""
     unknown = [low[node] for node in nodes]
-    absent = [key for key in calibration.values if key not in keys]
+    places = {inside_of(key) for key in keys}
+    absent = [key for key in calibration.values if key not in keys and inside_of(key) in places]
     beside = f"; it has {len(absent)} that the graph lacks: {few(absent)}" if absent else ""
+    never_ran = ", with batches that run that branch" if "" not in places and not absent else ""
     return nodes, (
         f"amp_graph: calibration {calibration.where or 'given'}, made of {calibration.model or 'a model'}, does not "
         f"know {len(unknown)} of {len(low)} operations that are planned low: {few(unknown)}{beside}; they are planned "
         "without it\n  fix:   amp_graph.calibrate(model, batches).save(path) on this model, under this policy"
+        f"{never_ran}"
     )

@@ -1,7 +1,8 @@
 """Keys of operations that every capture of a model shares: module path, operation, and its number there.
 
 Before: node ``linear_7``, whose number changes with the code around it. After: ``layers.3.fc:linear``, and
-``layers.3:add.1`` for the second addition in that module.
+``layers.3:add.1`` for the second addition in that module. ``layers.3.fc:layers.3.cond/0/linear`` is inside of the first
+branch of a ``torch.cond`` in ``layers.3``.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of
+from amp_graph.passes.graph.meta_keys import INSIDE
 from amp_graph.passes.graph.node_info import module_path
 
 
 def node_keys(gm: GraphModule) -> dict[Node, str]:
-    """Return the key of every operation on tensors in ``gm``, in graph order; the keys of a graph are distinct."""
+    """Return the key of every operation on tensors in ``gm``, in graph order; the keys of a graph are distinct.
+
+    Those of the bodies in it are distinct from these once ``bodies_of(gm)`` has told each its place.
+    """
+    inside = gm.meta.get(INSIDE, "")
     counts: dict[str, int] = {}
     found: dict[Node, str] = {}
     for node in gm.graph.nodes:
         if not is_tensor_call(node):
             continue
-        stem = f"{module_path(node)}:{operation_name(node)}"
+        stem = f"{module_path(node)}:{inside}{operation_name(node)}"
         number = counts.get(stem, 0)
         counts[stem] = number + 1
         found[node] = f"{stem}.{number}" if number else stem
@@ -35,6 +41,11 @@ def operation_name(node: Node) -> str:
 def module_of(key: str) -> str:
     """Return the module path of a key; "" for the model itself."""
     return key.rpartition(":")[0]
+
+
+def inside_of(key: str) -> str:
+    """Return the place of the body that a key is of; "" for those of the graph of the call."""
+    return key.partition(":")[2].rpartition("/")[0]
 
 
 def few(names: list[str]) -> str:

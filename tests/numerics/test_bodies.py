@@ -1,0 +1,141 @@
+"""Calibration and bisection inside of branches and loops: what overflows there is found and kept full."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._higher_order_ops import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import amp_graph
+from amp_graph.numerics.run_bodies import OPERATORS
+
+SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
+
+WIDTH = 8
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's scan, of itself
+
+
+class Large(nn.Module):
+    """A layer whose products are beyond fp16, and become small again."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.up.weight.copy_(2e5 * torch.eye(WIDTH))
+            self.up.bias.zero_()
+
+    def forward(self, x):
+        return self.down(self.up(x) * 1e-5)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(WIDTH, WIDTH), Large(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        (h,) = torch.cond(
+            x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.large(self.first(h)),), (torch.tanh(x),)
+        )
+        return self.last(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.large, self.last = nn.Linear(WIDTH, WIDTH), Large(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        def step(state, row):
+            state = torch.tanh(self.mix(state) + self.large(row))
+            return state, state * 2.0
+
+        return self.last(scan(step, torch.zeros(WIDTH), x)[1])
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.last = Large(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        def body(i, h):
+            return i + 1, torch.tanh(self.large(h))
+
+        return self.last(while_loop(lambda i, h: i < 3, body, (torch.zeros((), dtype=torch.long), torch.tanh(x)))[1])
+
+
+PLACES = {Branch: "large.up:cond/1/linear", Recurrent: "large.up:scan/0/linear", Loop: "large.up:while_loop/1/linear"}
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind(), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
+
+
+def output(kind, policy):
+    model, x, _ = made(kind)
+    with torch.no_grad():
+        return amp_graph.convert(model, policy)(x)
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("kind", PLACES)
+def test_what_overflows_inside_of_a_body_is_kept_full(kind, tmp_path):
+    model, x, y = made(kind)
+    if kind is Loop:  # torch has no backward of a while_loop
+        model.requires_grad_(False)
+    found = amp_graph.calibrate(model, [(x, y), (x + 1, y)], F.mse_loss)
+    assert PLACES[kind] in found.out_of_range()
+    assert found.values[PLACES[kind]].value.peak.batches == 2
+    found.save(tmp_path / "run.json")
+    expected = output(kind, "O0")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not know.*")
+        warnings.filterwarnings("ignore", message=".*first:cond/0/linear")  # of the branch that never ran
+        calibrated = output(kind, f"fp16,calibration={tmp_path}/run.json")
+    assert torch.allclose(calibrated, expected, atol=0.02, rtol=0.01)
+    assert not torch.allclose(output(kind, "fp16"), expected, atol=0.02, rtol=0.01)  # fp16 as it is overflows
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("kind", [Branch, Recurrent])
+def test_gradients_inside_of_a_body_are_measured(kind):
+    model, x, y = made(kind)
+    found = amp_graph.calibrate(model, [(x, y)], F.mse_loss).values[PLACES[kind]]
+    assert found.gradient is not None
+    assert found.gradient.peak.largest > 0
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("kind", [Branch, Recurrent])
+def test_bisect_finds_the_operation_inside_of_a_body(kind):
+    model, x, y = made(kind)
+    policy = amp_graph.bisect(model, [(x, y)], F.mse_loss, policy="fp16", tolerance=0.02)
+    assert PLACES[kind] in policy.kept
+    assert len(policy.kept) <= 2
+    assert torch.allclose(output(kind, str(policy)), output(kind, "O0"), atol=0.02, rtol=0.01)
+
+
+def test_operators_run_as_python_have_torchs_results():
+    torch.manual_seed(0)
+    xs, w = torch.randn(4, 3), torch.randn(3)
+
+    def step(carry, row, w):
+        return carry * w + row, carry.sum()
+
+    carried, rows = OPERATORS["scan"](step, (torch.zeros(3),), (xs,), (w,))
+    expected = torch.zeros(3)
+    for row in xs:
+        expected = expected * w + row
+    assert torch.equal(carried, expected)
+    assert rows.shape == (4,)
+    assert torch.equal(OPERATORS["cond"](torch.tensor(False), torch.sin, torch.cos, (xs,)), torch.cos(xs))
+    counted = OPERATORS["while_loop"](lambda i, x: (i < 3,), lambda i, x: (i + 1, x * w), (0, xs))
+    assert torch.equal(counted[1], xs * w * w * w)
+    (mapped,) = OPERATORS["map_impl"](lambda x, w: (x * w,), (xs,), (w,))
+    assert torch.equal(mapped, xs * w)

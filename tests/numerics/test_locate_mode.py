@@ -191,6 +191,29 @@ def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
     assert found.given.startswith("input batch"), found.text()
 
 
+def test_calls_that_were_not_looked_at_are_counted():
+    model, (x, y) = made("mlp", "")
+    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
+    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    for calls in (10, 8):  # the first of each step is bad
+        optimizer.zero_grad()
+        for number in range(calls):
+            scaler.scale(cross_entropy(model(x if number else x * float("inf")), y)).backward()
+        scaler.step(optimizer)
+        if calls > 8:
+            scaler.update()
+            assert not locator.results
+        else:
+            with pytest.warns(AmpGraphWarning, match="step 2 was skipped"):
+                scaler.update()
+    (first, second) = amp_graph.scale_history(scaler).rows
+    expected = (
+        "not located: all was finite when its last 8 calls of the model were run again, 2 calls before them were not"
+    )
+    assert first["cause"] == expected
+    assert second["cause"] == locator.results[0].cause
+
+
 def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
     model, (x, _) = made("mlp", "")
     model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler()

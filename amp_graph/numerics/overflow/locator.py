@@ -59,6 +59,7 @@ class Locator:
         self.limit, self.results, self.missed, self.skips, self.replays = limit, list[Located](), 0, 0, 0
         self._waiting: deque[Kept] = deque()
         self._calls: list[Call] = []
+        self._dropped = 0
         self._random: Any = None
         self._batch: tuple[Any, ...] = ()
         self._detach: list[Callable[[], None]] = []
@@ -114,6 +115,7 @@ class Locator:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             if not self._calls:
                 self._look()
+            self._dropped += len(self._calls) == CALLS
             self._calls = [*self._calls[1 - CALLS :], Call(args, kwargs, random_state())]
 
     def _returned(self, model: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -122,7 +124,7 @@ class Locator:
 
     def _updated(self) -> None:
         model, calls = self._target, [call for call in self._calls if call.take_gradients()]
-        self._calls = []
+        self._calls, dropped, self._dropped = [], self._dropped, 0
         if not calls:
             return
 
@@ -131,7 +133,7 @@ class Locator:
             how = [(((call.args, call.kwargs),), call) for call in calls]
             return [replace(own, parts=(p,), random=c.random, outputs_gradients=c.gradients) for p, c in how]
 
-        self._ended(Kept(self._scale.records.count, tasks))
+        self._ended(Kept(self._scale.records.count, tasks, dropped))
 
     # -- verdicts -------------------------------------------------------------------------------------------
 
@@ -169,7 +171,9 @@ class Locator:
             warn(f"amp_graph: Locator: step {kept.number} was skipped and could not be run again: {told}")
             return
         if found is None:
-            self._explain(kept, "not located: all was finite when the step was run again")
+            again = f"its last {CALLS} calls of the model were" if kept.dropped else "the step was"
+            before = f", {kept.dropped} calls before them were not" if kept.dropped else ""
+            self._explain(kept, f"not located: all was finite when {again} run again{before}")
             return
         found = replace(found, exact=exact)
         self._explain(kept, found.cause)

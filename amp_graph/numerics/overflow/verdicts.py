@@ -29,10 +29,14 @@ class Flight:
 
 @dataclass
 class Kept:
-    """What it takes to run a step again; ``tasks``: makes its tasks, given its scale."""
+    """What it takes to run a step again; ``tasks``: makes its tasks, given its scale.
+
+    ``dropped``: how many of its calls of the model are not among the tasks, as they came too early.
+    """
 
     number: int
     tasks: Callable[[float], list[Task]]
+    dropped: int = 0
     scale: float = math.nan  # of the step; NaN while it is in flight
     flight: Flight | None = None
 

@@ -95,8 +95,8 @@ class CaptureRunners:
         pieces = self._captured_by(again, self.captured.take_piece, many, self.limits.pieces)
         pieces = with_sparse_in_full(pieces, self.forward, self.model, self._whole, self.log)
         whole = (self._as_whole, self._whole)
-        own = (self.escaped.region, self.escaped.finished, self.escaped.attempt, self.escaped.asks_dtypes)
-        return Escaping(whole, (pieces, many), *own)
+        own = (self.escaped.region, self.escaped.finished, self.escaped.attempt)
+        return Escaping(whole, (pieces, many), *own, self.escaped.asks_dtypes, self.escaped.mode)
 
     def _captured_by(
         self, function: Any, backend: Callable[..., Runner], heard: CaptureListener, variants: Variants

@@ -55,6 +55,10 @@ class EscapedCode:
         """Whether every capture is under autocast, as with lists that reproduce torch.autocast."""
         return self.is_cast and self.policy.op_list("cpu").unlisted != "opaque"
 
+    def mode(self) -> tuple[bool, bool]:
+        """Return what changes the code of a call more than its sizes do: training, and gradients."""
+        return self.model.training, torch.is_grad_enabled()
+
     @property
     def how(self) -> str:
         """How it runs: "in fp32", or the autocast region."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -121,8 +121,9 @@ class Escaping:
     """Runs a call as one graph if that can be captured, else as partial graphs under autocast.
 
     ``whole`` and ``pieces`` are captures of the same forward. Dynamo guards the autocast state, so ``pieces`` has its
-    own code object, always captured and run under autocast. A call uses it after ``whole`` failed, or at once with
-    ``asks_dtypes``: there, code that reads ``x.dtype`` sees the dtypes of autocast.
+    own code object, always captured and run under autocast. A call uses it after ``whole`` failed, or at once in a
+    ``mode`` in which ``whole`` said that it asks for dtypes, or always with ``always``: there, code that reads
+    ``x.dtype`` sees the dtypes of autocast. What a call computes in one mode does not depend on calls in another.
     """
 
     def __init__(
@@ -132,18 +133,20 @@ class Escaping:
         region: Callable[[], AbstractContextManager[tuple[str, torch.dtype]]],
         finish: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
         attempt: Callable[[Runner, tuple[Any, ...], dict[str, Any]], Any],
-        asks_dtypes: bool,
+        always: bool,
+        mode: Callable[[], Hashable],
     ) -> None:
         self.whole, self.one = whole
         self.pieces, self.many = pieces
         self.region, self.finish, self.attempt = region, finish, attempt
-        self.asks_dtypes = asks_dtypes  # whether calls are no longer tried as one graph
+        self.always, self.mode = always, mode
+        self.asking = set[Hashable]()  # the modes in which calls are no longer tried as one graph
         self.broken = False  # whether any call ran as partial graphs
         self.retries = 1  # a first call may break at one-time setup, such as transformers' hooks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one call."""
-        if self.asks_dtypes:
+        if self.always or self.mode() in self.asking:
             with self.many.expected():
                 return self._in_pieces(args, kwargs)
         if self.broken and self.retries:
@@ -159,8 +162,10 @@ class Escaping:
         except NotWhole as stopped:
             if stopped.owner is not self.one:
                 raise
-            self.asks_dtypes = isinstance(stopped, AsksDtypes)
-            self.broken = not self.asks_dtypes
+            if isinstance(stopped, AsksDtypes):
+                self.asking.add(self.mode())
+            else:
+                self.broken = True
         with self.many.expected():
             return self._in_pieces(args, kwargs)
 

@@ -1,5 +1,6 @@
 """Code that sees dtypes (``x.dtype``, an ``autograd.Function``) finds autocast's, where that keeps low values low."""
 
+import copy
 import pytest
 import torch
 from torch import nn
@@ -181,7 +182,7 @@ def dtypes(model, *names):
 
 
 def asks(model):
-    return conversion_of(model).runners.run.asks_dtypes
+    return bool(conversion_of(model).runners.run.asking)
 
 
 SEEN = ("aten.add", "aten.clamp", "aten.round", "aten.exp")
@@ -262,7 +263,34 @@ def test_gradients_are_as_exact_as_autocasts(kind, compile):
         assert (one - want).norm() <= 1.15 * (other - want).norm() + 1e-7 * want.norm()
 
 
-def test_other_shapes_and_modes_are_captured_so_at_once():
+class RoundsInTraining(nn.Module):
+    """As BLOOM, whose activation is a function of its own in training only, and which returns logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 96)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(Rounds.apply(h) if self.training else h)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_mode_computes_does_not_depend_on_calls_in_another(grad):
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(2))
+    trained = made(RoundsInTraining, "bf16")
+    trained(x).sum().backward()
+    assert asks(trained)
+    fresh = made(RoundsInTraining, "bf16").eval()
+    copied = copy.deepcopy(trained).eval()
+    with torch.set_grad_enabled(grad):
+        expected = fresh(x)
+        assert not asks(fresh)
+        assert torch.equal(trained.eval()(x), expected)
+        assert torch.equal(copied(x), expected)
+
+
+def test_other_shapes_and_modes_are_captured_so_as_well():
     model = made(Converts, "bf16", dynamic=False)
     for rows in (6, 5, 4):
         model(X[:rows])

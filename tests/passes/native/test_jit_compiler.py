@@ -356,8 +356,8 @@ def test_a_compiler_that_is_none(source, monkeypatch, words):
 # -- at once ----------------------------------------------------------------------------------------------
 
 
-def in_child(function):
-    """Say whether ``function`` gives what is true in the child of a fork."""
+def forked(function):
+    """Call ``function`` in the child of a fork, and return the child."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads, which the child does not need
         child = os.fork()
@@ -367,19 +367,24 @@ def in_child(function):
             done = 0 if function() else 1
         finally:
             os._exit(done)
+    return child
+
+
+def is_true(child):
+    """Wait for ``child``, and say whether what it called gave what is true."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def in_child(function):
+    """Say whether ``function`` gives what is true in the child of a fork."""
+    return is_true(forked(function))
 
 
 def test_processes_that_compile_at_once(source, monkeypatch, tmp_path):
     """Each makes a library of its own, of other content, and whichever is kept is whole."""
     compiler(monkeypatch, tmp_path, 'sleep 0.1; cc "$@" -DBY=$$ -Wl,--build-id=0x$(printf %08d $$)')
-    found = [threading.Thread(target=lambda: results.append(in_child(lambda: answer(source) == 42))) for _ in range(3)]
-    results = []
-    for thread in found:
-        thread.start()
-    for thread in found:
-        thread.join()
-    assert results == [True] * 3
+    children = [forked(lambda: answer(source) == 42) for _ in range(3)]  # from one thread: filelock refuses more
+    assert [is_true(child) for child in children] == [True] * 3
     without_compiler(monkeypatch)
     assert answer(source) == 42
     assert not files("part")

@@ -1,6 +1,7 @@
 """Code that sees dtypes (``x.dtype``, an ``autograd.Function``) finds autocast's, where that keeps low values low."""
 
 import copy
+
 import pytest
 import torch
 from torch import nn

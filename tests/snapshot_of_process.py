@@ -144,6 +144,8 @@ def by_hand():
 
 
 def main():
+    for other in ("amp_graph. torch .* is newer than", "Guards may run slower on Python 3.13.0"):
+        warnings.filterwarnings("ignore", other)  # as in all tests: conftest.py and pyproject.toml
     x = torch.randn(32, 64)
     plain = torch.compile(net(), backend="eager")  # what Dynamo and torch.optim do at their first use is not ours
     for kind in (torch.optim.SGD, torch.optim.AdamW):

@@ -79,7 +79,7 @@ def test_what_is_no_model(given, what):
 
 
 def test_a_scripted_module():
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(CaptureError, match="scripted module") as caught:
         amp_graph.convert(scripted)

@@ -6,7 +6,7 @@ import torch
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.op_cost import cast_picoseconds
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost, is_legal
-from tests.passes.graphs import capture_function
+from tests.passes.graphs import capture_function, node_named, rewritten
 from tests.passes.planning import problem_of
 from tests.passes.precision.test_op_cost import CALL, PLAIN
 
@@ -57,6 +57,27 @@ def test_a_low_sum_casts_full_operands(made):
     assert seconds(made, "add") == pytest.approx(casts + 2 * KEPT["relu"])
     assert seconds(made) == pytest.approx(2 * KEPT["relu"])
     assert not is_legal(made.task(), of(made, "add")), "autocast rounds no value for a sum"
+
+
+def shaped(s, x):
+    """What is written takes its shape from a product, which only another product reads."""
+    product = x @ s.w
+    values = x[:, :16].sin()
+    values.view_as(product).mul_(2)
+    return product @ s.v + values
+
+
+def test_what_only_the_shape_is_read_of_is_not_cast():
+    given = capture_function(shaped, torch.randn(64, 32), w=torch.randn(32, 16), v=torch.randn(16, 16))
+    problem, dtype = problem_of(given)
+    made = formulate(problem, PLAIN, dtype, skip=True)
+    nodes = {node.name: node for node in problem.gm.graph.nodes}
+    read = [*made.lowers[nodes["product"]], *made.widens.get(nodes["product"], ())]
+    assert made.of[nodes["matmul_1"]] in read
+    assert made.of[nodes["view_as"]] not in read
+    for policy in ("bf16", "bf16,planner=paint"):
+        after = rewritten(given, policy)
+        assert not any(user.target == "float" for user in node_named(after, "product").users), policy
 
 
 def test_the_gradient_of_what_is_trained_is_cast_as_well(made):

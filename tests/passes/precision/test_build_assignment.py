@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from amp_graph import Policy
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.op_cost import cast_picoseconds
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost, is_legal
@@ -78,6 +79,38 @@ def test_what_only_the_shape_is_read_of_is_not_cast():
     for policy in ("bf16", "bf16,planner=paint"):
         after = rewritten(given, policy)
         assert not any(user.target == "float" for user in node_named(after, "product").users), policy
+
+
+ONE_INPUT = """
+[list]
+name = "own"
+dtype = "bfloat16"
+device = "cpu"
+description = "own"
+
+[[op]]
+op = "aten.addcmul_"
+class = "follow"
+inputs = ["tensor1"]
+why = "the other factor is a mask"
+"""
+
+
+def test_an_input_that_an_entry_leaves_out_is_not_cast_for_a_write(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text(ONE_INPUT)
+    given = capture_function(
+        lambda s, x: (x * 1).addcmul_(x @ s.w, x @ s.v),
+        torch.randn(64, 32),
+        w=torch.randn(32, 32),
+        v=torch.ones(32, 32),
+    )
+    problem, dtype = problem_of(given, Policy(lists=("default", str(own))))
+    made = formulate(problem, PLAIN, dtype)
+    nodes = {node.name: node for node in problem.gm.graph.nodes}
+    write = made.of[nodes["addcmul_"]]
+    assert write in made.widens[nodes["matmul"]]
+    assert write not in made.widens.get(nodes["matmul_1"], ())
 
 
 def test_the_gradient_of_what_is_trained_is_cast_as_well(made):

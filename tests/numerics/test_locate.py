@@ -179,6 +179,18 @@ def test_a_loss_that_is_not_finite_in_fp32_is_named_so():
     assert "no precision and no scale will help" in found.fix[0]
 
 
+@pytest.mark.parametrize(("size", "first"), [(1e30, "module 0"), (1e15, "aten.mse_loss.default")])
+def test_without_a_line_of_the_user_a_module_or_an_operator_is_named(size, first):
+    """The code of torch's modules is none of the user's, nor is ours that calls them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        model[0].weight.fill_(size)
+    batch = (torch.full((3, 8), size), torch.zeros(3, 8))
+    found = amp_graph.locate(model, batch, nn.MSELoss(), policy="fp16", try_fix=False)
+    assert found.kind == "not finite in fp32"
+    assert (found.line, found.fp32_line) == ("", first)
+
+
 def test_an_infinity_that_a_mask_fills_in_is_no_fault():
     class Masked(nn.Module):
         def __init__(self, rows):

@@ -87,6 +87,8 @@ def test_without_loss_scale_nothing_is_learnt_and_with_it_as_much_as_in_fp32(tmp
 def test_what_underflows_is_the_faint_loss(monkeypatch):
     monkeypatch.setattr(underflow, "WEIGHT", 1.0)  # the control: unscaled fp16 learns where nothing underflows
     fp32, *low = underflow.underflow(underflow.phase(steps=40), lambda: None)
+    assert len(fp32.losses) == 40
+    assert fp32.loss == pytest.approx(fmean(fp32.losses[-4:])), "of the last tenth"
     for one in low:
         assert one.zeros < one.values / 100
         assert abs(one.held_out_loss - fp32.held_out_loss) < 0.02 * fp32.held_out_loss

@@ -153,6 +153,13 @@ def test_a_bad_expression_is_refused():
         Policy.parse("bf16,keep_fp32=(norm")
 
 
+@pytest.mark.parametrize("given", [5, True, b"run.json", "run\0.json"])
+def test_a_calibration_that_is_no_path_is_refused(given):
+    for make in (lambda: Policy(calibration=given), lambda: Policy.from_dict({"calibration": given})):
+        with pytest.raises(PolicyError, match=r"is no path\n  legal: (.*)\n  fix: "):
+            make()
+
+
 @pytest.mark.parametrize("given", [torch.bfloat16, 16, b"bf16", ["bf16"]])
 def test_other_types_are_refused(given):
     with pytest.raises(PolicyError, match="legal: a Policy or its text form"):

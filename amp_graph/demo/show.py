@@ -28,8 +28,7 @@ LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
 
 def console() -> Console:
     """Return a console that is wide enough for the tables, also in a log or a narrow terminal."""
-    made = Console(record=True, highlight=False)
-    return Console(record=True, highlight=False, width=max(made.width, LEAST_WIDTH))
+    return Console(record=True, highlight=False, width=max(Console().width, LEAST_WIDTH))
 
 
 def results_table(task: Task, results: Mapping[str, Sequence[Result]]) -> Table:

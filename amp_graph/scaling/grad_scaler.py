@@ -289,8 +289,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """The number of skipped steps, a 0-d int32 tensor on the device; 0 before the first."""
-        return self._loss_scale.state[3] if self._loss_scale.ready else torch.tensor(self._loss_scale.values()[3])
+        """The number of skipped steps, a 0-d int32 tensor; on the device from the first loss on."""
+        return self._loss_scale.skipped
 
     @property
     def found_inf(self) -> torch.Tensor:

@@ -88,6 +88,11 @@ class LossScale:
         """The scale, a 0-d fp32 tensor that is updated in place."""
         return self.state[0]
 
+    @property
+    def skipped(self) -> torch.Tensor:
+        """How many steps were skipped, a 0-d int32 tensor: on the device, and written by ``update``, after ``to``."""
+        return torch.tensor(self._start[3], dtype=torch.int32) if self._state is None else self._state[3]
+
     def inverse(self) -> torch.Tensor:
         """Return 1 / scale, 0-d fp32, computed in fp64 and correctly rounded."""
         return self.scale.double().reciprocal().float()

@@ -113,7 +113,7 @@ class CapturedSteps:
             captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
             return made
         gm = captured.rewritten.gm
-        if LEFT_ALONE in gm.meta and not any(other.bounds[0].steps for other in self.captured if other.bounds):
+        if LEFT_ALONE in gm.meta and not any(other.steps for other in self.captured):
             warn_of_full_precision(self._builder.model, gm, captured.rewritten.dtype)
         traced = self._builder.build(captured, args, self.last)
         self._laid_out(traced.updates)

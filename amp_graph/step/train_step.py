@@ -345,9 +345,8 @@ class TrainStep:
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped, a 0-d int32 tensor on the device."""
-        ready = self.loss_scale is not None and self.loss_scale.ready
-        return self.loss_scale.state[3] if ready and self.loss_scale is not None else torch.tensor(0)
+        """How many steps were skipped, a 0-d int32 tensor; on the device from the first step on."""
+        return torch.tensor(0, dtype=torch.int32) if self.loss_scale is None else self.loss_scale.skipped
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node, Tracer
-from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.meta_keys import MODULE
 
 
 class _NoLeaves(Tracer):
-    """Traces into every module."""
+    """Traces into every module, and records what is done with its buffers instead of doing it."""
+
+    proxy_buffer_attributes = True
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         """No module is a leaf."""
@@ -23,7 +24,11 @@ class _NoLeaves(Tracer):
 
 
 def inline_modules(gm: GraphModule) -> GraphModule:
-    """Inline every call of a module that can be traced alone; other module calls stay as captured."""
+    """Inline every call of a module that can be traced alone; other module calls stay as captured.
+
+    Those stay, too, of a module with hooks, which a trace of its forward leaves out, with several results, or with any
+    number of arguments.
+    """
     for node in list(gm.graph.nodes):
         if node.op == "call_module" and not isinstance(gm.get_submodule(str(node.target)), GraphModule):
             _inline(gm, node)
@@ -34,11 +39,16 @@ def inline_modules(gm: GraphModule) -> GraphModule:
 
 def _inline(gm: GraphModule, node: Node) -> None:
     path = str(node.target)
+    module = gm.get_submodule(path)
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return
     try:
-        inner = _NoLeaves().trace(gm.get_submodule(path))
+        inner = _NoLeaves().trace(module)
     except Exception:  # a module whose forward depends on values stays a call
         return
-    placeholders = [n for n in inner.nodes if n.op == "placeholder"]
+    placeholders, result = inner.find_nodes(op="placeholder"), inner.output_node().args[0]
+    if not isinstance(result, Node) or any(str(place.target).startswith("*") for place in placeholders):
+        return
     given: list[Any] = [*node.args]
     env: dict[Node, Any] = {}
     for position, place in enumerate(placeholders):
@@ -52,8 +62,5 @@ def _inline(gm: GraphModule, node: Node) -> None:
                 env[part] = gm.graph.node_copy(part, lambda n: env[n])
             if part.op not in ("placeholder", "output"):
                 env[part].meta[MODULE] = path
-    result = map_arg(inner.output_node().args[0], lambda n: env[n])
-    if not isinstance(result, Node):
-        return
-    node.replace_all_uses_with(result)
+    node.replace_all_uses_with(env[result])
     gm.graph.erase_node(node)

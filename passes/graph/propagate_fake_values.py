@@ -39,6 +39,12 @@ class _Recorder(Interpreter):
         found = super().get_attr(target, args, kwargs)
         return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
 
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return what the module makes of fakes of its parameters and buffers, so that it writes to none."""
+        module = self.fetch_attr(str(target))
+        own = (*module.named_parameters(), *module.named_buffers())
+        return torch.func.functional_call(module, {k: self.mode.from_tensor(t) for k, t in own}, args, kwargs)
+
     def run_node(self, n: Node) -> Any:
         """Run one node and record its value."""
         n.meta["val"] = result = super().run_node(n)

@@ -240,6 +240,8 @@ class RuleBasedPlan:
         if low and has_eligible(node):
             self.low.add(node)
         others = [n for n in inputs if n is not source and not (kind.mixed and kind.cls in FREE)]
+        if kind.cls is OpClass.NEUTRAL:
+            others = [n for n in others if n in kind.applies]  # of any further operand only the shape is read
         precision = LOW if low else FULL
         reason = f"aliases {source.name}, which is written later, and takes its {precision} precision"
         return Choice(precision, reason, dict.fromkeys(others, precision if kind.cls in FREE else FULL))

@@ -143,8 +143,7 @@ class _Operands:
             return self._put(found.formula.last, torch.unsqueeze, node, 0)
         source, heads = node.args[0] if node.args else None, captured(split).shape[:2]
         if names_of(node) in RESHAPES and isinstance(source, Node):
-            before = captured(source)
-            if before.dim() == 4 and told(before.shape) == told((*heads, *whole.shape[1:])):
+            if told(captured(source).shape) == told((*heads, *whole.shape[1:])):
                 return source  # the tensor before its heads were folded into the batch
         return self._put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
 

@@ -22,6 +22,8 @@ def build():
     return Net(), (torch.ones(3, 8),)
 def loss(out, y):
     return nn.functional.cross_entropy(out, y)
+def loud(out):
+    return (out.float().abs() * 1e38).mean()
 """
 
 
@@ -47,6 +49,18 @@ def test_a_saved_batch_and_a_loss(locate, tmp_path):
     status, out, _ = locate("--batch", str(path), "--loss", loss)
     assert status == 3
     assert out.startswith("overflow in forward")
+
+
+def test_a_saved_batch_without_targets(locate, tmp_path):
+    """Its loss is the one that is named, or else one that any outputs have."""
+    path = tmp_path / "batch.pt"
+    for size, loss, planted in ((1.0, "loud", "* 1e38"), (100.0, None, "* 1e4"), (1.0, None, "")):
+        torch.save(torch.full((3, 8), size), path)
+        words = ("--loss", f"{tmp_path}/model_to_locate.py:{loss}") if loss else ()
+        status, out, _ = locate("--batch", str(path), *words, "--json")
+        told = json.loads(out)
+        assert (status, told["direction"]) == ((3, "forward") if planted else (0, "")), told
+        assert planted in told["line"]
 
 
 def test_the_inputs_of_target_where_nothing_is_found(locate):

@@ -1,5 +1,7 @@
 """Precedence: built-in < file < argument; whole entries replace, conditional ones are asked first."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -130,6 +132,14 @@ def test_round_trip(tmp_path, base):
     assert [_but_origin(m) for m in again.modules] == [_but_origin(m) for m in mine.modules]
     names = ("name", "dtype", "device", "unlisted", "description")
     assert [getattr(again, name) for name in names] == [getattr(mine, name) for name in names]
+
+
+@pytest.mark.parametrize("told", ["", 'what the model "x" needs'])
+def test_a_description_is_written_where_there_is_one(tmp_path, base, told):
+    mine = dataclasses.replace(base, description=told)
+    text = dump(mine)
+    assert ("description = " in text) == bool(told)
+    assert load(write(tmp_path, "again.toml", text), **BF16_CPU).description == told
 
 
 def _but_origin(value):

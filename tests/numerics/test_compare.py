@@ -1,6 +1,7 @@
 """A comparison names the operation that spoils a result first, beside autocast's error and fp32's."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -140,6 +141,9 @@ def test_the_file_is_json_with_a_schema_and_the_text_starts_with_the_worst(tmp_p
     assert data["layers"][0]["introduced"] == "inf"
     assert [row["layer"] for row in data["layers"]] == [row["layer"] for row in found.rows()]
     lines = found.text().splitlines()
+    assert found.loss_scale != 1
+    assert lines[0].endswith(f", gradients with a loss scale of {found.loss_scale:g}")
+    assert "loss scale" not in dataclasses.replace(found, loss_scale=1.0).text()
     assert lines[3].startswith("plant ")
     assert "introduced by" in lines[2]
     with pytest.raises(AmpGraphError, match="cannot write"):

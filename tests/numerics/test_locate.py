@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.numerics.overflow import watch
 from tests.numerics.overflows import MLP, MODELS, made
 
 SCALE = 2.0**10
@@ -178,6 +179,18 @@ def test_a_loss_that_is_not_finite_in_fp32_is_named_so():
     assert "no precision and no scale will help" in found.fix[0]
 
 
+@pytest.mark.parametrize(("size", "first"), [(1e30, "module 0"), (1e15, "aten.mse_loss.default")])
+def test_without_a_line_of_the_user_a_module_or_an_operator_is_named(size, first):
+    """The code of torch's modules is none of the user's, nor is ours that calls them."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        model[0].weight.fill_(size)
+    batch = (torch.full((3, 8), size), torch.zeros(3, 8))
+    found = amp_graph.locate(model, batch, nn.MSELoss(), policy="fp16", try_fix=False)
+    assert found.kind == "not finite in fp32"
+    assert (found.line, found.fp32_line) == ("", first)
+
+
 def test_an_infinity_that_a_mask_fills_in_is_no_fault():
     class Masked(nn.Module):
         def __init__(self, rows):
@@ -240,6 +253,40 @@ def test_an_overflow_that_the_code_makes_itself_is_said_to_be_its_own():
     assert "# of the code's own" in found.line
     assert found.fix[0].startswith("the code itself casts to f16")
     assert found.operands[0][2] < 65504, "before it was written"
+
+
+class Uncaptured(Checkpointed):
+    """Its second product casts fp32 values, or is scaled itself."""
+
+    def __init__(self, casts):
+        super().__init__()
+        self.casts = casts
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        wide = self.first(x).float() * 0 + (1e5 if self.casts else 1.0)  # wide
+        return self.second(wide) if self.casts else self.second(wide) * 1e5  # behind
+
+
+@pytest.mark.parametrize("casts", [True, False])
+def test_where_code_is_not_captured_a_cast_has_the_line_that_computed_its_value(casts):
+    batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
+    model = Uncaptured(casts)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
+    assert found.how.startswith("the code")
+    assert (found.kind, found.direction) == ("overflow", "forward"), found.text()
+    assert found.cast_of == ("a value" if casts else "")
+    assert ("# wide" if casts else "# behind") in found.line
+
+
+def test_the_first_backward_of_a_process_is_one(monkeypatch):
+    """Its number is 0."""
+    number = watch.number_of_backward
+    monkeypatch.setattr(watch, "number_of_backward", lambda: min(number(), 0))
+    model, batch = made("mlp", "loud")
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=2.0**14, try_fix=False)
+    assert found.direction == "backward"
+    assert "# planted" in found.line
 
 
 def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():

@@ -275,6 +275,18 @@ def test_clipped_to_a_norm_that_is_a_few_last_places_from_torchs(name):
     torch.testing.assert_close(parameters(model), parameters(other), rtol=1e-3, atol=1e-3)
 
 
+def test_a_norm_below_the_limit_changes_nothing():
+    found = []
+    for clip in ({}, {"clip_norm": 1.0}):
+        model, optimizer = build(optimizer=torch.optim.SGD)
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", update="one_pass", **clip)
+        for x, y in batches(3):
+            step(x, y)
+        found.append(parameters(model))
+    assert same(*found)
+    assert 0.5 < step.grad_norm.item() < 0.8, "near to the limit, so that a factor above 1 would show"
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-O2", "fp16-O2", "bf16,accuracy=fast"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])

@@ -187,6 +187,13 @@ def test_every_pass_has_a_row():
     assert len(EVERY) == len(ours)
 
 
+def test_a_pass_has_options_and_no_state():
+    """A pass that writes to itself would remember one graph in the next."""
+    for row in EVERY:
+        assert dataclasses.is_dataclass(row.cls), row.name
+        assert row.cls.__dataclass_params__.frozen, row.name
+
+
 # -- order --------------------------------------------------------------------------------------------------
 
 

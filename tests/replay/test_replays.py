@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +240,12 @@ def test_auto_compares_the_host_with_the_device(device, host, reached, why):
     assert Pace(False).why_not(Entry()) == ""
 
 
+def test_one_call_beside_the_first_is_enough_to_compare():
+    timing = Clock(0.004), Clock(0.004), 0.002
+    for count in (1, 2):
+        assert bool(Pace(True).why_not(SimpleNamespace(timings=[timing] * count))) == (count == 2)
+
+
 def test_any_error_of_a_recording_is_a_reason(recorders, monkeypatch):
     def fails(self, run, args):
         raise TypeError("a fault of ours")
@@ -247,3 +254,19 @@ def test_any_error_of_a_recording_is_a_reason(recorders, monkeypatch):
     model = model_of()
     steps(model, 6)
     assert "graph 0 is not recorded: TypeError: a fault of ours" in notes_of(model)
+
+
+@pytest.mark.parametrize(("waiting", "recorded"), [(1, 1), (2, 2), (3, 2)])
+def test_as_many_forwards_of_a_kind_as_wait_are_replayed_up_to_two(recorders, waiting, recorded):
+    """The others run as they are, and all gradients are those without replays."""
+    torch.manual_seed(0)
+    model, plain = model_of(), model_of("false")
+    plain.load_state_dict(model.state_dict())
+    steps(model, 4)
+    xs = torch.randn(waiting, 4, 6)
+    for _ in range(2):
+        for one in (model, plain):
+            one.zero_grad()
+            sum(out.square().mean() for out in [one(x) for x in xs]).backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(recorders) == recorded

@@ -37,6 +37,10 @@ def test_nodes_read_what_the_graph_says():
     assert [of[name].kind for name in linear.sources] == ["input", "weight", "weight"]
     assert (linear.module, linear.type) == ("fc", "f32[4,8]")
     assert [node.call for node in nodes if node.kind == "cast"] == [".half", ".float", ".to"]
+    assert {(node.call, node.module) for node in nodes if node.kind == "weight"} == {
+        ("fc.weight", "fc"),
+        ("fc.bias", "fc"),
+    }
     assert nodes[-1].kind == "output"
     assert [of[name].call for name in nodes[-1].sources] == [".to"]
 

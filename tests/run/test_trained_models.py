@@ -1,9 +1,11 @@
 """Which models ``amp-graph run`` converts, in this process: those that are called outermost and that are trained."""
 
 import copyreg
+import gc
 import multiprocessing.process
 import pickle
 import re
+import threading
 from collections import Counter
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.run import as_written, eligibility
+from amp_graph.run.call_site import site_of_call
 from amp_graph.run.exit_report import report_lines, write_reports
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
@@ -390,3 +393,31 @@ class Stateful(Net):
 
     def __getstate__(self):
         return self.__dict__.copy()
+
+
+def test_what_is_known_of_a_model_goes_with_it(watch):
+    """Another model may get its address."""
+    models = watch()
+    for _ in range(5):
+        model = Net()
+        step(model(torch.randn(4, 8)))
+        assert models._by_id
+        del model
+        gc.collect()
+        assert not models._by_id
+
+
+def test_the_line_of_a_call_is_the_users_or_else_a_librarys():
+    def site(code, file):
+        """What a thread finds that runs ``code`` as ``file``: its other frames are those of Python's library."""
+        given = {"__name__": "trainer.loop", "found": [], "site_of_call": site_of_call}
+        thread = threading.Thread(target=exec, args=(compile(code, file, "exec"), given))
+        thread.start()
+        thread.join()
+        return given["found"]
+
+    library, user = "/env/lib/site-packages/trainer/loop.py", "/work/train.py"
+    call = "found.append(site_of_call())"
+    assert site(f"\n{call}", library) == [f"{library}:2"]
+    assert site(f"\n\n{call}", user) == [f"{user}:3"]
+    assert site(f"exec(compile({call!r}, {library!r}, 'exec'))", user) == [f"{user}:1"]

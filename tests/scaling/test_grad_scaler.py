@@ -199,6 +199,22 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(name):
     assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
 
 
+def test_skipped_steps_is_one_tensor_from_the_first_loss_on():
+    """A log keeps the tensor, and reads it later; restored, the count is there before the first loss."""
+    model, optimizer = make(torch.optim.SGD)
+    scaler = amp_graph.GradScaler("cpu")
+    scaler.load_state_dict({**scaler.state_dict(), "_skipped": 3})
+    before = scaler.skipped_steps
+    scaler.scale(torch.ones(()))
+    held = scaler.skipped_steps
+    for tensor in (before, held):
+        assert (tensor.shape, tensor.dtype, tensor.item()) == ((), torch.int32, 3)
+    scaler.scale(model(torch.ones(2, 6)).sum() * INF).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert held.item() == scaler.skipped_steps.item() == 4
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_bad_first_step_leaves_no_trace(name):
     kind, options = OPTIMIZERS[name]

@@ -189,6 +189,19 @@ def test_a_static_scale_stays_where_it_is_set():
     assert same(everything(model, optimizer), before)
 
 
+def test_a_restored_step_has_its_count_of_skipped_steps_before_it_runs():
+    model, optimizer = build()
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    x, y = next(batches(1))
+    step(x * INF, y)
+    model, optimizer = build()
+    restored = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    restored.load_state_dict(step.state_dict())
+    unscaled = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    for count, wanted in ((step, 1), (restored, 1), (unscaled, 0)):
+        assert (count.skipped_steps.dtype, count.skipped_steps.item()) == (torch.int32, wanted)
+
+
 def test_dropout_draws_as_it_does_by_hand():
     model, optimizer = build(lambda: Net(0.5))
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")

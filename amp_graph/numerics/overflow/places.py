@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph import passes
+from amp_graph import errors, passes
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, INPUT
 from amp_graph.passes.graph.node_info import module_path, source_line
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-OTHERS = tuple(os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (torch, passes))
+HERE, *OTHERS = (os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (errors, torch, passes))
 RUNS = "amp_graph_compute"  # the function of ours that runs code which is not captured
 INPUTS = ("placeholder", "get_attr")
 

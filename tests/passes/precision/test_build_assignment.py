@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from amp_graph import Policy
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.op_cost import cast_picoseconds
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost, is_legal
-from tests.passes.graphs import capture_function
+from tests.passes.graphs import capture_function, node_named, rewritten
 from tests.passes.planning import problem_of
 from tests.passes.precision.test_op_cost import CALL, PLAIN
 
@@ -57,6 +58,59 @@ def test_a_low_sum_casts_full_operands(made):
     assert seconds(made, "add") == pytest.approx(casts + 2 * KEPT["relu"])
     assert seconds(made) == pytest.approx(2 * KEPT["relu"])
     assert not is_legal(made.task(), of(made, "add")), "autocast rounds no value for a sum"
+
+
+def shaped(s, x):
+    """What is written takes its shape from a product, which only another product reads."""
+    product = x @ s.w
+    values = x[:, :16].sin()
+    values.view_as(product).mul_(2)
+    return product @ s.v + values
+
+
+def test_what_only_the_shape_is_read_of_is_not_cast():
+    given = capture_function(shaped, torch.randn(64, 32), w=torch.randn(32, 16), v=torch.randn(16, 16))
+    problem, dtype = problem_of(given)
+    made = formulate(problem, PLAIN, dtype, skip=True)
+    nodes = {node.name: node for node in problem.gm.graph.nodes}
+    read = [*made.lowers[nodes["product"]], *made.widens.get(nodes["product"], ())]
+    assert made.of[nodes["matmul_1"]] in read
+    assert made.of[nodes["view_as"]] not in read
+    for policy in ("bf16", "bf16,planner=paint"):
+        after = rewritten(given, policy)
+        assert not any(user.target == "float" for user in node_named(after, "product").users), policy
+
+
+ONE_INPUT = """
+[list]
+name = "own"
+dtype = "bfloat16"
+device = "cpu"
+description = "own"
+
+[[op]]
+op = "aten.addcmul_"
+class = "follow"
+inputs = ["tensor1"]
+why = "the other factor is a mask"
+"""
+
+
+def test_an_input_that_an_entry_leaves_out_is_not_cast_for_a_write(tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text(ONE_INPUT)
+    given = capture_function(
+        lambda s, x: (x * 1).addcmul_(x @ s.w, x @ s.v),
+        torch.randn(64, 32),
+        w=torch.randn(32, 32),
+        v=torch.ones(32, 32),
+    )
+    problem, dtype = problem_of(given, Policy(lists=("default", str(own))))
+    made = formulate(problem, PLAIN, dtype)
+    nodes = {node.name: node for node in problem.gm.graph.nodes}
+    write = made.of[nodes["addcmul_"]]
+    assert write in made.widens[nodes["matmul"]]
+    assert write not in made.widens.get(nodes["matmul_1"], ())
 
 
 def test_the_gradient_of_what_is_trained_is_cast_as_well(made):

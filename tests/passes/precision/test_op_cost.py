@@ -43,6 +43,22 @@ def test_flops_are_those_that_torch_counts(name):
     assert work.family == ("convolution" if "convolution" in name else "matmul")
 
 
+def test_a_linear_has_its_rows_outputs_and_inputs_by_which_a_kernel_is_chosen():
+    """Other products have none, nor has a linear of any number of rows."""
+    x, state = torch.randn(5, 3, 8), {"w": torch.randn(6, 8), "b": torch.randn(6)}
+
+    def both(s, x):
+        return F.linear(x, s.w, s.b), x @ x.mT
+
+    found = {dynamic: capture_function(both, x, dynamic=dynamic, **state) for dynamic in (False, True)}
+    sizes = {}
+    for dynamic, given in found.items():
+        problem, _ = problem_of(given)
+        kinds = {k.names[0]: work_of(n, k).sizes for n, k in problem.classes.items() if k.names}
+        sizes[dynamic] = kinds["aten.linear"], kinds["aten.matmul"]
+    assert sizes == {False: ((15, 6, 8), None), True: (None, None)}
+
+
 def test_flops_of_attention_are_those_of_its_two_products():
     def attention(s, q, k, v):
         return F.scaled_dot_product_attention(q, k, v)

@@ -13,6 +13,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
@@ -331,6 +332,16 @@ def becomes_the_call_and_is_as_exact(function):
 @pytest.mark.parametrize("name", FORMS)
 def test_formulas_become_the_call_and_are_as_exact(name):
     becomes_the_call_and_is_as_exact(FORMS[name])
+
+
+def test_heads_that_were_folded_for_the_products_are_no_longer_copied():
+    """The reshapes copy, because the heads lie behind each other only within a position."""
+    torch.manual_seed(0)
+    model = amp_graph.convert(Model(bart), "bf16")
+    model(torch.randn(2, LENGTH, WIDTH))
+    (graph,) = conversion_of(model).graphs
+    assert "attention_low(" in graph_text(graph.rewritten.gm)
+    assert "reshape(" not in graph_text(graph.rewritten.gm)
 
 
 @needs_draws

@@ -357,3 +357,30 @@ def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     model = amp_graph.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), TOGETHER, strict=True)
     model(torch.zeros(1, 8))
     assert bool(calls(model)) == grouped
+
+
+class Switching(nn.Module):
+    """A weight that is read without gradients, and others that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.parts[0](x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_a_graph_that_switches_gradients_off_casts_each_weight_where_it_is_read():
+    found = {}
+    for policy in (TOGETHER, ALONE):
+        torch.manual_seed(0)
+        model = amp_graph.convert(Switching(), policy, strict=True)
+        out = model(torch.linspace(-1, 1, 64).view(4, 16))
+        out.square().sum().backward()
+        found[policy] = [out.detach(), *(p.grad for p in model.parameters())]
+        assert calls(model) == 0
+    assert all(map(torch.equal, *found.values()))

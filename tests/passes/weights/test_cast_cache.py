@@ -18,6 +18,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError, VerifyError
 from amp_graph.passes.weights import cast_cache, memory_access_hooks, update_tracking
+from amp_graph.passes.weights.copy_lifetimes import Lifetimes
 from tests.measure import CastCounter
 
 OFF = "bf16,weight_copies=false"
@@ -364,6 +365,22 @@ def test_a_large_copy_is_cast_into_its_own_memory():
         ours(X).sum().backward()
         places.append(max(conversion_of(ours).copies.tensors, key=torch.numel).data_ptr())
     assert len(set(places)) == 1
+
+
+@pytest.mark.parametrize("width", [8, 192], ids=["small", "large"])
+@pytest.mark.parametrize("when", [None, Lifetimes()], ids=["kept", "freed with each backward"])
+def test_a_channels_last_copy_is_so_again_after_a_write(width, when):
+    copies = cast_cache.WeightCopies(torch.bfloat16, when=when)
+    weight = nn.Parameter(torch.randn(width, width, 3, 3))
+    for _ in range(3):
+        for _ in range(2):  # a small copy that is read only once is not made after a write
+            low = copies.read(weight, last=True)
+            assert low.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(low, weight.bfloat16())
+        low.float().sum().backward()
+        del low
+        with torch.no_grad():
+            weight.mul_(0.5)
 
 
 def test_calls_whose_gradients_meet_are_added_in_fp32_as_without_copies():

@@ -1,0 +1,117 @@
+"""A call of a module becomes its functions, and computes the same; calls that cannot become that stay."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, Tracer
+
+import amp_graph
+from amp_graph.passes.graph.inline_modules import inline_modules
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+class Scaled(nn.Module):
+    """A module with defaults, one of which is by name alone; ``calls`` counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) * 1.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, factor=2.0, *, shift=1.0):
+        self.calls.add_(1)
+        return x @ self.weight * factor + shift
+
+
+class Pair(Scaled):
+    def forward(self, x):
+        return super().forward(x), x - 1
+
+
+class Any(nn.Module):
+    def forward(self, *given):
+        return given[0] - given[1]
+
+
+class Named(nn.Module):
+    def forward(self, **given):
+        return given["a"] - given["b"]
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, given, out: out * 3)
+
+    def forward(self, x):
+        return x * 2
+
+
+INLINED = {
+    "its defaults": (Scaled, lambda part, x: part(x)),
+    "by position": (Scaled, lambda part, x: part(x, 3.0)),
+    "by name": (Scaled, lambda part, x: part(shift=0.5, x=x)),
+    "what it is given": (nn.Identity, lambda part, x: part(x).relu()),
+    "modules inside": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU()), lambda part, x: part(x)),
+}
+KEPT = {
+    "several results": (Pair, lambda part, x: part(x)[0] * part(x)[1]),
+    "any number of arguments": (Any, lambda part, x: part(x, 2 * x)),
+    "any names": (Named, lambda part, x: part(a=x, b=2 * x)),
+    "statistics": (lambda: nn.BatchNorm1d(4), lambda part, x: part(part(x) + 1)),
+    "an average over all calls": (lambda: nn.BatchNorm1d(4, momentum=None), lambda part, x: part(part(x) + 1)),
+    "a hook": (Hooked, lambda part, x: part(x)),
+}
+
+
+class Whole(nn.Module):
+    def __init__(self, kind, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.call = kind(), call
+
+    def forward(self, x):
+        return self.call(self.part, x)
+
+
+class OneLeaf(Tracer):
+    """Leaves the call of ``part`` in the graph, as it does of modules of torch.nn."""
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return module_qualified_name == "part"
+
+
+def traced(kind, call):
+    model = Whole(kind, call)
+    return GraphModule(model, OneLeaf().trace(model))
+
+
+@pytest.mark.parametrize("name", INLINED | KEPT)
+def test_it_computes_the_same_and_writes_as_often(name):
+    plain = traced(*(INLINED | KEPT)[name])
+    ours = copy.deepcopy(plain)
+    before = copy.deepcopy(ours.state_dict())
+    ours = inline_modules(ours)
+    assert same(ours.state_dict(), before)
+    assert plain.graph.find_nodes(op="call_module")
+    assert bool(ours.graph.find_nodes(op="call_module")) == (name in KEPT)
+    for x in (X, X * 2):
+        assert torch.equal(ours(x), plain(x))
+    assert same(ours.state_dict(), plain.state_dict())
+
+
+def same(one, two):
+    return all(torch.equal(one[key], two[key]) for key in one.keys() | two.keys())
+
+
+@pytest.mark.parametrize("name", [n for n in INLINED | KEPT if n != "an average over all calls"])
+def test_a_rewritten_trace_computes_what_the_model_does(name):
+    plain = traced(*(INLINED | KEPT)[name])
+    ours = amp_graph.rewrite(copy.deepcopy(plain), "bf16", (X,))
+    for x in (X, X * 2):
+        torch.testing.assert_close(ours(x), plain(x), atol=0.02, rtol=0.02)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[key], value, atol=0.02, rtol=0.02)

@@ -332,7 +332,7 @@ def test_operations_of_a_branch_that_never_ran_are_planned_without_a_record_and_
         AmpGraphWarning, match="does not know 1 of 1 .*: first:cond/0/linear; they(.*\n)*.*that branch"
     ) as told:
         out = model(x)
-    assert len(told) == 1
+    assert [one.category for one in told].count(AmpGraphWarning) == 1
     assert torch.allclose(out, expected, atol=0.05)
 
 

@@ -24,6 +24,10 @@ SMALLEST = 1e-6  # an error below is that of fp32 arithmetic
 Context = Callable[[], Any]
 
 
+class AutocastFails(Exception):
+    """A model does not run under ``torch.autocast``, so there is nothing to compare with."""
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     """Set every rate of dropout to 0, in modules and in the configurations that they read at each call."""
     for module in model.modules():
@@ -38,7 +42,8 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def errors(entry: ZooModel, low: torch.dtype, prepare: Callable[[nn.Module], nn.Module], size: int) -> dict[str, Any]:
     """Return ``ratio`` (outputs and gradients), its parts, the errors, over how many seeds, and how many overflowed.
 
-    Seeds count in which autocast's values are finite; ``overflows`` are those in which ours are not.
+    Seeds count in which autocast's values are finite; ``overflows`` are those in which ours are not. Raises
+    AutocastFails.
     """
     reference = without_dropout(entry.made(0).train())
     ours = prepare(copy.deepcopy(reference))
@@ -66,6 +71,11 @@ def _summary(found: list[tuple[float, float, float, float]]) -> dict[str, Any]:
     }
 
 
+def unmeasured() -> dict[str, Any]:
+    """Return what ``errors`` returns where no seed counts."""
+    return _summary([])
+
+
 def _ratio(ours: float, theirs: float) -> float:
     return round(max(ours, SMALLEST) / max(theirs, SMALLEST), 3) if math.isfinite(ours) else math.nan
 
@@ -89,7 +99,12 @@ def _with_scale(
     runs = []
     for model, context in ((reference, off), (ours, off), (reference, autocast)):
         _take_values(model, fresh)
-        runs.append(_run(entry, model, seed, size, context, scale))
+        try:
+            runs.append(_run(entry, model, seed, size, context, scale))
+        except Exception as error:
+            if context is not autocast:
+                raise
+            raise AutocastFails from error
     exact, mine, theirs = runs
     mine, theirs = (
         Run(r.outputs, r.loss, {k: g for k, g in r.grads.items() if k in exact.grads}) for r in (mine, theirs)

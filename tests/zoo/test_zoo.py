@@ -4,6 +4,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,25 @@ def test_a_model_that_overflows_with_a_loss_scale_under_autocast_is_measured_wit
     assert row["ok"], row["cause"]
     assert row["seeds"] == 3
     assert 0.5 < row["ratio"] < 1.5
+
+
+class Meets(nn.Linear):
+    """Multiplies a low value by an fp32 one, which torch.autocast leaves alone."""
+
+    def forward(self, x):
+        return super().forward(torch.tensordot(super().forward(x), self.weight, dims=([-1], [0])))
+
+
+def test_where_autocast_itself_fails_there_is_a_note_and_no_ratio(tmp_path):
+    row = Trial(replace(TINY, build=lambda: Meets(8, 8)), "bf16").run()
+    assert row["ok"], row["cause"]
+    assert row["captured"] == 1.0
+    assert row["seeds"] == 0
+    assert math.isnan(row["ratio"])
+    assert row["notes"] == ["errors: torch.autocast itself fails: RuntimeError: both inputs should have same dtype"]
+    results = Results(tmp_path / "zoo.json")
+    results.put("own/meets", [{"uncounted": ""}, {"word": "bf16", **row}])
+    assert "torch.autocast itself fails" in markdown(results.models, 1)
 
 
 def test_a_conversion_that_raises_is_a_cause_unless_fp32_raises_too():

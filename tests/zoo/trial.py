@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_graph
 from tests.corpus.losses import float_leaves
-from tests.zoo.errors import errors
+from tests.zoo.errors import AutocastFails, errors, unmeasured
 from tests.zoo.model import Batch, ZooModel
 
 STEPS = 3
@@ -139,6 +139,9 @@ class Trial:
                 causes.append(f"errors: not finite in {over} of {self.row['seeds']} seeds, autocast's are")
             if not self.row["seeds"]:
                 self.row["notes"].append("errors: autocast's are not finite with any seed, nor is there a ratio")
+        except AutocastFails as error:
+            self.row |= unmeasured()
+            self.row["notes"].append(f"errors: torch.autocast itself fails: {first_line(error.__cause__)}")
         except Exception as error:
             causes.append(f"errors: {first_line(error)}")
         return self.row | {"ok": not causes, "cause": "; ".join(causes)}

@@ -74,6 +74,7 @@ def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monke
     assert kept["name"] == "lower-linears"
 
 
+@pytest.mark.multiplied
 def test_one_model_from_beginning_to_end(tmp_path):
     import ablation
 

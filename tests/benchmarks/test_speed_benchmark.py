@@ -327,6 +327,7 @@ def test_one_model_from_beginning_to_end(tmp_path, capsys):
         speed.main([*words, "--variants", "amp_graph"])
 
 
+@pytest.mark.multiplied
 def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
     from step_costs import casts_of, held_by
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from amp_graph.passes.graph.meta_keys import INSIDE
 from amp_graph.passes.graph.node_info import is_higher_order, module_path
@@ -23,16 +23,10 @@ REWRITTEN = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A graph, ``name`` in the graph around it, and the first call that runs it."""
+    """A graph, and its ``name`` in the graph around it."""
 
     name: str
     graph: GraphModule
-    call: Node
-
-    @property
-    def operator(self) -> str:
-        """Name the operator that runs it."""
-        return str(getattr(self.call.target, "__name__", self.call.target))
 
 
 def bodies_of(gm: GraphModule) -> Iterator[Body]:
@@ -51,5 +45,5 @@ def bodies_of(gm: GraphModule) -> Iterator[Body]:
             if str(source.target) not in seen:
                 seen.add(str(source.target))
                 graph.meta[INSIDE] = f"{outer}{place}{f'.{number}' if number else ''}/{position}/"
-                yield Body(str(source.target), graph, node)
+                yield Body(str(source.target), graph)
             position += 1

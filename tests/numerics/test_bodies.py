@@ -11,6 +11,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import amp_graph
 from amp_graph.numerics.run_bodies import OPERATORS
+from amp_graph.passes.graph.bodies import REWRITTEN
 
 SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
 
@@ -119,6 +120,10 @@ def test_bisect_finds_the_operation_inside_of_a_body(kind):
     assert PLACES[kind] in policy.kept
     assert len(policy.kept) <= 2
     assert torch.allclose(output(kind, str(policy)), output(kind, "O0"), atol=0.02, rtol=0.01)
+
+
+def test_every_operator_whose_bodies_are_rewritten_can_be_observed():
+    assert OPERATORS.keys() == REWRITTEN
 
 
 def test_operators_run_as_python_have_torchs_results():

@@ -144,6 +144,7 @@ def test_nothing_is_compiled_that_will_not_run(loaded, options):
     assert not precompile_kernels._begun
 
 
+@pytest.mark.compiled
 def test_who_wants_what_is_being_compiled_waits_for_it(monkeypatch, tmp_path):
     """The control: without the lock two threads compile at once."""
     source = tmp_path / "answer.c"
@@ -175,6 +176,7 @@ def test_who_wants_what_is_being_compiled_waits_for_it(monkeypatch, tmp_path):
     assert len(begun) == 4
 
 
+@pytest.mark.compiled
 def test_what_a_process_left_that_ended_while_it_compiled_is_removed(monkeypatch, tmp_path):
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 42; }")

@@ -181,6 +181,7 @@ def test_saved_activations_where_fast(name):
 
 # What is left are casts of rotated queries and keys.
 @pytest.mark.parametrize(("policy", "casts", "saved"), [("bf16", 0.5, 0.8), ("bf16,accuracy=fast", 0.2, 0.75)])
+@pytest.mark.compiled
 def test_norms_that_llama_writes_out_cost_no_casts_and_save_what_they_read(policy, casts, saved):
     ours, our_bytes = step(LLAMA, policy)
     theirs, their_bytes = step(LLAMA)

@@ -106,6 +106,7 @@ class Pair:
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("wide", [False, True], ids=["low", "fp32"])
+@pytest.mark.compiled
 def test_bit_for_bit_what_torchs_kernel_does(name, low, wide):
     pair = Pair(name, [(48, 32), (64,), (2, 3, 4, 4)], low)
     for seed in range(5):
@@ -117,6 +118,7 @@ def test_bit_for_bit_what_torchs_kernel_does(name, low, wide):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("size", [1, 7, 13, 31])
+@pytest.mark.compiled
 def test_the_last_elements_to_a_last_place(name, size):
     pair = Pair(name, [(size,), (33 - size,)], torch.bfloat16)
     for seed in range(20):
@@ -124,6 +126,7 @@ def test_the_last_elements_to_a_last_place(name, size):
     assert pair.is_close()
 
 
+@pytest.mark.compiled
 def test_a_wrong_rate_is_seen():
     """Control: the comparison above fails where one option differs in its third place."""
     pair = Pair("adamw", [(13,)], torch.bfloat16)
@@ -133,6 +136,7 @@ def test_a_wrong_rate_is_seen():
 
 
 @pytest.mark.parametrize("low", LOWS)
+@pytest.mark.compiled
 def test_unscaled_clipped_and_held_in_torchs_order(low):
     pair = Pair("adamw", [(64, 48), (16,)], low)
     grads = [g.to(low) * 8 for g in tensors([(64, 48), (16,)], 3)]
@@ -140,6 +144,7 @@ def test_unscaled_clipped_and_held_in_torchs_order(low):
     assert pair.is_equal()
 
 
+@pytest.mark.compiled
 def test_gradients_that_lie_otherwise_than_a_tracer_said():
     pair, other = (Pair("adamw", [(16, 48), (2, 16, 4, 4)], torch.bfloat16) for _ in range(2))
     grads = [g.bfloat16() for g in tensors([(16, 48), (2, 16, 4, 4)])]
@@ -151,6 +156,7 @@ def test_gradients_that_lie_otherwise_than_a_tracer_said():
     assert torch.equal(sums, wanted)
 
 
+@pytest.mark.compiled
 def test_several_threads_do_the_same():
     """Shares end in the middle of tensors; who computes an element changes no bit."""
     shapes = [(1000, 301), (7,), (513, 511)]
@@ -174,6 +180,7 @@ def everything_of(pair):
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 @pytest.mark.parametrize("place", [0, 500, -1])
+@pytest.mark.compiled
 def test_one_bad_element_is_found_wherever_it_is(low, value, place):
     grads = [g.to(low) for g in tensors([(37, 41), (64,), (13,)])]
     assert OPS.look_at_gradients(grads, f"adam {SHORT[low]}")[0] == 0
@@ -187,6 +194,7 @@ def test_one_bad_element_is_found_wherever_it_is(low, value, place):
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+@pytest.mark.compiled
 def test_large_gradients_are_no_infinite_ones():
     huge = [torch.full((1000,), 3e38).bfloat16(), torch.full((1000,), 3e38)]
     found_inf, norm = OPS.look_at_gradients(huge, "adam bf16")
@@ -195,6 +203,7 @@ def test_large_gradients_are_no_infinite_ones():
 
 
 @pytest.mark.parametrize("low", LOWS)
+@pytest.mark.compiled
 def test_the_norm_is_that_of_fp64(low):
     grads = [*(g.to(low) for g in tensors([(300, 200), (5,)], 2)), *tensors([(77,)], 4)]
     wanted = torch.cat([g.double().view(-1) for g in grads]).norm()
@@ -202,6 +211,7 @@ def test_the_norm_is_that_of_fp64(low):
 
 
 @pytest.mark.parametrize("low", LOWS)
+@pytest.mark.compiled
 def test_gradients_add_up_in_fp32(low):
     grads = [g.to(low) for g in tensors([(31, 17), (5,)])]
     sums = tensors([(31, 17), (5,)], 9)
@@ -211,6 +221,7 @@ def test_gradients_add_up_in_fp32(low):
 
 
 @pytest.mark.parametrize("low", LOWS)
+@pytest.mark.compiled
 def test_copies_round_as_torch_does(low):
     """Every exponent, ties, subnormal numbers, overflow, and what is no number, through an update by nothing."""
     bits = torch.arange(-(2**31), 2**31, 65537 // 8, dtype=torch.int64).to(torch.int32)
@@ -247,6 +258,7 @@ class InVectors(nn.Module):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"clip_value": 0.01}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.compiled
 def test_100_steps_are_those_of_the_loop_by_hand(name, options, parts):
     kind, given = OPTIMIZERS[name]
     model, optimizer = build(InVectors, optimizer=kind, **given)
@@ -264,6 +276,7 @@ def test_100_steps_are_those_of_the_loop_by_hand(name, options, parts):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.compiled
 def test_clipped_to_a_norm_that_is_a_few_last_places_from_torchs(name):
     kind, given = OPTIMIZERS[name]
     model, optimizer = build(optimizer=kind, **given)
@@ -275,6 +288,7 @@ def test_clipped_to_a_norm_that_is_a_few_last_places_from_torchs(name):
     torch.testing.assert_close(parameters(model), parameters(other), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.compiled
 def test_a_norm_below_the_limit_changes_nothing():
     found = []
     for clip in ({}, {"clip_norm": 1.0}):
@@ -290,6 +304,7 @@ def test_a_norm_below_the_limit_changes_nothing():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-O2", "fp16-O2", "bf16,accuracy=fast"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.compiled
 def test_a_few_steps_are_those_of_torchs_kernels(policy, optimizer):
     def trained(update):
         model, made = build(optimizer=optimizer)
@@ -305,6 +320,7 @@ def test_a_few_steps_are_those_of_torchs_kernels(policy, optimizer):
     assert one[3] == two[3]
 
 
+@pytest.mark.compiled
 def test_copies_are_the_rounded_weights():
     model, optimizer = build()
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", update="one_pass")
@@ -320,6 +336,7 @@ def test_copies_are_the_rounded_weights():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("value", [INF, NAN])
+@pytest.mark.compiled
 def test_a_bad_step_changes_nothing(policy, name, first, value):
     kind, given = OPTIMIZERS[name]
     model, optimizer = build(optimizer=kind, **given)
@@ -360,6 +377,7 @@ class Spoils(Net):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n, _ in Net().named_parameters()])
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.compiled
 def test_one_infinite_element_of_any_gradient_stops_the_whole_step(name, where):
     torch.manual_seed(0)
     model = Spoils()
@@ -377,6 +395,7 @@ def test_one_infinite_element_of_any_gradient_stops_the_whole_step(name, where):
     assert same(before, everything(model, optimizer))
 
 
+@pytest.mark.compiled
 def test_groups_with_rates_and_decay_of_their_own():
     def trained(update):
         model, _ = build()
@@ -410,6 +429,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
+@pytest.mark.compiled
 def test_tied_and_frozen_weights(policy):
     ids, y = torch.randint(20, (8,)), torch.randint(20, (8,))
 
@@ -425,6 +445,7 @@ def test_tied_and_frozen_weights(policy):
     assert close(trained("one_pass"), trained("torch"))
 
 
+@pytest.mark.compiled
 def test_buffers_and_what_nothing_uses():
     x, y = torch.randn(4, 1, 8, 8), torch.randint(0, 3, (4,))
 
@@ -441,6 +462,7 @@ def test_buffers_and_what_nothing_uses():
 
 @pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("images", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.compiled
 def test_any_layout_of_weights_and_gradients(weights, images):
     def trained(update):
         torch.manual_seed(0)
@@ -458,6 +480,7 @@ def test_any_layout_of_weights_and_gradients(weights, images):
     assert close(one, two)
 
 
+@pytest.mark.compiled
 def test_resumed_in_the_middle_it_is_the_same_run():
     def fresh():
         model, optimizer = build()
@@ -480,6 +503,7 @@ def test_resumed_in_the_middle_it_is_the_same_run():
     assert same(everything(model, optimizer), everything(again, other))
 
 
+@pytest.mark.compiled
 def test_no_cast_is_left_of_a_step_but_those_of_activations():
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -566,6 +590,7 @@ def test_what_was_asked_for_is_refused_by_name(monkeypatch, tmp_path):
     refused(CompilerError, "no-such-compiler", update="one_pass")
 
 
+@pytest.mark.compiled
 def test_a_compiler_that_refuses_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path))
     load.cache_clear()
@@ -574,6 +599,7 @@ def test_a_compiler_that_refuses_is_quoted(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing half made is left"
 
 
+@pytest.mark.compiled
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -587,6 +613,7 @@ def zeros():
     return tuple(f"-D{name}=0" for name in ("DECOUPLED", "DECAY", "AMSGRAD", "MOMENTUM", "NESTEROV"))
 
 
+@pytest.mark.compiled
 def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
     monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path / "compiled"))
     changed = tmp_path / jit_compiler.HEADER.name
@@ -598,6 +625,7 @@ def test_a_header_that_changed_is_compiled_anew(monkeypatch, tmp_path):
         assert len(list((tmp_path / "compiled").glob("*.so"))) == count
 
 
+@pytest.mark.compiled
 def test_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path))
     load.cache_clear()

@@ -108,6 +108,7 @@ def weight_casts(model):
 @pytest.mark.filterwarnings("ignore:.*gradients are too small for fp16:amp_graph.errors.AmpGraphWarning")
 @pytest.mark.parametrize("policy", ["", "bf16", "fp16"])
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.compiled
 def test_bit_for_bit_torchs_fused_update(name, policy):
     kind, options = RULES[name]
     ours, theirs = build(OURS[kind], policy, **options), build(kind, "", fused=True, **options)
@@ -141,6 +142,7 @@ def test_another_optimizers_step_makes_none_of_them_old():
     assert weight_casts(other) == 5
 
 
+@pytest.mark.compiled
 def test_what_is_trained_is_the_same_as_with_copies_cast_anew():
     """A training, against the same optimizer over a model that casts its weights at each call."""
     ours, theirs = build(optim.AdamW), build(optim.AdamW, "bf16,weight_copies=false")
@@ -316,6 +318,7 @@ def test_either_loads_the_state_of_the_other(there_and_back):
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.compiled
 def test_copies_train_on(how):
     model, optimizer = build(optim.AdamW)
     train(model, optimizer, 2)
@@ -339,6 +342,7 @@ def test_over_masters():
     assert same(*results)
 
 
+@pytest.mark.compiled
 def test_a_train_step_takes_it_for_torchs():
     results = []
     for kind in (optim.AdamW, torch.optim.AdamW):

@@ -30,6 +30,7 @@ def as_table(slots, rows):
 
 @pytest.mark.parametrize("padding", [-1, 7])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.compiled
 def test_rows_are_those_of_the_table(padding, dtype):
     grad, ids = given()
     ids[2, 2] = 7
@@ -49,6 +50,7 @@ BAGS = {
 
 @pytest.mark.parametrize("padding", [-1, 7])
 @pytest.mark.parametrize("name", BAGS)
+@pytest.mark.compiled
 def test_rows_are_those_of_bags(name, padding):
     _, ids = given()
     ids, (begins, ends) = ids.flatten(), BAGS[name]
@@ -63,12 +65,14 @@ def test_rows_are_those_of_bags(name, padding):
         torch.testing.assert_close(as_table(slots, rows), wanted.float(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.compiled
 def test_ids_behind_the_last_bag_have_no_gradient():
     ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
     slots, _ = OPS.gradient_rows([torch.ones(1, 4)], [ids], [offsets], [-1], 5, RULE)
     assert slots.tolist() == [-1, 0, 1, -1, -1]
 
 
+@pytest.mark.compiled
 def test_a_table_that_is_read_several_times():
     (one, first), (two, second) = given(seed=1), given(seed=2)
     ids, grads = torch.cat([first, second]), torch.cat([one, two])
@@ -97,6 +101,7 @@ def updated(grads, **options):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dense", ["bf16", "fp32", "none"])
+@pytest.mark.compiled
 def test_every_reader_adds_the_rows(dense, threads, monkeypatch):
     """The same bits as from the sum of table and dense gradient, with shares that end within a row."""
     monkeypatch.setattr("amp_graph.passes.native.jit_compiler.LEAST_OF_A_THREAD", 100)
@@ -175,6 +180,7 @@ def trained(update, tied, padding, options, optimizer=torch.optim.AdamW):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.compiled
 def test_trainings_are_those_of_tables(name, tied, padding, optimizer):
     one = trained("one_pass", tied, padding, OPTIONS[name], optimizer)
     two = trained("torch", tied, padding, OPTIONS[name], optimizer)
@@ -188,6 +194,7 @@ def test_trainings_are_those_of_tables(name, tied, padding, optimizer):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.compiled
 def test_trainings_of_bags_are_those_of_tables(name, padding):
     found = []
     for update in ("one_pass", "torch"):
@@ -209,6 +216,7 @@ OTHERS = {"largest": {"mode": "max"}, "by frequency": {"mode": "sum", "scale_gra
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "weighted"])
+@pytest.mark.compiled
 def test_other_bags_stay(name):
     class Bags(nn.Module):
         def __init__(self):
@@ -235,6 +243,7 @@ def test_tables_count_where_it_is_decided_how_to_update(elements, monkeypatch):
     assert ("one_pass_update_" in step.graph_text()) == (elements == 64 * 16 * 3)
 
 
+@pytest.mark.compiled
 def test_tables_that_most_tokens_read_stay():
     """32 ids read half of 64 rows at most; of the 32 places, 4 are read, but 64 ids would be more than half."""
     model, optimizer = build(lambda: Words(tied=True))
@@ -245,6 +254,7 @@ def test_tables_that_most_tokens_read_stay():
     assert step.graph_text().count("index_add_") + step.graph_text().count("embedding_dense_backward") == 1
 
 
+@pytest.mark.compiled
 def test_infinite_rows_are_seen():
     model, optimizer = build(lambda: Words(tied=True))
     options = {"loss_scale": LossScale(2.0**8), "update": "one_pass"}

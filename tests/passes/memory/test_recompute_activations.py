@@ -210,6 +210,7 @@ def fused(name):
 
 @pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
 @pytest.mark.parametrize("name", FUSED)
+@pytest.mark.compiled
 def test_fused_norms_are_computed_again_from_the_sum(name, hooks):
     graph, plain, ours = fused(name)
     with hooks():
@@ -218,6 +219,7 @@ def test_fused_norms_are_computed_again_from_the_sum(name, hooks):
 
 
 @pytest.mark.parametrize("name", ["a low stream", "a full stream", "the norm in full, too"])
+@pytest.mark.compiled
 def test_control_another_fused_norm_is_seen(name, monkeypatch):
     graph, plain, ours = fused(name)
     wrong = lambda node: torch.zeros_like(node.saved_tensors[0], dtype=torch.bfloat16)  # noqa: E731
@@ -225,6 +227,7 @@ def test_control_another_fused_norm_is_seen(name, monkeypatch):
     assert differences(run_step(ours, graph.given), run_step(plain, graph.given))
 
 
+@pytest.mark.compiled
 def test_the_sum_beside_a_norm_is_not_taken_for_it():
     """The sum, the norm in fp32 and that in low precision have one node of autograd."""
     x, w = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(8, 8).bfloat16().requires_grad_()

@@ -126,6 +126,7 @@ def test_a_gelu_in_which_something_is_written_half_way_stays():
     assert not result.changes
 
 
+@pytest.mark.compiled
 def test_llamas_norms_are_one_call_each_and_one_pass_with_their_sums(monkeypatch):
     monkeypatch.setattr(thresholds, "FEWEST_NORMED", 1)
     model, args, kwargs = make("llama_gqa")

@@ -34,6 +34,7 @@ FUSED = dict(zip(PROGRAMS, (2, 2, 1, 2, 1, 1, 2), strict=True))
 
 
 @pytest.mark.parametrize("function", PROGRAMS)
+@pytest.mark.compiled
 def test_what_is_planned_for_cuda(function):
     ours, plain, given, result = graphs(function, POLICY)
     assert len(calls(ours)) == len(result.changes) == FUSED[function]
@@ -84,6 +85,7 @@ def test_in_which_pipelines_it_is():
 
 
 @pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.compiled
 def test_torch_computes_the_same_as_the_c_kernel(centered, monkeypatch):
     x, weight = torch.randn(5, 24), torch.randn(24)
     given = (x, x.cos().to(BF16), weight, weight + 1, 24, 1e-5, BF16, True, True, centered)

@@ -83,6 +83,7 @@ def laid(rows, columns, how):
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
 @pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.compiled
 def test_every_layout_is_multiplied_and_rounded_once(kernel, rows, columns, depth, layouts):
     left, right = laid(rows, depth, layouts[0]), laid(depth, columns, layouts[1])
     assert_rounded_once(multiplied(kernel, left, right), left, right)
@@ -91,12 +92,14 @@ def test_every_layout_is_multiplied_and_rounded_once(kernel, rows, columns, dept
         assert_rounded_once(multiplied(kernel, left, right, bias, relu), left, right, bias, relu)
 
 
+@pytest.mark.compiled
 def test_rows_that_lie_apart_by_an_odd_number_of_elements(kernel):
     left, right = drawn(7, 21)[:, :16], drawn(16, 35)[:, :20]
     assert_rounded_once(multiplied(kernel, left, right), left, right)
     assert_rounded_once(multiplied(kernel, right.t(), left.t()), right.t(), left.t())
 
 
+@pytest.mark.compiled
 def test_elements_that_are_no_numbers_stay_where_they_belong(kernel):
     left, right = drawn(6, 16), drawn(16, 40)
     left[1, 3], left[4, 0] = float("nan"), float("inf")

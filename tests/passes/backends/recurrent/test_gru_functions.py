@@ -88,6 +88,7 @@ def test_without_gradients_the_bits_are_the_same(reverse):
     assert all(torch.equal(a, b) for a, b in zip(plain, trained, strict=True))
 
 
+@pytest.mark.compiled
 def test_where_cpus_do_not_multiply_bf16_products_are_plain(monkeypatch):
     x = drawn(LENGTH, BATCH, WIDTH, seed=1)
     monkeypatch.setattr(module, "multiplies_bf16", lambda: False)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.graph.identify_ops import is_part
@@ -111,8 +112,8 @@ def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
 
 def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
     for node in gm.graph.nodes:
-        body = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(body, GraphModule):
+        body = graph_read(gm, node)
+        if body is not None:
             yield str(node.target), body
 
 

@@ -16,6 +16,7 @@ from amp_graph.passes.autocast_regions.user_casts import METHODS
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
 from amp_graph.passes.graph.autograd_functions import is_custom_function
+from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.identify_ops import identify, is_tensor_call
@@ -115,8 +116,7 @@ def runs_without_autocast(gm: GraphModule, node: Node) -> bool:
     """
     if not is_custom_function(node) and getattr(node.target, "__name__", "") != "register_hook":
         return False
-    bodies = [getattr(gm, str(s.target), None) for s in node.all_input_nodes if s.op == "get_attr"]
-    return all(_has_no_rule(body) for body in bodies if isinstance(body, GraphModule))
+    return all(map(_has_no_rule, filter(None, (graph_read(gm, source) for source in node.all_input_nodes))))
 
 
 def _has_no_rule(body: GraphModule) -> bool:

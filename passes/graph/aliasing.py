@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible, tensors
 from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
 from amp_graph.passes.graph.meta_keys import GIVEN, IDENTITY, RETURNED
@@ -120,15 +121,13 @@ def written_inside(gm: GraphModule, node: Node) -> frozenset[Node]:
     """Return the inputs that a higher-order operator may write to: all of them if one of its bodies writes to one."""
     if not node_info.is_higher_order(node):
         return frozenset()
-    bodies = [getattr(gm, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    bodies = filter(None, (graph_read(gm, n) for n in node.all_input_nodes))
     writes = "mutation" in getattr(node.target, "__name__", "") or any(map(_writes, bodies))
     return frozenset(n for n in node.all_input_nodes if tensors(captured(n))) if writes else frozenset()
 
 
-def _writes(body: object) -> bool:
+def _writes(body: GraphModule) -> bool:
     """Say whether a call in ``body``, the graph of a higher-order operator, may write to the body's inputs."""
-    if not isinstance(body, GraphModule):
-        return False
     adopt_values(body)
     given = frozenset().union(*(_keys(n) for n in body.graph.find_nodes(op="placeholder")))
     written = {s for n in body.graph.nodes for s in (*node_info.written_by_name(n), *written_inside(body, n))}

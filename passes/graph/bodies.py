@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph.meta_keys import INSIDE
 from amp_graph.passes.graph.node_info import is_higher_order, module_path
@@ -29,6 +29,12 @@ class Body:
     graph: GraphModule
 
 
+def graph_read(gm: GraphModule, node: Node) -> GraphModule | None:
+    """Return the graph that ``node`` reads, an operand of a higher-order operator; None if it reads none."""
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, GraphModule) else None
+
+
 def bodies_of(gm: GraphModule) -> Iterator[Body]:
     """Yield each graph that an operator of ``REWRITTEN`` runs once, and write its place into its metadata."""
     outer, calls, seen = gm.meta.get(INSIDE, ""), Counter[str](), set[str]()
@@ -39,8 +45,8 @@ def bodies_of(gm: GraphModule) -> Iterator[Body]:
         number, position = calls[place], 0
         calls[place] += 1
         for source in node.all_input_nodes:
-            graph = getattr(gm, str(source.target), None) if source.op == "get_attr" else None
-            if not isinstance(graph, GraphModule):
+            graph = graph_read(gm, source)
+            if graph is None:
                 continue
             if str(source.target) not in seen:
                 seen.add(str(source.target))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+# What fp16 without a loss scale is warned of.
+SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
 FORWARD = {"plant:mul.1", "plant:div"}  # what makes the large value, and what reads it
 BACKWARD = {"plant:mul", "plant:mul.1"}
 COARSE = "plant.coarse:linear"  # what rounds away the value

@@ -12,8 +12,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import amp_graph
 from amp_graph.numerics.run_bodies import OPERATORS
 from amp_graph.passes.graph.bodies import REWRITTEN
-
-SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
+from tests.numerics.planted import SILENT
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's scan, of itself

@@ -19,12 +19,11 @@ from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.graph.meta_keys import MARK
-from tests.numerics.planted import KEPT, MODELS, Plant, made
+from tests.numerics.planted import KEPT, MODELS, SILENT, Plant, made
 from tests.passes.graphs import capture_function
 
 SLOW = ("GPT", "LSTM", "BERT")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
-SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
 
 
 def trained(model, batches, loss_fn, policy, scale, steps=6, lr=0.002):

@@ -22,6 +22,7 @@ from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
     BOOLEAN_WORDS,
     COPIES,
@@ -45,8 +46,6 @@ from amp_graph.policy_words import (
 if TYPE_CHECKING:
     from amp_graph.passes.precision.measure_sensitivity import Measured
     from amp_graph.passes.weights.cast_cache import WeightCopies
-
-ONEDNN_RNN = "aten.mkldnn_rnn_layer"
 
 
 @dataclass(frozen=True)

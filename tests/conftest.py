@@ -140,7 +140,14 @@ def no_bf16_products():
     return "" if multiplies_bf16() else "needs a CPU that multiplies bf16"
 
 
-LACKING = {"compiled": no_compiler, "multiplied": no_bf16_products}
+def no_bf16_of_onednn():
+    """Say whether oneDNN has nothing in bf16 for this CPU; "" where it has."""
+    from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
+
+    return "" if onednn_takes_bf16() else "needs a CPU for which oneDNN has bf16"
+
+
+LACKING = {"compiled": no_compiler, "multiplied": no_bf16_products, "onednn": no_bf16_of_onednn}
 
 
 def pytest_runtest_setup(item):

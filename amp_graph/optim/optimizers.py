@@ -52,7 +52,8 @@ class OnePassOptimizer(Optimizer):
     On CUDA the pass is Triton's, where its kernels are switched on and there are copies to write: elements are those of
     torch's kernel to a few last places, and no step waits for the device.
 
-    The step changes version counters, unlike torch's fused kernels, without invalidating the cached copies.
+    The step changes version counters, whoever runs it, unlike torch's fused optimizers: a second backward of a graph
+    whose weights it changed raises an error, not a wrong gradient. The one pass leaves the cached copies valid.
     Raises ScaleError for ``fused=False``; else the same errors as torch's.
     """
 
@@ -108,6 +109,8 @@ class OnePassOptimizer(Optimizer):
         self.update_shows = not why
         if why:
             plain_step(self.updates_as)(self)
+            if trained and (trained[0].device.type != "cpu" or not self._is_bad()):
+                increment_version(trained)  # torch's fused kernels change none: a kept graph would read new weights
         elif by_triton:
             self._by_triton(updates, copies, low)
             _were_written(trained, copies)

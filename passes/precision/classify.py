@@ -19,9 +19,11 @@ from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.identify_ops import Identity, Inner, Operation, identify_for, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
+from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.dynamo_capture import allow_in_graph
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 
 # These methods and operations only convert. A dtype that a user passes to one is kept.
 CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
@@ -109,7 +111,7 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if not operations:
         why = "returns what it was given"
         return Classification(OpClass.NEUTRAL, why, "", names, frozenset(inputs), written, mixed=True)
-    rules = [_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs) for o in operations]
+    rules = [_for_this_cpu(_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs), o, lists) for o in operations]
     known = (
         rules
         if lists.unlisted == "opaque"
@@ -175,6 +177,13 @@ def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]
     if len(floating) != 1 or any(a.dtype is None or a.dtype.is_floating_point for a in made):
         return rule
     return replace(rule, cls=OpClass.NEUTRAL, why="writes a number into a tensor")
+
+
+def _for_this_cpu(rule: Rule | None, operation: Operation, lists: OpList) -> Rule | None:
+    """Return ``rule``, or one that keeps an LSTM as captured where oneDNN has no kernel for it in low precision."""
+    if rule is None or operation.packet != ONEDNN_RNN or lists.device != "cpu" or onednn_takes_bf16():
+        return rule
+    return replace(rule, cls=OpClass.OPAQUE, why="oneDNN has no LSTM in low precision for this CPU")
 
 
 def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations: list[Operation]) -> bool:

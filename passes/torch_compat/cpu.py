@@ -24,12 +24,15 @@ def cpu_has_bf16() -> bool:
 
 
 def _may_use_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability() not in WITHOUT_AVX512 and _onednn_takes_bf16()
+    return torch.backends.cpu.get_cpu_capability() not in WITHOUT_AVX512 and onednn_takes_bf16()
 
 
 @functools.cache  # ONEDNN_MAX_CPU_ISA, which may forbid it, is read once in a process
-def _onednn_takes_bf16() -> bool:
-    """Say whether oneDNN packs bf16 weights, which raises where it does not; True without oneDNN: nothing is packed."""
+def onednn_takes_bf16() -> bool:
+    """Say whether oneDNN has bf16 kernels for this CPU: its LSTM and its packing of weights raise an error elsewhere.
+
+    True without oneDNN, which then is not asked for either.
+    """
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # 2.11 - 2.13
     return asked is None or bool(asked())
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+ONEDNN_RNN = "aten.mkldnn_rnn_layer"  # what an LSTM in fp32 is made of on the CPU; 2.11 - 2.13
+
 
 def flash_attention_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float

@@ -96,10 +96,14 @@ def is_current(kept: KeptCopy, weight: Tensor) -> bool:
 
 
 def lend(weight: Tensor, low: Tensor) -> Tensor:
-    """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does; large ones by C."""
+    """Return the copy ``low`` as a tensor whose gradient goes to ``weight``, as ``borrow`` does.
+
+    The cast of a large gradient is compiled C, where there is a compiler, and the tensor that it returns is no view:
+    autograd can add other gradients of ``weight`` to it in place.
+    """
     of_places = weight.dim() == 4 and weight[0, 0].numel() > 1  # whose gradient may have another layout
     large = cast_kernel.LARGE_OF_PLACES if of_places else cast_kernel.LARGE
-    if weight.numel() < large or cast_kernel.library(low.dtype) is None:
+    if weight.numel() < large:
         return borrow(weight, low)
     found: Tensor = _Lent.apply(weight, [low])
     return found

@@ -127,6 +127,7 @@ def activations(casts):
     return casts.forward_activation + casts.backward_gradient
 
 
+@pytest.mark.compiled
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LARGE)
 def test_casts_of_activations_as_exact_as_autocast(name):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
+
 Inputs = tuple[tuple, dict]
 
 
@@ -30,6 +32,9 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
+
+# Tags of an LSTM: autocast has none in fp16, and none in bf16 on a CPU for which oneDNN has no bf16.
+LSTM = ("rnn", "no_autocast_fp16", *(() if onednn_takes_bf16() else ("no_autocast",)))
 
 
 def add(

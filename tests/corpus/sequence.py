@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .core import Inputs, add, args
+from .core import LSTM, Inputs, add, args
 from .losses import classify, own, project, regress, segment
 
 VOCAB, WIDTH = 67, 32
@@ -93,7 +93,7 @@ class LSTMLanguageModel(nn.Module):
         return self.head(out)
 
 
-add("lstm_lm", LSTMLanguageModel, _tokens, classify, "rnn", "no_autocast_fp16")
+add("lstm_lm", LSTMLanguageModel, _tokens, classify, *LSTM)
 
 
 class GRUClassifier(nn.Module):

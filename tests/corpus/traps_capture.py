@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .core import add, args
+from .core import LSTM, add, args
 from .losses import classify, of, own, project, regress
 
 logger = logging.getLogger("corpus")
@@ -213,9 +213,8 @@ def _steps():
     return args(torch.randn(3, 7, WIDTH))
 
 
-RNN = ("trap", "rnn", "nn_root")
-add("lstm_root", lambda: nn.LSTM(WIDTH, 12, batch_first=True), _steps, project, *RNN, "no_autocast_fp16")
-add("gru_root", lambda: nn.GRU(WIDTH, 12, batch_first=True), _steps, project, *RNN)
+add("lstm_root", lambda: nn.LSTM(WIDTH, 12, batch_first=True), _steps, project, "trap", "nn_root", *LSTM)
+add("gru_root", lambda: nn.GRU(WIDTH, 12, batch_first=True), _steps, project, "trap", "nn_root", "rnn")
 
 
 class Repeated(nn.Module):

@@ -75,7 +75,7 @@ def test_lowered_casts_what_inputs_names():
     assert dtypes == [torch.bfloat16, *[torch.float32] * 4]
 
 
-@pytest.mark.parametrize("op", ["lstm", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("op", [pytest.param("lstm", marks=pytest.mark.onednn), "rnn_tanh", "rnn_relu"])
 def test_recurrent_layers_allowed_in_bfloat16_equal_autocast(op):
     """The reason for `allow`: the very numbers that torch.autocast gives; a GRU has others."""
     args = rnn(4, is_lstm=True) if op == "lstm" else rnn(1)

@@ -66,6 +66,7 @@ def resumed(kind, layout, compile):
     return model
 
 
+@pytest.mark.onednn  # a convolution of torch's own rounds otherwise in another layout
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("compile", ["eager", LONG_INDUCTOR])
 @pytest.mark.parametrize("name", WITH_STATE)
@@ -121,6 +122,7 @@ def looped(kind, order, layout, change_at):
     return list(model.state_dict().values())  # the masters
 
 
+@pytest.mark.onednn
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("change_at", [0, 2])
 @pytest.mark.parametrize("order", ["optimizer first", "model first", "apex"])

@@ -549,6 +549,7 @@ def large():
     return model, torch.optim.AdamW(model.parameters())
 
 
+@pytest.mark.compiled
 def test_many_weights_are():
     model, optimizer = large()
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")

@@ -124,6 +124,7 @@ def test_control_another_weight_decay_is_seen():
     assert not same(everything(*ours), everything(*theirs))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW])
 def test_no_forward_casts_a_weight_behind_it(kind):
     """Torch's is the control: behind its step all copies are old."""
@@ -132,6 +133,7 @@ def test_no_forward_casts_a_weight_behind_it(kind):
     assert weight_casts(model) == (0 if kind is optim.AdamW else 5)
 
 
+@pytest.mark.compiled
 def test_another_optimizers_step_makes_none_of_them_old():
     """As where a discriminator has one of torch's, whose step nobody can see."""
     model, optimizer = build(optim.AdamW)
@@ -183,6 +185,7 @@ def test_what_others_write_is_seen(write, bad):
         assert torch.equal(model(X), amp_graph.convert(fresh, "bf16,weight_copies=false")(X))
 
 
+@pytest.mark.compiled
 def test_control_a_few_elements_of_data_are_not_seen_where_no_access_is(monkeypatch):
     model, optimizer = build(optim.AdamW)
     train(model, optimizer, 3)
@@ -215,8 +218,10 @@ def test_a_graph_that_is_kept_has_the_weights_of_its_forward():
     assert not stale(model)
 
 
-def test_what_a_kept_graph_reads_in_fp32_is_an_error():
+@pytest.mark.parametrize("one_pass", [False, pytest.param(True, marks=pytest.mark.compiled)])
+def test_what_a_kept_graph_reads_in_fp32_is_an_error(one_pass, monkeypatch):
     """As behind torch's optimizers but for the fused ones, whose updates nothing shows."""
+    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: one_pass)
     model, optimizer = build(optim.SGD, lr=0.5)
     loss = model(X).square().mean()
     loss.backward(retain_graph=True)
@@ -225,6 +230,21 @@ def test_what_a_kept_graph_reads_in_fp32_is_an_error():
         loss.backward()
 
 
+@pytest.mark.parametrize("one_pass", [False, pytest.param(True, marks=pytest.mark.compiled)])
+def test_a_bad_step_leaves_a_kept_graph_as_it_is(one_pass, monkeypatch):
+    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: one_pass)
+    model, optimizer = build(optim.SGD, lr=0.5)
+    loss = model(X).square().mean()
+    loss.backward(retain_graph=True)
+    wanted = model.first.weight.grad.clone()
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.backward()
+    assert torch.equal(model.first.weight.grad, wanted)
+
+
+@pytest.mark.compiled
 def test_control_it_would_be_written_to(monkeypatch):
     monkeypatch.setattr(cast_cache, "is_nobody_elses", lambda kept: True)
     with pytest.raises(AssertionError):
@@ -354,7 +374,10 @@ def test_a_train_step_takes_it_for_torchs():
     assert same(*results)
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, torch.optim.AdamW, torch.optim.RMSprop])
+OURS_OR_TORCHS = [pytest.param(optim.AdamW, marks=pytest.mark.compiled), torch.optim.AdamW, torch.optim.RMSprop]
+
+
+@pytest.mark.parametrize("kind", OURS_OR_TORCHS)
 def test_the_report_says_how_it_updates(kind, monkeypatch):
     monkeypatch.setattr(report_notes, "one_pass_is_profitable", lambda device, elements: elements > 100_000)
     model, optimizer = build(kind)

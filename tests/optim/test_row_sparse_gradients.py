@@ -234,6 +234,7 @@ def test_other_bags_stay(name):
     assert "one_pass_update_" in step.graph_text()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("elements", [64 * 16 * 3, 64 * 16 * 3 + 64 * 17 + 1])
 def test_tables_count_where_it_is_decided_how_to_update(elements, monkeypatch):
     monkeypatch.setattr(thresholds, "FEWEST_UPDATED", elements)

@@ -28,7 +28,7 @@ class Net(nn.Module):
         return self.get_submodule('a "quoted\\ name')(x)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def told():
     torch.manual_seed(0)
     model = amp_graph.convert(Net(), "bf16")

@@ -19,6 +19,7 @@ from amp_graph.passes.backends.recurrent.lstm_gradients import lstm_backward
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.profitability.gemm_thresholds import lstm_backward_is_profitable, lstm_kernel_is_profitable
+from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.fake import outside_modes
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
@@ -47,7 +48,7 @@ def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
         torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
         and all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
-        and x.dtype in (torch.float32, torch.bfloat16)
+        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and onednn_takes_bf16()))
         and all(type(n) is int and n > 0 for n in sizes)
         and hidden[0].shape == hidden[1].shape
         and (keeps_lstm_workspaces() or is_faster_than_onednn(x.device.type, x.dtype, *hidden[0].shape[-2:]))

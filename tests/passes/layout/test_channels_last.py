@@ -170,6 +170,7 @@ class Seen(torch.fx.Interpreter):
         return out
 
 
+@pytest.mark.onednn  # a convolution of torch's own adds up in bf16, in an order that the layout decides
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_without(name):
     ratio, result = against_fp64(CASES[name])
@@ -185,6 +186,7 @@ def _kernels_that_want_weights_so(monkeypatch):
     monkeypatch.setattr(channels_last, "channels_last_weights_are_profitable", lambda device: True)
 
 
+@pytest.mark.onednn
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_kernels_that_want_weights_so")
 @pytest.mark.parametrize("name", CASES)

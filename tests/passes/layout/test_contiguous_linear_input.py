@@ -137,6 +137,7 @@ class Words(torch.nn.Module):
 LEFT = "bf16,skip=contiguous-linear-input|prepack-weights"  # a product of packed weights is one, however its input lies
 
 
+@pytest.mark.onednn  # where it has no LSTM, the steps of one are batched products themselves
 @pytest.mark.parametrize("policy", ["bf16", "bf16,skip=prepack-weights", LEFT, "bf16,lists=autocast_cpu"])
 def test_a_language_model_of_lstms(policy):
     torch.manual_seed(0)

@@ -189,7 +189,16 @@ VARIANTS = {
     "attention of itself", "pointwise conv of few", "depthwise rows", "conv transpose", "norm, sum and relu",
     "sum and norm of vectors", "linear of a vector", "large linear", "silu", "gru",
 }  # fmt: skip
-CASES = [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in FUNCTIONS]
+# Of kernels that a pass calls only where they can be made.
+COMPILED = {"depthwise", "group norm", "norm and relu", "norm, sum and relu", "sum and norm", "sum and norm of vectors"}
+
+
+def marks(name):
+    found = [pytest.mark.slow] * (name in VARIANTS) + [pytest.mark.compiled] * (name in COMPILED)
+    return [*found, *[pytest.mark.onednn] * (name == "lstm")]
+
+
+CASES = [pytest.param(n, marks=marks(n)) for n in FUNCTIONS]
 
 
 def parts(found):

@@ -114,6 +114,7 @@ def test_the_gradients_of_a_tied_table_are_added_in_place(batches):
     assert peak("bf16", batches, 64, net=Tied) <= peak("", batches, 64, net=Tied) + OF_HEAD
 
 
+@pytest.mark.multiplied  # elsewhere no linear of ours gives its weight the gradient in fp32
 def test_control_added_to_a_view_they_are_above(monkeypatch):
     monkeypatch.setattr("amp_graph.passes.weights.cache_weight_casts._is_tied", lambda cast: False)
     assert peak("bf16", 1, 64, net=Tied) > 1.2 * peak("", 1, 64, net=Tied)

@@ -13,6 +13,7 @@ from amp_graph.passes.backends.recurrent import lstm_functions, lstm_gradients, 
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.profitability import gemm_thresholds
 from amp_graph.passes.profitability.gemm_thresholds import lstm_kernel_is_profitable
+from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 from tests.measure import DtypeLog
 
@@ -114,7 +115,7 @@ def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
 
 
 def is_taken_by_layers(anyhow):
-    return keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL)
+    return onednn_takes_bf16() and (keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL))
 
 
 @pytest.mark.sampled(2)
@@ -236,6 +237,7 @@ def is_near(ours, torchs, exact):
     return error <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm() and error <= 6e-3 * exact.norm()
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("kind", LAYERS)
@@ -314,6 +316,7 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
         torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("by", ["products", pytest.param("kernel", marks=needs_kernel)])
 def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
     """What stands for absent biases has the shape of the weights."""
@@ -337,6 +340,7 @@ def test_gradients_by_products_are_right(reverse, monkeypatch):
         assert (ours - exact).norm() <= 1e-5 * exact.norm()
 
 
+@pytest.mark.onednn
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])
 @pytest.mark.parametrize("name", ["lstm_backward", pytest.param("lstm_backward_of_sums", marks=needs_kernel)])
 def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile, monkeypatch):

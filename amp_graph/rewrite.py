@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
+from amp_graph.example_values import with_example_values
 from amp_graph.graph_log import LOG, log_graph
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.autocast_regions.casts_under_autocast import Written
@@ -26,7 +27,6 @@ from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.passes.graph.inline_modules import inline_modules
 from amp_graph.passes.graph.meta_keys import (
     CAPTURED,
     CAST,
@@ -38,7 +38,6 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     UNPLANNED,
 )
-from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
@@ -88,8 +87,8 @@ def rewrite(
     A pass that fails is skipped for the graph. A graph that cannot be planned is wrapped in an autocast region. Both
     warn with an AmpGraphWarning.
 
-    Raises CaptureError (not a graph, or no values to plan on), PolicyError, ListError; if ``portable``, PassError and
-    VerifyError for a graph that cannot be planned or written so.
+    Raises CaptureError (not a graph, no values to plan on, or inputs on which it does not run), PolicyError, ListError;
+    if ``portable``, PassError and VerifyError for a graph that cannot be planned or written so.
     """
     if not isinstance(graph_module, GraphModule):
         raise CaptureError(
@@ -100,7 +99,7 @@ def rewrite(
     policy = Policy.parse(policy)
     copied = copy_graph(graph_module)
     if example_inputs is not None:
-        copied = _with_values(copied, example_inputs)
+        copied = with_example_values(copied, example_inputs)
     _refuse_without_values(copied)
     if portable is None and is_exported(graph_module):
         attempt = copy_graph(copied)
@@ -250,13 +249,6 @@ def _rewrite_bodies(
         for body in bodies_of(gm)
         if has_values(body.graph)
     }
-
-
-def _with_values(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
-    """Record the values of a traced graph by running it on fake copies of ``example_inputs``."""
-    inlined = inline_modules(gm)
-    record_values(inlined, example_inputs)
-    return inlined
 
 
 def casts_of(gm: GraphModule) -> list[Node]:

@@ -47,7 +47,7 @@ class StepGraph:
     outputs: int  # how many the captured graph has; gradients and found_inf follow if "after" needs them
     first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # returns the name of a gradient that is not finite
     updates: Sequence[GroupUpdate] = ()
-    passes: tuple[Timed, ...] = ()
+    passes: tuple[Timed, ...] = ()  # over the whole step, and of those that append its parts what failed
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" if it does not
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
@@ -89,7 +89,8 @@ def trace_step(
     most = most_bytes(gm)
     run = lower(gm, [*parts.args, *state])
     parts.args = ()  # do not keep the first batch alive
-    found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, done[len(appended) :])
+    told = (*(timed for timed in done[: len(appended)] if timed.failure), *done[len(appended) :])
+    found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, told)
     found.absent, found.most_bytes, found.parts = parts.absent, most, parts
     return found
 

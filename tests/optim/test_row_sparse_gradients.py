@@ -1,12 +1,16 @@
 """Gradients of tables as rows: the operator, and trainings of tied and untied embeddings."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.errors import AmpGraphWarning
 from amp_graph.optim.row_sparse_gradient_op import OPS
+from amp_graph.optim.row_sparse_gradients import RowSparseGradients
 from amp_graph.passes.profitability import thresholds
 from amp_graph.scaling.loss_scale import LossScale
 from tests.step.test_train_step import build, everything, same
@@ -210,6 +214,30 @@ def test_trainings_of_bags_are_those_of_tables(name, padding):
     assert text.count("gradient_rows") == 3
     assert "_backward" not in text.replace("_log_softmax_backward", "").replace("nll_loss_backward", "")
     assert other.count("_embedding_bag_backward") == 3
+
+
+@pytest.mark.compiled
+def test_a_failure_is_in_the_report_and_the_step_goes_on(monkeypatch):
+    def fails(*given):
+        raise ZeroDivisionError("planted")
+
+    found = []
+    for planted in (False, True):
+        if planted:
+            monkeypatch.setenv("AMP_GRAPH_STRICT", "0")
+            monkeypatch.setattr(RowSparseGradients, "run", fails)
+        model, optimizer = build(Tables)
+        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", update="one_pass")
+        with pytest.warns(AmpGraphWarning, match="planted") if planted else contextlib.nullcontext():
+            losses = torch.stack([step(x, y) for x, y in batches(4)])
+        notes = [note for note in amp_graph.report(step).notes if note.startswith("row-sparse-gradients")]
+        found.append((losses, notes))
+    (wanted, none), (losses, notes) = found
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-4)
+    assert none == []
+    assert len(notes) == 1
+    assert "left out" in notes[0]
+    assert "planted" in notes[0]
 
 
 OTHERS = {"largest": {"mode": "max"}, "by frequency": {"mode": "sum", "scale_grad_by_freq": True}}

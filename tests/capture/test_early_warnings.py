@@ -19,9 +19,13 @@ X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.ara
 @pytest.fixture
 def _on(monkeypatch):
     monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", 1.0)
+    gc.collect()  # of scalers of other tests
+
+
+@pytest.fixture
+def _tells_of_kernels(monkeypatch):
     monkeypatch.setattr(missing_kernels, "TELLS", True)
     monkeypatch.setattr(missing_kernels, "_told", set())
-    gc.collect()  # of scalers of other tests
 
 
 def said(policy, *, steps=2, scale=1.0, scaler=None):
@@ -53,7 +57,7 @@ def test_nothing_is_said_with_a_scaler_or_a_scale_by_hand_or_in_bf16(scaler):
     assert said("bf16") == []
 
 
-@pytest.mark.usefixtures("_on")
+@pytest.mark.usefixtures("_tells_of_kernels")
 @pytest.mark.parametrize("way", ["compiler", pytest.param("cache", marks=pytest.mark.compiled)])
 def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     if way == "compiler":

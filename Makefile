@@ -27,7 +27,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions docs conformance programs guard fuzz mutants zoo check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpret
 
 test-versions: $(STAMPS)/test  ## run the tests with other versions of Python and torch, each in an environment of its own
 	$(VENV)/bin/python -m tests.versions --folder .versions $(VERSIONS_ARGS)
+
+test-plain: $(STAMPS)/test  ## run the tests as on a CPU without AVX and without a C compiler; PLAIN_ARGS=--compiler keeps that
+	$(VENV)/bin/python -m tests.versions.plain_cpu -n 2 $(PLAIN_ARGS)
 
 conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.versions.plain_cpu import plain_environment
 
 STATE = """
@@ -29,7 +31,24 @@ def test_compilers_are_hidden_and_other_programs_are_not(tmp_path):
     assert sorted(link.name for link in first.iterdir()) == ["ccache-clean", "dot", "git"]
 
 
+def state(environ):
+    """What torch and amp_graph find there: (capability, bf16, AMX, compiler)."""
+    done = subprocess.run([sys.executable, "-c", STATE], env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 def test_torch_and_our_kernels_see_a_plain_cpu(tmp_path):
-    made = plain_environment({"PATH": os.environ["PATH"]}, tmp_path)
-    done = subprocess.run([sys.executable, "-c", STATE], env=made, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["DEFAULT", "False", "False", "None"]
+    assert state(plain_environment({"PATH": os.environ["PATH"]}, tmp_path)) == ["DEFAULT", "False", "False", "None"]
+
+
+@pytest.mark.compiled
+def test_what_is_kept_is_that_of_this_machine(tmp_path):
+    given = {"PATH": os.environ["PATH"]}
+    *cpu, compiler = state(given)
+    assert compiler != "None"
+    assert state(plain_environment(given, tmp_path / "vectors", vectors=True)) == [*cpu, "None"]
+    assert state(plain_environment(given, tmp_path / "compiler", compiler=True)) == [
+        "DEFAULT",
+        *["False"] * 2,
+        compiler,
+    ]

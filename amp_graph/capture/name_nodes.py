@@ -27,10 +27,13 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
     names = {str(id(m)): name for name, m in model.named_modules()}
     arguments = list(inspect.signature(forward).parameters)
     wishes = {name: wish for name, m in model.named_modules() if (wish := plain_attribute(m, "amp_precision"))}
-    for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule)]):
+    named: dict[str, str] = {}  # of the outer graph's inputs: what a loop reads there has the same name inside
+    for part in (gm, *[m for m in gm.modules() if isinstance(m, GraphModule) and m is not gm]):
         for node in part.graph.nodes:
             if node.op == "placeholder":
-                node.meta[INPUT] = _input_name(node, arguments)
+                node.meta[INPUT] = named.get(node.name) or _input_name(node, arguments)
+                if part is gm:
+                    named[node.name] = node.meta[INPUT]
             stack = node.meta.get("nn_module_stack") or {}
             # The key of a module is its id; that of its second call, the id and "@1".
             paths = [names[own] for key in stack if (own := str(key).partition("@")[0]) in names]

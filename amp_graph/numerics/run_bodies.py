@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 Body = Callable[..., Any]
 
@@ -61,3 +64,26 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "cond": _cond, "while_loop": _while_loop, "scan": _scan, "map_impl": _map,
     "wrap": _called, "tag_activation_checkpoint": _called, "invoke_subgraph": _invoked,
 }  # fmt: skip
+# All but the one that calls its body in the open, and in backward again.
+AS_PYTHON = OPERATORS.keys() - {"tag_activation_checkpoint"}
+
+
+def is_run_as_python(target: object, given: Sequence[Any]) -> bool:
+    """Say whether ``target``, called with ``given``, hides graphs from a dispatch mode that Python would show."""
+    return getattr(target, "__name__", "") in AS_PYTHON and any(isinstance(body, GraphModule) for body in given)
+
+
+class AsPython(TorchFunctionMode):
+    """Runs branches and loops of code that is not captured as Python.
+
+    A dispatch mode then sees the operators inside, and their backward is recorded operator by operator: torch's own
+    cannot trace a branch under such a mode.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func``, or run its branches or steps."""
+        given = kwargs or {}
+        if isinstance(func, HigherOrderOperator) and func.__name__ in AS_PYTHON:
+            with self:
+                return OPERATORS[func.__name__](*args, *given.values())
+        return func(*args, **given)

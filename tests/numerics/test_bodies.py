@@ -12,7 +12,7 @@ from torch._higher_order_ops.while_loop import while_loop
 import amp_graph
 from amp_graph.numerics.run_bodies import OPERATORS
 from amp_graph.passes.graph.bodies import REWRITTEN
-from tests.numerics.planted import SILENT
+from tests.numerics.planted import SILENT, Plant
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's scan, of itself
@@ -119,6 +119,47 @@ def test_bisect_finds_the_operation_inside_of_a_body(kind):
     assert PLACES[kind] in policy.kept
     assert len(policy.kept) <= 2
     assert torch.allclose(output(kind, str(policy)), output(kind, "O0"), atol=0.02, rtol=0.01)
+
+
+class Planted(nn.Module):
+    """A plant inside of a branch, of a loop, or of both."""
+
+    def __init__(self, kind, inside):
+        super().__init__()
+        self.inside, self.plant = inside, Plant(kind, WIDTH)
+        self.first, self.mix, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        if self.inside == "cond":
+            (h,) = torch.cond(x.sum() > 0, lambda h: (self.plant(self.mix(h)),), lambda h: (self.mix(h),), (h,))
+            return self.last(h)
+
+        def step(state, row):
+            state = torch.tanh(self.mix(state) + row)
+            if self.inside == "cond in scan":
+                (out,) = torch.cond(
+                    state.sum() > 1e9, lambda s: (s * 1.0,), lambda s: (self.plant(self.mix(s)),), (state,)
+                )
+                return state, out
+            return state, self.plant(self.mix(state))
+
+        return self.last(scan(step, torch.zeros(WIDTH), h)[1])
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
+@pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])
+def test_the_line_inside_of_a_body_is_named_at_first_try(kind, scale, inside):
+    torch.manual_seed(0)
+    model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    found = amp_graph.locate(model, (x, y), F.mse_loss, policy="fp16", scale=scale)
+    assert (found.kind, found.direction, found.module) == ("overflow", kind, "plant")
+    assert "x * 600.0 * 400.0" in found.line if kind == "forward" else "x * 2.0**-9" in found.line
+    assert found.fix
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert not amp_graph.locate(Planted("", inside), (x, y), F.mse_loss, policy="fp16").reached, "the control"
 
 
 def test_every_operator_whose_bodies_are_rewritten_can_be_observed():

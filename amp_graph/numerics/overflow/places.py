@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph import errors, passes
+from amp_graph.numerics.run_bodies import OPERATORS, is_run_as_python
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, INPUT
@@ -47,7 +48,8 @@ class Place:
 class GraphPlaces:
     """Runs a rewritten graph node by node, and knows which node a call belongs to, in backward by sequence numbers.
 
-    The bodies of activation checkpoints run node by node, too, also when backward runs them again.
+    The bodies of branches, loops and activation checkpoints run node by node, too, these also when backward runs them
+    again.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -101,6 +103,12 @@ class _Nodes(torch.fx.Interpreter):
             return super().run_node(n)
         finally:
             self._of.end()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; one over graphs as Python, as a dispatch mode does not see what runs inside of it."""
+        if is_run_as_python(target, args):
+            return OPERATORS[target.__name__](*args)
+        return super().call_function(target, args, kwargs)
 
 
 def place_in_graph(node: Node | None, source: Node | None, backward: bool) -> Place:

@@ -25,6 +25,7 @@ from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.overflow.restore import as_before
 from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
+from amp_graph.numerics.run_bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
@@ -223,7 +224,7 @@ def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> 
     forward, loss_fn = _forward(task), task.loss_fn
 
     def amp_graph_compute(*batch: Any) -> Any:
-        with watch, region():
+        with watch, AsPython(), region():
             if task.outputs_gradients is not None:
                 return forward(*batch[0][0], **batch[0][1])
             out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)

@@ -7,7 +7,7 @@ the layer and the operation that introduce most of the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +22,12 @@ from amp_graph.errors import CalibrationError, CaptureError
 from amp_graph.model_state import ModelState, restored, unwritten
 from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, plain_model
+from amp_graph.numerics.compared_graph import ComparedGraph
 from amp_graph.numerics.comparison import Comparison, Operation
-from amp_graph.numerics.differences import Against, Differences, Reference
+from amp_graph.numerics.differences import Differences
 from amp_graph.numerics.gradients import gradients
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
-from amp_graph.passes.calibration.node_keys import module_of, node_keys
+from amp_graph.passes.calibration.node_keys import module_of
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
@@ -131,24 +132,12 @@ def _projected(out: Any) -> torch.Tensor | None:
 
 
 @dataclass(eq=False)
-class _Graph:
-    """One captured graph: its forms, and what was found of it."""
-
-    forms: Variants
-    keys: dict[Node, str]
-    written: frozenset[str]
-    outputs: tuple[str, ...]
-    ref: Reference = field(default_factory=Reference)
-    found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
-
-
-@dataclass(eq=False)
 class _Comparing:
     """Takes the graphs of a model, and runs them in the mode of the moment."""
 
     policy: Policy
     device: str | None
-    graphs: list[_Graph] = field(default_factory=list)
+    graphs: list[ComparedGraph] = field(default_factory=list)
     mode: str = FP64
     wide: str = FP64  # the mode of the reference
     reference: str = "fp64"
@@ -162,42 +151,42 @@ class _Comparing:
     def take(self, gm: GraphModule) -> Runner:
         """Prepare the four forms of a captured graph; return what runs that of the mode."""
         forms = Variants(gm, self.policy, self.device)
-        keys = node_keys(forms.prepared)
-        written = frozenset(n.name for n in forms.prepared.graph.nodes if forms.memory.is_written(n))
-        outputs = tuple(n.name for n in forms.prepared.graph.output_node().all_input_nodes)
-        graph = _Graph(forms, keys, written, outputs)
         if self.needs_kernels:
             forms.plan()
+        return self._runner(forms)
+
+    def _runner(self, forms: Variants) -> Callable[..., Any]:
+        """Return what runs a graph in the mode of the moment; it and the graphs inside it are compared from now on."""
+        graph = ComparedGraph.of(forms)
         self.graphs.append(graph)
+        graph.bodies = {name: self._runner(inside) for name, inside in forms.inside.items()}
         return partial(self._run, graph)
 
     def begin(self, mode: str) -> None:
         """Start a mode; of the reference, forget the batch before."""
         if mode == FP64:
             for graph in self.graphs:
-                graph.ref = Reference(graph.written)
+                graph.refs = []
         elif self.mode == FP64:
-            self._unit = math.hypot(*(graph.ref.weight(graph.outputs) for graph in self.graphs)) or 1.0
+            self._unit = math.hypot(*(ref.weight(g.outputs) for g in self.graphs for ref in g.refs)) or 1.0
             self.scale = self._scale()
+        for graph in self.graphs:
+            graph.runs = 0
         self.mode = mode
 
     def _scale(self) -> float:
         """Return a loss scale for fp16 with which no gradient of this batch overflows."""
-        largest = max((graph.ref.largest_gradient() for graph in self.graphs), default=0.0)
+        largest = max((ref.largest_gradient() for graph in self.graphs for ref in graph.refs), default=0.0)
         if self.policy.torch_dtype(self.device or "cpu") != torch.float16 or not 0.0 < largest < math.inf:
             return 1.0
         return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / ROOM / largest))))
 
-    def _run(self, graph: _Graph, *args: Any) -> Any:
-        if self.mode == FP64:
-            if not graph.ref.written:
-                graph.ref.written = graph.written
-            result, leaves = graph.forms.run(self.wide, graph.ref, args)
-        else:
-            scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-            sink = Against(graph.ref, graph.found[self.mode], scale, self._unit)
-            result, leaves = graph.forms.run(self.mode, sink, args)
-        self._leaves += leaves
+    def _run(self, graph: ComparedGraph, *args: Any) -> Any:
+        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
+        sink = graph.sink(self.mode, scale, self._unit)
+        form = self.wide if self.mode == FP64 else self.mode
+        result, leaves = graph.forms.run(form, sink, args, graph.bodies)
+        self._leaves += leaves if graph.forms.is_whole else []
         return result
 
     def region(self) -> AbstractContextManager[Any]:
@@ -230,7 +219,8 @@ class _Comparing:
         if self.mode == PLAN and not self.needs_kernels:
             self.needs_kernels = True
             for graph in self.graphs:
-                graph.forms.plan()
+                if graph.forms.is_whole:
+                    graph.forms.plan()
                 graph.found[PLAN] = Differences()
             return True
         return False
@@ -249,7 +239,7 @@ class _Comparing:
         return tuple(sorted(found.values(), key=lambda one: (-one.introduced, -(one.error or 0.0))))
 
 
-def _operation(node: Node, key: str, graph: _Graph, planned: tuple[str, str]) -> Operation | None:
+def _operation(node: Node, key: str, graph: ComparedGraph, planned: tuple[str, str]) -> Operation | None:
     plan = graph.found[PLAN]
     if node.name not in plan.values:
         return None

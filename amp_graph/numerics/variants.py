@@ -6,7 +6,7 @@ their captured dtypes, whatever ran inside. The nodes of all four have the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,49 +17,81 @@ from torch.fx import GraphModule, Node
 from amp_graph.numerics.exact_operations import exact_result, origin, wide, wide_dtypes
 from amp_graph.numerics.observe import Observer, Sink
 from amp_graph.passes.graph.aliasing import observe
-from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.graph.meta_keys import CAST, MARK
+from amp_graph.passes.graph.bodies import bodies_of
+from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible
+from amp_graph.passes.graph.meta_keys import CAST, INSIDE, MARK
+from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, ready_to_plan, rewrite_in_place
+from amp_graph.rewrite import copy_graph, has_values, ready_to_plan, rewrite_in_place
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
+Bodies = Mapping[str, Callable[..., Any]]
 OUTSIDE = ("placeholder", "get_attr")  # what a graph reads that others read as well
 
 
 class Variants:
     """The four forms of one captured graph. ``prepared``: as it is when it is planned, whose nodes are compared.
 
-    The planned form has the plan's precisions and casts, without the passes of one device, whose kernels compute the
-    same with other code.
+    ``inside``: those of the graphs inside it, by name: of branches and loops. The planned form has the plan's
+    precisions and casts, without the passes of one device, whose kernels compute the same with other code.
     """
 
+    _captured: GraphModule | None = None  # a copy, to be planned; None for a graph inside of another
+
     def __init__(self, gm: GraphModule, policy: Policy, device: str | None) -> None:
-        self.prepared = copy_graph(gm)
-        problem = ready_to_plan(self.prepared, policy, device)
-        self._captured, self._policy = copy_graph(gm), policy
+        self._captured = copy_graph(gm)
+        self._take(copy_graph(gm), gm, policy, device)
+        self.plan(replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend")))))
+
+    @classmethod
+    def _of_body(cls, prepared: GraphModule, gm: GraphModule, policy: Policy, device: str | None) -> Variants:
+        """Return the forms of a graph inside of another, which plans it."""
+        made = cls.__new__(cls)
+        made._take(prepared, gm, policy, device)
+        return made
+
+    def _take(self, prepared: GraphModule, gm: GraphModule, policy: Policy, device: str | None) -> None:
+        self.prepared, self._policy = prepared, policy
+        problem = ready_to_plan(prepared, policy, device)
+        adopt_values(gm)
         self.dtype, self.device = policy.torch_dtype(device or "cpu"), device or "cpu"
         self.memory = problem.memory
-        self.classes = problem.classes
         self._forms = {
-            FP64: (self.prepared, problem.memory),
-            FP32: (self.prepared, problem.memory),
+            FP64: (prepared, problem.memory),
+            FP32: (prepared, problem.memory),
             AUTOCAST: (gm, observe(gm, {})),
         }
-        self.plan(replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend")))))
+        self.inside = {
+            body.name: self._of_body(body.graph, getattr(gm, body.name), policy, device)
+            for body in bodies_of(prepared)
+            if has_values(body.graph)
+        }
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is no graph inside of another."""
+        return self._captured is not None
 
     def plan(self, policy: Policy | None = None) -> None:
         """Make the planned form; without ``policy``, with the passes of the device, whose kernels may be needed."""
-        self.planned = copy_graph(self._captured)
-        rewrite_in_place(self.planned, policy or self._policy, self.device)
-        self._forms[PLAN] = self.planned, observe(self.planned, marks(self.planned))
+        assert self._captured is not None, "a graph inside of another is planned with that"
+        planned = copy_graph(self._captured)
+        rewrite_in_place(planned, policy or self._policy, self.device)
+        self._take_planned(planned)
 
-    def run(self, mode: str, sink: Sink, args: Sequence[Any]) -> tuple[Any, list[torch.Tensor]]:
-        """Run one form; return its outputs, and the inputs to differentiate for."""
+    def _take_planned(self, planned: GraphModule) -> None:
+        self.planned = planned
+        self._forms[PLAN] = planned, observe(planned, marks(planned))
+        for name, body in self.inside.items():
+            body._take_planned(getattr(planned, name))
+
+    def run(self, mode: str, sink: Sink, args: Sequence[Any], bodies: Bodies) -> tuple[Any, list[torch.Tensor]]:
+        """Run one form; return its outputs, and the inputs to differentiate for; ``bodies``: what runs ``inside``."""
         gm, memory = self._forms[mode]
         kind = {FP64: Widened, PLAN: Checked}.get(mode, Restoring)
-        observer = kind(gm, memory, sink)
+        observer = kind(gm, memory, sink, bodies)
         region: AbstractContextManager[Any] = nullcontext()
         if mode == AUTOCAST:
             region = torch.autocast(self.device, self.dtype, cache_enabled=False)
@@ -75,8 +107,8 @@ class Restoring(Observer):
     """Runs a graph; its outputs get their captured dtypes."""
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
-        """Cast what the graph returns to the dtype that was captured."""
-        if n.op == "output":
+        """Cast what the graph returns to the dtype that was captured; a graph inside it hands on what it has."""
+        if n.op == "output" and isinstance(self.module, GraphModule) and INSIDE not in self.module.meta:
             for source in n.all_input_nodes:
                 found = self.env[source]
                 if is_eligible(captured(source)) and isinstance(found, torch.Tensor) and found.is_floating_point():
@@ -147,7 +179,7 @@ class Checked(Restoring):
     def run_node(self, n: Node) -> Any:
         """Run ``n``, and tell the sink what it returns in float64."""
         inputs = {origin(s).name: self._kept[origin(s)] for s in n.all_input_nodes if origin(s) in self._kept}
-        exact = exact_result(n, inputs) if MARK in n.meta else None
+        exact = exact_result(n, inputs) if MARK in n.meta and not is_higher_order(n) else None
         result = super().run_node(n)
         if CAST not in n.meta and n.op != "output":
             self._kept[n] = result

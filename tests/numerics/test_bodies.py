@@ -184,3 +184,21 @@ def test_operators_run_as_python_have_torchs_results():
     assert torch.equal(counted[1], xs * w * w * w)
     (mapped,) = OPERATORS["map_impl"](lambda x, w: (x * w,), (xs,), (w,))
     assert torch.equal(mapped, xs * w)
+
+
+@pytest.mark.filterwarnings(SILENT)
+@pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
+@pytest.mark.parametrize(("kind", "policy"), [("forward", "fp16"), ("coarse", "bf16")])
+def test_what_spoils_the_result_inside_of_a_body_is_first(kind, policy, inside):
+    torch.manual_seed(0)
+    model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
+    worst, *others = amp_graph.compare(model, [(x, y), (x + 0.5, y)], F.mse_loss, policy=policy).operations
+    prefix = {"cond": "plant:cond/0/", "scan": "plant:scan/0/", "cond in scan": "plant:scan/0/cond/1/"}[inside]
+    assert worst.key.startswith(prefix if kind == "forward" else prefix.replace("plant:", "plant.coarse:"))
+    assert worst.key.endswith("mul.1" if kind == "forward" else "linear")
+    assert worst.introduced > 10 * max(one.introduced for one in others if one.key.startswith(("first", "last")))
+    # torch.autocast and fp32 run the bodies as well, step for step.
+    assert all(one.fp32 < 1e-3 and (one.gradient_fp32 or 0.0) < 1e-3 for one in (worst, *others))
+    mix = next(one for one in others if one.key.startswith("mix:"))
+    assert 1e-5 < mix.autocast < 0.01
+    assert mix.error <= 1.1 * mix.autocast

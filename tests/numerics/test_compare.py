@@ -202,3 +202,36 @@ def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
     found = amp_graph.compare(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
     assert max(max(one.fp32, one.gradient_fp32 or 0.0) for one in found.operations) < 1e-5
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+class Again(nn.Module):
+    """One layer is captured once, and runs three times in a call, each time behind a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(8, 4)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+            torch._dynamo.graph_break()
+        return self.last(x)
+
+
+def test_each_run_of_a_graph_is_compared_with_its_own_reference():
+    torch.manual_seed(0)
+    model, x, y = Again(), torch.randn(5, 8), torch.randn(5, 4)
+    found = amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16")
+    assert found.autocast_failed == ""
+    linear = next(one for one in found.operations if one.key == "block.linear:linear")
+    assert linear.fp32 < 1e-6 > linear.gradient_fp32
+    assert 1e-4 < linear.error <= 1.05 * linear.autocast < 0.02

@@ -161,7 +161,7 @@ def rewrite_in_place(
     tell_of_newer_torch()
     if portable:
         drop_metadata_asserts(gm)
-    _read_values(gm)
+    read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
     before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
@@ -210,7 +210,8 @@ def _run(
         return ()
 
 
-def _read_values(gm: GraphModule) -> None:
+def read_values(gm: GraphModule) -> None:
+    """Take over what a capture recorded on ``gm``, and put the bodies of activation checkpoints in their places."""
     adopt_values(gm)
     inline_checkpoints(gm)
     adopt_values(gm)
@@ -219,7 +220,7 @@ def _read_values(gm: GraphModule) -> None:
 
 def ready_to_plan(gm: GraphModule, policy: Policy, device: str | None = None) -> Problem:
     """Run the passes before planning on a captured graph, in place, and return its planning problem."""
-    _read_values(gm)
+    read_values(gm)
     passes = pipeline(Phase.CAPTURED, policy.pipeline_options(device or device_of(gm)))
     at = next(i for i, one in enumerate(passes) if isinstance(one, PlanPrecision))
     run_passes(gm, passes[:at])

@@ -18,12 +18,12 @@ from amp_graph.numerics.exact_operations import exact_result, origin, wide, wide
 from amp_graph.numerics.observe import Observer, Sink
 from amp_graph.passes.graph.aliasing import observe
 from amp_graph.passes.graph.bodies import bodies_of
-from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible
+from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.meta_keys import CAST, INSIDE, MARK
 from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, has_values, ready_to_plan, rewrite_in_place
+from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
@@ -55,7 +55,7 @@ class Variants:
     def _take(self, prepared: GraphModule, gm: GraphModule, policy: Policy, device: str | None) -> None:
         self.prepared, self._policy = prepared, policy
         problem = ready_to_plan(prepared, policy, device)
-        adopt_values(gm)
+        read_values(gm)
         self.dtype, self.device = policy.torch_dtype(device or "cpu"), device or "cpu"
         self.memory = problem.memory
         self._forms = {

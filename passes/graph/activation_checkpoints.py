@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import Identity
-from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, MARK, REGION
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, INPUT, MARK, REGION
 
 
 def place_of(node: Node) -> tuple[Any, ...]:
@@ -107,6 +107,8 @@ def _outline(gm: GraphModule, number: int, nodes: list[Node], keeps_random_state
     for source in reads:
         env[source] = graph.placeholder(source.name)
         env[source].meta["val"] = value(source)
+        if INPUT in source.meta:
+            env[source].meta[INPUT] = source.meta[INPUT]
     for node in nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] for n in results))

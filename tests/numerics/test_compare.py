@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
@@ -202,6 +203,24 @@ def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
     found = amp_graph.compare(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
     assert max(max(one.fp32, one.gradient_fp32 or 0.0) for one in found.operations) < 1e-5
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear"}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=False))
+
+
+def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
+    torch.manual_seed(0)
+    model, x, y = Checkpointed(), torch.randn(5, 8), torch.randn(5, 4)
+    found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
+    one = found["first:linear"]
+    assert 1e-4 < one.error <= 1.05 * one.autocast < 0.02
+    assert 1e-4 < one.gradient_error <= 1.05 * one.gradient_autocast < 0.02
 
 
 class Block(nn.Module):

@@ -244,6 +244,11 @@ def test_the_body_of_a_checkpoint_is_run_node_by_node():
     batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
     found = amp_graph.locate(Checkpointed(), batch, cross_entropy, policy="fp16", try_fix=False)
     assert "# inside of a checkpoint" in found.line
+    model = Checkpointed()
+    with torch.no_grad():
+        model.first.weight[0, 0] = 1e6
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
+    assert (found.cast_of, found.module) == ("first.weight", "first")
 
 
 def test_an_overflow_that_the_code_makes_itself_is_said_to_be_its_own():

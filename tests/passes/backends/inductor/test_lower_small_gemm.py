@@ -196,6 +196,7 @@ def gradients(policy, compile):
     return [p.grad for p in model.parameters()]
 
 
+@pytest.mark.onednn  # what the kernel is compared with has weights that oneDNN packs
 @pytest.mark.parametrize("cpp_wrapper", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_code_calls_the_kernel_and_gradients_stay(cpp_wrapper):
     from torch._inductor.utils import run_and_get_code

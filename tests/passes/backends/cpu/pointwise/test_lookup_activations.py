@@ -61,8 +61,14 @@ def any_instructions(request, monkeypatch):
     monkeypatch.setattr(lookup_table, "library", lambda: found)
 
 
+by_vectors = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch's GELU without vector instructions has other slopes below 3e-8: 181 of all numbers",
+)
+
+
 @pytest.mark.usefixtures("any_instructions")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[by_vectors] * (form == "gelu")) for form in FORMS])
 def test_every_number_has_torchs_bits(form):
     x = every_number()
     same(activation_by_table(x, form), FORMS[form][0](x))
@@ -115,6 +121,7 @@ def test_any_layout(of_x, of_grad):
     assert torch.equal(given[0].grad, given[1].grad)
 
 
+@by_vectors
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads(threads, monkeypatch):
     monkeypatch.setattr(lookup_table, "threads_for", lambda count: threads)

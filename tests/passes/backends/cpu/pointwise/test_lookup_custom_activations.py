@@ -228,6 +228,7 @@ def net(activation):
     return nn.Sequential(*images, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
+@pytest.mark.multiplied  # elsewhere images stay as they are
 def test_images_stay_in_channels_last():
     loop, x = amp_graph.convert(net(Swish)), torch.randn(4, 3, 12, 12)
     loop(x).sum().backward()

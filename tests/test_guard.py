@@ -13,6 +13,7 @@ from amp_graph.passes.native.jit_compiler import CompilerError
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kernels that may die run in forks")
 
 
+@pytest.mark.multiplied  # some of the kernels are made for such CPUs alone
 def test_no_kernel_leaves_its_tensors_in_a_sample_and_broken_ones_are_found():
     """A process of its own: threads that tests have started do not outlive the forks that cases run in."""
     try:

@@ -16,9 +16,7 @@ from torch.fx import GraphModule
 from amp_graph.errors import CaptureError
 from amp_graph.passes.graph.inline_modules import inline_modules
 from amp_graph.passes.graph.propagate_fake_values import record_values
-
-# What torch raises where the shape or the number that an operation returns depends on the numbers it is given.
-DEPENDS = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 
 
 def with_example_values(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
@@ -57,7 +55,7 @@ def _check_inputs(gm: GraphModule, given: Sequence[Any]) -> None:
 def _why(error: Exception) -> str:
     """Say why a graph did not run on fakes of its example inputs, and what to do."""
     found: BaseException | None = error
-    while found is not None and type(found).__name__ not in DEPENDS:
+    while found is not None and not isinstance(found, DEPENDS_ON_DATA):
         found = found.__cause__ or found.__context__
     said, _, rest = str(error).partition("\n")
     where = next((line for line in rest.splitlines() if line.startswith("While executing")), "").partition(" : ")[0]

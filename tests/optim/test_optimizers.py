@@ -218,24 +218,26 @@ def test_a_graph_that_is_kept_has_the_weights_of_its_forward():
     assert not stale(model)
 
 
-@pytest.mark.parametrize("one_pass", [False, pytest.param(True, marks=pytest.mark.compiled)])
-def test_what_a_kept_graph_reads_in_fp32_is_an_error(one_pass, monkeypatch):
-    """As behind torch's optimizers but for the fused ones, whose updates nothing shows."""
-    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: one_pass)
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.compiled)], ids=["torch's kernels", "one pass"])
+def kept_graph(request, monkeypatch):
+    """A model, its optimizer, and a loss whose graph backward has kept."""
+    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: request.param)
     model, optimizer = build(optim.SGD, lr=0.5)
     loss = model(X).square().mean()
     loss.backward(retain_graph=True)
+    return model, optimizer, loss
+
+
+def test_what_a_kept_graph_reads_in_fp32_is_an_error(kept_graph):
+    """As behind torch's optimizers but for the fused ones, whose updates nothing shows."""
+    _, optimizer, loss = kept_graph
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-@pytest.mark.parametrize("one_pass", [False, pytest.param(True, marks=pytest.mark.compiled)])
-def test_a_bad_step_leaves_a_kept_graph_as_it_is(one_pass, monkeypatch):
-    monkeypatch.setattr(optim, "one_pass_is_profitable", lambda device, elements: one_pass)
-    model, optimizer = build(optim.SGD, lr=0.5)
-    loss = model(X).square().mean()
-    loss.backward(retain_graph=True)
+def test_a_bad_step_leaves_a_kept_graph_as_it_is(kept_graph):
+    model, optimizer, loss = kept_graph
     wanted = model.first.weight.grad.clone()
     optimizer.found_inf = torch.ones(())
     optimizer.step()

@@ -19,7 +19,7 @@ from amp_graph.numerics.observe import Observer, Sink
 from amp_graph.passes.graph.aliasing import observe
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.graph.meta_keys import CAST, INSIDE, MARK
+from amp_graph.passes.graph.meta_keys import CAST, MARK
 from amp_graph.passes.graph.node_info import is_higher_order
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.policy import Policy
@@ -92,6 +92,7 @@ class Variants:
         gm, memory = self._forms[mode]
         kind = {FP64: Widened, PLAN: Checked}.get(mode, Restoring)
         observer = kind(gm, memory, sink, bodies)
+        observer.is_whole = self.is_whole
         region: AbstractContextManager[Any] = nullcontext()
         if mode == AUTOCAST:
             region = torch.autocast(self.device, self.dtype, cache_enabled=False)
@@ -104,11 +105,13 @@ class Variants:
 
 
 class Restoring(Observer):
-    """Runs a graph; its outputs get their captured dtypes."""
+    """Runs a graph; its outputs get their captured dtypes, where it ``is_whole`` and not inside of another."""
+
+    is_whole = True
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
         """Cast what the graph returns to the dtype that was captured; a graph inside it hands on what it has."""
-        if n.op == "output" and isinstance(self.module, GraphModule) and INSIDE not in self.module.meta:
+        if n.op == "output" and self.is_whole:
             for source in n.all_input_nodes:
                 found = self.env[source]
                 if is_eligible(captured(source)) and isinstance(found, torch.Tensor) and found.is_floating_point():

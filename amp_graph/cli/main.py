@@ -79,7 +79,6 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--reasons", action="store_true", help="append each node's precision and reason")
     add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
     add("--output", metavar="FILE", help="write to FILE instead of stdout")
-    add("--against", metavar="P", help="print what --policy changes against policy P: precisions, casts, reasons")
     add("--report", metavar="FILE", help="also write the HTML report to FILE")
     add("--measure", action="store_true", help="with --report: measure fp32, torch.autocast and the converted model")
     _add_json(parser, format="json")

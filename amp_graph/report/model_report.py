@@ -1,7 +1,6 @@
 """What ran in which precision, and why, for a converted model.
 
-``amp_graph.report(model).text()``, ``.html("report.html")``, ``.svg("graph.svg")``, ``.diff(other)``, ``.to_dict()``,
-``.to_networkx()``, ``.graphs``.
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.to_networkx()``, ``.graphs``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.numerics.statistics import Statistics
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.policy import Policy
@@ -27,14 +25,12 @@ from amp_graph.report.captured_flow import CapturedNode, captured_nodes
 from amp_graph.report.casts_of_autocast import Count, count_of, counted
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
-from amp_graph.report.graph_svg import svg_text
 from amp_graph.report.loss_scale_rows import ScaleRow, scale_rows
 from amp_graph.report.memory_report import memory_of
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.page_summary import checked_times
 from amp_graph.report.precision_report import precision_lines
 from amp_graph.report.records import GraphReport
-from amp_graph.report.report_diff import ReportDiff, diff_of
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
     notes_of_emulation,
@@ -66,8 +62,8 @@ class Report:
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
     flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
-    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given. step: the
-    ``TrainStep`` that it is of. counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
+    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given.
+    counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
     """
 
     model: str
@@ -85,25 +81,11 @@ class Report:
     captured: tuple[tuple[CapturedNode, ...], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
     loss_scale: tuple[ScaleRow, ...] = ()
-    step: Any = field(default=None, repr=False, compare=False)
     counts: tuple[Count, ...] = field(default=(), repr=False, compare=False)  # of graphs not yet counted
 
     def counted(self) -> Report:
         """Return the report with the casts of ``torch.autocast`` in its graphs; ``report`` did that already."""
         return replace(self, graphs=counted(self.graphs, self.counts), counts=()) if self.counts else self
-
-    def statistics(self, every: int = 100, writer: Any = None, prefix: str = "amp_graph") -> Statistics:
-        """Sample the values of a ``TrainStep`` every ``every`` steps: largest magnitudes, underflow and overflow.
-
-        writer: with TensorBoard's ``add_scalar``, whose names start with ``prefix``; None: ``.rows``, ``.to_dict()``.
-        Raises CaptureError for the report of a model, and for a compiled step.
-        """
-        if self.step is None:
-            raise CaptureError(
-                f"statistics: this is the report of {self.model}, which does not see backward and scale\n"
-                "  legal: the report of a TrainStep\n  fix:   amp_graph.report(step).statistics(every=100)"
-            )
-        return Statistics(self.step, every, writer, prefix)
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
@@ -115,22 +97,6 @@ class Report:
         Raises AmpGraphError, also an OSError, if it cannot be written; AmpGraphError if jinja2 is not installed.
         """
         write_or_refuse(path, html_page(self), "report", "report.html('report.html')")
-
-    def svg(self, path: str | os.PathLike[str]) -> None:
-        """Write the rewritten graphs to ``path`` as a picture, in which the nodes of a module stand together.
-
-        Graphviz lays it out. Raises AmpGraphError if the file cannot be written (also an OSError), or if its program
-        ``dot`` is not installed.
-        """
-        write_or_refuse(path, svg_text(self), "report", "report.svg('graphs.svg')")
-
-    def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
-        """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
-
-        Raises AmpGraphError for what is no report.
-        """
-        told: Any = other.to_dict() if isinstance(other, Report) else other
-        return diff_of(self.to_dict(), told)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
@@ -250,7 +216,6 @@ def _of_step(step: TrainStep) -> Report:
         flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
         captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
         loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
-        step=step,
         counts=tuple(count_of(record, _weights(step.model)) for record in graphs),
     )
 

@@ -84,7 +84,7 @@ class Policy:
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
-    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
+    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/internals/replay.md.
     calibration: the path of a file of ``amp_graph.calibrate``; operations whose values or gradients the low precision
     cannot hold stay in fp32. See docs/numerics.md.
     keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:

@@ -1,10 +1,10 @@
-"""The tables of README.md, docs/speed.md, docs/memory.md and results/speed.md, from the files of results.
+"""The tables of README.md, docs/internals/speed.md, docs/memory.md, results/speed.md, from the files of results.
 
     python benchmarks/page_tables.py            # writes them
     python benchmarks/page_tables.py --check    # only says whether they are what the results give
 
-README.md has a narrow table for each device, docs/speed.md wide ones of the CPU, docs/memory.md one of the peak of
-memory. They stand between markers, and are of the first run in their file of results, medians only.
+README.md has a narrow table for each device, docs/internals/speed.md wide ones of the CPU, docs/memory.md one of the
+peak of memory. They stand between markers, and are of the first run in their file of results, medians only.
 ``results/speed.md`` and ``results/peak_memory.md`` have everything.
 """
 
@@ -20,7 +20,8 @@ from tables import SAME, about, baseline, columns, markdown, mean, options_text,
 
 ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
-README, WIDE, MEMORY = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "memory.md"
+DOCS = ROOT / "docs"
+README, WIDE, MEMORY = ROOT / "README.md", DOCS / "internals" / "speed.md", DOCS / "memory.md"
 RESULTS = ROOT / "benchmarks" / "results"
 NARROW = {"training": ["amp_graph", "TrainStep", "TrainStep cuda_graph"], "inference": ["amp_graph"]}
 

@@ -1,6 +1,6 @@
 """Markdown from the results of ``speed.py``: all that a file of results has, as in ``results/speed.md``.
 
-``page_tables.py`` writes it, and the shorter tables of README.md and docs/speed.md.
+``page_tables.py`` writes it, and the shorter tables of README.md and docs/internals/speed.md.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Write what the pages say of passes from the table of passes, between markers.
 
-python docs/generate.py            # writes docs/passes.md and docs/how-it-works.md
+python docs/generate.py            # writes docs/internals/passes.md and docs/internals/how-it-works.md
 python docs/generate.py --check    # only says whether they are what the table gives
 """
 
@@ -90,10 +90,10 @@ def diagram() -> str:
 
 
 REGIONS: dict[tuple[str, str], Callable[[], str]] = {
-    ("passes.md", "table"): table,
-    ("passes.md", "groups"): groups,
-    ("passes.md", "keys"): keys,
-    ("how-it-works.md", "diagram"): diagram,
+    ("internals/passes.md", "table"): table,
+    ("internals/passes.md", "groups"): groups,
+    ("internals/passes.md", "keys"): keys,
+    ("internals/how-it-works.md", "diagram"): diagram,
 }
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*DOCS, ROOT / "CONTRIBUTING.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Phrases of an older language of this project. The field has words for them; docs/glossary.md lists those.
+# Phrases of an older language of this project. The field has words for them; docs/internals/glossary.md lists those.
 IDIOM = (
     r"what pays|(?:does|do|did) not pay|nothing pays|neither pays|it pays|lay gradients|own products?"
     r"|stands? aside|standing aside|comput\w+ (?:\w+ )?again|pieces|once an update|(?:is|are) turned|as ever"
@@ -126,9 +126,11 @@ def test_names_that_are_not_there_are_found():
 
 
 def test_the_passes_over_a_graph_of_the_users_own_run():
-    (code,) = [block for block in blocks(ROOT / "docs" / "loss-scaling.md", "python") if "ScaleLoss" in block]
+    (code,) = [
+        block for block in blocks(ROOT / "docs" / "internals" / "loss-scaling.md", "python") if "ScaleLoss" in block
+    ]
     found = {}
-    exec(compile(code, "docs/loss-scaling.md", "exec"), found)
+    exec(compile(code, "docs/internals/loss-scaling.md", "exec"), found)
     expected = torch.autograd.grad(
         torch.nn.functional.linear(found["x"], found["weight"]).square().mean(), found["weight"]
     )

@@ -20,11 +20,11 @@ from tests.doc_blocks import MODEL, PAGES, PROGRAMS, ROOT, Block, blocks_of, cha
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
 # Pages whose Python runs in a test of its own, which has more to say of it.
 PYTHON_ELSEWHERE = {
-    "docs/graph.md": "tests/report/test_networkx.py",
-    "docs/loss-scaling.md": "tests/test_docs.py",
+    "docs/internals/graph.md": "tests/report/test_networkx.py",
+    "docs/internals/loss-scaling.md": "tests/test_docs.py",
     "docs/run.md": "tests/run/test_run_page.py",
     "docs/trainers.md": "tests/integrations/test_docs_of_trainers.py",
-    "docs/writing-a-pass.md": "tests/test_writing_a_pass.py",
+    "docs/internals/writing-a-pass.md": "tests/test_writing_a_pass.py",
 }
 # Commands that take long, or write outside of the folder: they are read here, and run by tests of their own.
 COMMANDS_ELSEWHERE = {

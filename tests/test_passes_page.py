@@ -31,7 +31,7 @@ def test_the_diagram_names_every_pass(generate):
 
 
 def test_the_page_says_what_each_word_of_the_table_means():
-    text = (DOCS / "passes.md").read_text()
+    text = (DOCS / "internals/passes.md").read_text()
     for phase in Phase:
         assert f"| `{phase.value}` |" in text
     for word in {need.word for row in EVERY for need in row.needs}:
@@ -40,14 +40,15 @@ def test_the_page_says_what_each_word_of_the_table_means():
 
 def test_a_stale_page_is_named_and_written(generate, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "DOCS", tmp_path)
-    for page in ("passes.md", "how-it-works.md"):
+    (tmp_path / "internals").mkdir()
+    for page in ("internals/passes.md", "internals/how-it-works.md"):
         (tmp_path / page).write_text((DOCS / page).read_text().replace("fuse-gelu", "fuse-glu"))
     assert generate.main(["--check"]) == 1
-    assert capsys.readouterr().out == "out of date: passes.md, how-it-works.md\n"
+    assert capsys.readouterr().out == "out of date: internals/passes.md, internals/how-it-works.md\n"
     assert generate.main([]) == generate.main(["--check"]) == 0
-    assert (tmp_path / "passes.md").read_text() == (DOCS / "passes.md").read_text()
-    (tmp_path / "passes.md").write_text("no markers")
-    with pytest.raises(SystemExit, match=r"docs/passes.md: 0 regions 'table'(?s:.*)fix:"):
+    assert (tmp_path / "internals/passes.md").read_text() == (DOCS / "internals/passes.md").read_text()
+    (tmp_path / "internals/passes.md").write_text("no markers")
+    with pytest.raises(SystemExit, match=r"docs/internals/passes.md: 0 regions 'table'(?s:.*)fix:"):
         generate.main([])
 
 

@@ -20,6 +20,7 @@ from amp_graph.errors import CaptureError
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.captured_flow import CapturedNode, captured_nodes
 from amp_graph.report.casts_of_autocast import Count, count_of, counted
@@ -164,11 +165,12 @@ def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
-    found = conversion_of(model)
+    written = behind_compile(model)
+    found = conversion_of(written)
     if found is None:
         raise CaptureError(_not_converted(model))
     return Report(
-        type(model).__name__,
+        type(written).__name__,
         found.policy,
         _dtype(found.policy, found.model),
         _backend(found.compile, found.options),
@@ -249,6 +251,12 @@ def _not_converted(model: object) -> str:
             f"report: a {type(model).__name__} is not a converted model\n"
             "  legal: what amp_graph.convert returned\n"
             "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+        )
+    if (written := behind_compile(model)) is not model:
+        return (
+            f"report: torch.compile was given {type(written).__name__}, which is not converted; its own graphs keep no "
+            "report\n  legal: a converted model, compiled or not\n"
+            "  fix:   model = amp_graph.convert(model, compile='inductor'); model(x); amp_graph.report(model)"
         )
     inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
     if inside:

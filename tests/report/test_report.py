@@ -1,5 +1,6 @@
 """The report: what it counts, what it says where nothing happened, and that it is stable and escaped."""
 
+import functools
 import json
 
 import pytest
@@ -170,6 +171,7 @@ def test_a_call_that_captured_nothing_is_told_with_its_notes():
             "its submodule '0' is",
             "amp_graph.report(model.get_submodule('0'))",
         ),
+        (torch.compile(nn.Linear(2, 2), backend="amp_graph"), "given Linear, which is not", "compile='inductor'"),
     ],
 )
 def test_a_model_that_is_not_converted_is_refused(model, what, fix):
@@ -179,6 +181,25 @@ def test_a_model_that_is_not_converted_is_refused(model, what, fix):
     assert "fix:" in str(caught.value)
     assert fix in str(caught.value)
     assert issubclass(CaptureError, AmpGraphError)
+
+
+compiled = functools.partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, lambda m: compiled(nn.DataParallel(m))])
+def test_a_wrapped_model_has_the_report_of_what_is_inside(wrap):
+    model = amp_graph.convert(nn.Linear(2, 2), "bf16")
+    outer = wrap(model)
+    assert amp_graph.report(outer).graphs == ()
+    model(torch.ones(2, 2)).sum().backward()
+    assert amp_graph.report(outer).graphs == amp_graph.report(model).graphs != ()
+
+
+def test_a_compiled_call_of_a_converted_model_is_in_its_report():
+    outer = compiled(amp_graph.convert(nn.Linear(2, 2), "bf16"))
+    outer(torch.ones(2, 2)).sum().backward()
+    found = amp_graph.report(outer)
+    assert (found.model, len(found.graphs)) == ("Linear", 1)
 
 
 def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():

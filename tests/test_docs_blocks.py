@@ -30,7 +30,6 @@ PYTHON_ELSEWHERE = {
 COMMANDS_ELSEWHERE = {
     "cache": "tests/cli/test_cache_command.py",
     "calibrate": "tests/cli/test_calibrate.py",
-    "demo": "tests/test_demo.py",
     "run": "tests/run/test_run_page.py",
 }
 # Pages whose Python changes the process for good.

@@ -18,7 +18,7 @@ import torch
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -151,11 +151,15 @@ class Policy:
                 f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"
                 f"  legal: planner=mincut, the default\n  fix:   Policy(accuracy={self.accuracy:g})"
             )
+        self.keeps_fp32("")
+
+    def keeps_fp32(self, path: str) -> bool:
+        """Say whether ``keep_fp32`` matches the path of a module. Raises PolicyError for one that takes too long."""
         try:
-            check_pattern(self.keep_fp32)
+            return matches(self.keep_fp32, path)
         except PatternError as error:
             raise PolicyError(
-                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression: {error.what}\n"
+                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression to use: {error.what}\n"
                 f"  legal: {LEGAL}\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error

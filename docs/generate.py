@@ -16,7 +16,7 @@ from typing import Any
 
 from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.pipeline_skips import GROUPS, current_word
+from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
@@ -43,10 +43,10 @@ def table() -> str:
 
 
 def worth() -> dict[str, str]:
-    """Return what each pass that was measured gains at best, by its present name: of time, or else of memory."""
+    """Return what each pass that was measured gains at best: of time, or else of memory."""
     measured: dict[str, list[Any]] = {}
     for row in json.loads(ABLATION.read_text())["rows"] if ABLATION.exists() else ():
-        measured.setdefault(current_word(row["name"]).replace("_", "-"), []).append(row)
+        measured.setdefault(row["name"], []).append(row)
     return {name: _best(rows) for name, rows in measured.items()}
 
 

@@ -33,7 +33,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and with amp_graph (under 5 minutes)
-	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
+	$(VENV)/bin/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null

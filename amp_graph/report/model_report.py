@@ -165,12 +165,11 @@ def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
-    written = behind_compile(model)
-    found = conversion_of(written)
+    found = conversion_of(behind_compile(model))
     if found is None:
         raise CaptureError(_not_converted(model))
     return Report(
-        type(written).__name__,
+        type(found.model).__name__,
         found.policy,
         _dtype(found.policy, found.model),
         _backend(found.compile, found.options),

@@ -72,13 +72,13 @@ class TestSelection(expecttest.TestCase):
             "\n".join(lines),
             """\
 eager: identify-ops remove-empty-concat-operands remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-
-  gelu fuse-rms-norm conv-to-linear fuse-attention fold-constant-masks decompose-composites plan-precision
-  insert-casts eliminate-casts fuse-gram-matrix share-casts fp32-norm-gradients lookup-custom-activations
-  attention gru-state lstm-backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-
-  last lower-pointwise-conv convolution transposed-conv-bias-gradient depthwise conv1d global-avg-pool-
-  gradient lower-group-norm pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy fuse-add-norm
-  lower-embedding-gradients lower-dropout lookup-activations recompute-activations grouped-gemm lower-linears
-  batch-norm-counters sink-casts-into-concat upcast-into-huge-pages
+  gelu fuse-rms-norm conv-to-linear fuse-attention decompose-composites plan-precision insert-casts eliminate-
+  casts fuse-gram-matrix share-casts fp32-norm-gradients lookup-custom-activations attention gru-state lstm-
+  backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-last lower-pointwise-conv
+  convolution transposed-conv-bias-gradient depthwise conv1d global-avg-pool-gradient lower-group-norm pad-
+  shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy fuse-add-norm lower-embedding-gradients lower-
+  dropout lookup-activations recompute-activations grouped-gemm lower-linears batch-norm-counters sink-casts-
+  into-concat upcast-into-huge-pages
 copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients fuse-casts-into-linears
 copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights elide-nan-handling
   reuse-output-buffers chunk-upcast-linears

@@ -52,7 +52,7 @@ def test_a_stale_page_is_named_and_written(generate, tmp_path, monkeypatch, caps
         generate.main([])
 
 
-def test_the_worth_of_a_pass_is_the_best_that_was_measured(generate, tmp_path, monkeypatch):
+def test_the_worth_of_a_pass_is_what_was_measured(generate, tmp_path, monkeypatch):
     def row(name, model, time, low, peak=None, saved=None):
         return dict(
             name=name, model=model, way="convert", changes=1, time=time, low=low, high=2, peak=peak, saved=saved

@@ -44,7 +44,7 @@ test-long: $(STAMPS)/test  ## run the long tests
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
 
-test-browser: $(STAMPS)/test $(STAMPS)/browser  ## open, search and click reports in Chromium (apt-get install chromium chromium-driver)
+test-browser: $(STAMPS)/test $(STAMPS)/browser $(STAMPS)/docs  ## open, search and click reports and the site in Chromium (apt-get install chromium chromium-driver)
 	$(VENV)/bin/python -m pytest -m browser -rs tests/browser $(PYTEST_ARGS)
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run

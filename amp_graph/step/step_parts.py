@@ -16,7 +16,6 @@ from torch import Tensor
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
-from amp_graph.passes.profitability.thresholds import widening_together_is_profitable
 from amp_graph.passes.step.add_gradients import add_in_place, totals_of
 from amp_graph.passes.step.lay_out_gradients import laid_out, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
@@ -81,14 +80,9 @@ class StepParts:
 
     def keeps(self) -> tuple[torch.dtype, ...]:
         """Return the low dtypes in which gradients may stay, as the update casts them itself."""
-        if self.ranks is not None:
-            return ()
-        if self.options.one_pass is not None:
-            return (self.options.one_pass.low,)
-        next_is_update = self.options.last and not self.accumulators
-        plain = not self.options.pointwise and not self.options.outside
-        device = self.tensor_of(self.trained[0]).device.type if self.trained else "cpu"
-        return LOWS if next_is_update and plain and widening_together_is_profitable(device) else ()
+        options = self.options
+        alone = self.ranks is None and options.last and not self.accumulators
+        return LOWS if alone and not options.pointwise and not options.outside else ()
 
     # -- forward and backward, traced -----------------------------------------------------------------
 

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.optim.native_update import OnePass
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.clip import clip_
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.loss_scaling.unscale import unscale
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.step.low_copies import write_copies
-from amp_graph.passes.step.update_parameters import update
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.reduce_gradients import Ranks
@@ -37,7 +35,6 @@ class StepOptions:
     loss: int = 0  # index of the captured graph's output that is the loss
     outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
     pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
-    one_pass: OnePass | None = None  # the one-pass update, if used
 
 
 @dataclass
@@ -69,9 +66,8 @@ class StepUpdate:
         options = self.options
         if self.ranks is not None:
             now.grads[:] = self.ranks.average(now.grads)
-        now.grads[:] = upcast_all(now.grads)
         if any(given is not None for given in (self.scale, options.clip_norm, options.clip_value)):
-            now.grads[:] = _each_its_own(now.grads)
+            now.grads[:] = _each_its_own(upcast_all(now.grads))
         found_inf = None if self.scale is None else unscale(now.grads, now.scale[0])
         clip_(now.grads, options.clip_norm, options.clip_value, now.norm)
         self._update(now, found_inf)
@@ -86,7 +82,7 @@ class StepUpdate:
         grads = dict(zip(self.trained, now.grads, strict=True))
         for group, lr, state in zip(self.updates, now.rates, now.states, strict=True):
             own = [self.numbers[id(p)] for p in group.params]
-            update(group.apply, [now.targets[i] for i in own], [grads[i] for i in own], state, lr, found_inf)
+            group.apply([now.targets[i] for i in own], [grads[i] for i in own], state, lr, found_inf)
 
 
 def lows_of(

@@ -7,7 +7,7 @@ that only accumulates gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
@@ -40,10 +40,12 @@ from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.reduce_gradients import Ranks
 from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
-from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
+from amp_graph.step.step_parts import NoGradient, StepOptions, StepParts, UpdateParts, refuse_sparse
 from amp_graph.step.step_state import Copy, StepState
-from amp_graph.step.step_update import StepOptions
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured, names_of
+
+# Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
+Who = tuple[list[int], dict[int, Tensor]]
 
 
 @dataclass(eq=False)
@@ -119,21 +121,29 @@ class StepBuilder:
         captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
         return step
 
-    def plain_parts(
-        self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
-    ) -> tuple[StepParts, str]:
-        """Return the parts of an untraced step that follow the gradients of ``who``, and how it updates, in words."""
+    def update_of(
+        self, weights: Mapping[str, Tensor], grads: Sequence[Tensor], loss: Tensor, who: Who, last: bool
+    ) -> StepGraph:
+        """Trace the rest of a step behind ``grads``, which autograd computed of the inputs ``weights``, by name.
+
+        who: the numbers of what is updated, and what has only gradients of other micro-batches, as of ``trained``.
+        """
         plain = replace(self, compile="eager", options={}, cuda_graph=False)
-        parts, how, _ = plain._parts(captured, args, *who, last)
-        return parts, how
+        alone = PlainCaptured(None, 0, names=[*weights], forward=lambda *args: args)
+        parts, how, _ = plain._parts(alone, list(weights.values()), *who, last)
+        given = {one.name: getattr(parts, one.name) for one in fields(parts)}
+        given["args"] = [*weights.values(), *grads, loss]
+        given["names"] = [*weights, *(f"gradient of {name}" for name in weights), "loss"]
+        with one_capture_at_a_time():
+            step = trace_step(UpdateParts(**given), plain._lower)
+        step.update, step.after = how if last else "", self.outside() if last else None
+        return step
 
     def outside(self) -> Callable[..., None] | None:
         """Return a function that calls an optimizer outside of the graph; None if the update is inside."""
         return weakly(self._step_outside) if self.watched.why_outside else None
 
-    def trained(
-        self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]
-    ) -> tuple[list[int], dict[int, Tensor]]:
+    def trained(self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]) -> Who:
         """Return the inputs that the optimizer trains, in its order, in which norms are summed; and other parameters.
 
         The latter are ``pending`` parameters that are not trained inputs, by their own numbers.

@@ -11,7 +11,6 @@ ALIASES: dict[str, str] = {
     "cast_parts": "sink_casts_into_concat",
     "contiguous_linear": "contiguous_linear_input",
     "conv_as_linear": "conv_to_linear",
-    "conv_transpose": "transposed_conv_bias_gradient",
     "count_batches": "batch_norm_counters",
     "cudnn_recurrent": "cudnn_rnn",
     "custom_activations": "lookup_custom_activations",

@@ -6,11 +6,8 @@ Before: ``PipelineOptions``. After: ``[row.built(options) for row in TABLE if ..
 from __future__ import annotations
 
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
-from amp_graph.passes.backends.cpu.convolution.conv1d_as_gemm import Conv1d
-from amp_graph.passes.backends.cpu.convolution.conv_weight_gradient import Convolution
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
 from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import LowerPointwiseConv
-from amp_graph.passes.backends.cpu.convolution.transposed_conv_bias_gradient import TransposedConvBiasGradient
 from amp_graph.passes.backends.cpu.inference.chunk_upcast_linears import ChunkUpcastLinears
 from amp_graph.passes.backends.cpu.inference.elide_nan_handling import ElideNanHandling
 from amp_graph.passes.backends.cpu.inference.fold_batch_norms import FoldBatchNorms
@@ -180,15 +177,12 @@ TABLE = checked((
     Row(FoldUpcastsIntoReductions, BACKEND, ROUNDING_EQUAL, lambda o: FoldUpcastsIntoReductions(o.planned_for),
         devices=CUDA, needs=OURS),
     Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, _layout, needs=OURS, before=(
-        "lower-pointwise-conv", "convolution", "transposed-conv-bias-gradient", "depthwise",
+        "lower-pointwise-conv", "depthwise",
         "global-avg-pool-gradient", "lower-group-norm",
         "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
     Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
-        needs=(OPAQUE, EAGER_OR_STEP), before=("convolution",)),
-    Row(Convolution, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(TransposedConvBiasGradient, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
+        needs=(OPAQUE, EAGER_OR_STEP)),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
-    Row(Conv1d, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, after=("depthwise",)),
     Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, needs=OURS),
     Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,

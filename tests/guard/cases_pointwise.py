@@ -1,11 +1,9 @@
-"""Casts, sums, tables, dropout and transposes between guard pages."""
+"""Casts and sums, tables and dropout between guard pages."""
 
-import ctypes
 import math
 
 import torch
 
-from amp_graph.passes.backends.cpu.convolution import transpose_kernel
 from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout, lookup_table
 from amp_graph.passes.native import cast_kernel
 from tests.guard.case import BF16, FP32, LOWS, SIZES, drawn, equal, op, over, same
@@ -78,13 +76,6 @@ def draws(count):
     found.draw(state.data_ptr(), math.ceil(0.7 * 2.0**53), count, bits.data_ptr())
     wanted = torch.empty(count).bernoulli_(0.7, generator=torch.Generator().manual_seed(5)).to(torch.bool)
     equal(bitmask_dropout.kept_of(bits, count), wanted)
-
-
-@over(items=(0, 1, 3), rows=(*SIZES, 8, 65), columns=(*SIZES, 8, 65), low=LOWS)
-def turns(items, rows, columns, low):
-    x = drawn(items, rows, columns, dtype=low)
-    equal(transpose_kernel.turned(x), x.mT.contiguous())
-    assert transpose_kernel.library() is not None or ctypes is None, "compiled"
 
 
 @over(count=COUNTS)

@@ -65,7 +65,6 @@ CASES = {
     "an LSTM of few steps": (lambda: Recurs(32, 32), (4, 2, 32)),
     "a linear behind an LSTM": (Words, (2, 2, 32)),
     "convolutions": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 8, 3)), (1, 32, 4, 4)),
-    "a transposed one": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 2, 2)), (1, 3, 6, 6)),
 }
 
 

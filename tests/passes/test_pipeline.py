@@ -76,10 +76,10 @@ eager: identify-ops remove-empty-concat-operands remove-no-op-dropout einsum-to-
   gelu fuse-rms-norm conv-to-linear fuse-attention fold-constant-masks decompose-composites plan-precision
   insert-casts eliminate-casts fuse-gram-matrix share-casts fp32-norm-gradients lookup-custom-activations
   attention gru-state lstm-backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-
-  last lower-pointwise-conv convolution transposed-conv-bias-gradient depthwise conv1d global-avg-pool-
-  gradient lower-group-norm pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy fuse-add-norm
-  lower-embedding-gradients lower-dropout lookup-activations recompute-activations grouped-gemm lower-linears
-  batch-norm-counters sink-casts-into-concat upcast-into-huge-pages
+  last lower-pointwise-conv depthwise global-avg-pool-gradient lower-group-norm pad-shapes pad-channels fuse-
+  batch-norm-relu fuse-cross-entropy fuse-add-norm lower-embedding-gradients lower-dropout lookup-activations
+  recompute-activations grouped-gemm lower-linears batch-norm-counters sink-casts-into-concat upcast-into-
+  huge-pages
 copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients fuse-casts-into-linears
 copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights elide-nan-handling
   reuse-output-buffers chunk-upcast-linears
@@ -97,7 +97,7 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     only_eager, none = difference(Phase.CAPTURED, runs, {})
     assert none == []
     assert only_eager == [
-        "lookup-custom-activations", "lower-pointwise-conv", "conv1d", "fuse-batch-norm-relu", "fuse-cross-entropy",
+        "lookup-custom-activations", "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy",
         "fuse-add-norm", "lower-embedding-gradients",
         "lower-dropout", "lookup-activations", "recompute-activations", "grouped-gemm", "lower-linears",
         "batch-norm-counters", "sink-casts-into-concat", "upcast-into-huge-pages",
@@ -212,7 +212,7 @@ def moved(name, behind):
     ("name", "behind", "other"),
     [
         ("plan-precision", "insert-casts", "plan-precision"),
-        ("lower-pointwise-conv", "convolution", "convolution"),
+        ("channels-last", "lower-pointwise-conv", "lower-pointwise-conv"),
         ("fuse-gelu", "insert-casts", "decompose-composites"),
         ("attention", "identify-ops", "insert-casts"),
         ("lower-linears", "fp32-norm-gradients", "recompute-activations"),

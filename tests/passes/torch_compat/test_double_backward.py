@@ -8,10 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
-from amp_graph.passes.backends.cpu.convolution.conv1d_as_gemm import conv1d_by_windows
 from amp_graph.passes.backends.cpu.convolution.conv_functions import (
-    conv2d_low,
-    conv_transpose_low,
     depthwise_low,
     depthwise_rows,
 )
@@ -72,16 +69,6 @@ FUNCTIONS = {
         lambda x, w, b: F.conv2d(x, w, b, 2),
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
-    "conv2d": (
-        lambda x, w, b: conv2d_low(x, w, b, (1, 1), (1, 1)),
-        lambda x, w, b: F.conv2d(x, w, b, 1, 1),
-        (image(2, 4, 5, 5), drawn(6, 4, 3, 3), drawn(6)),
-    ),
-    "conv transpose": (
-        lambda x, w, b: conv_transpose_low(x, w, b, (2, 2), (1, 1), (1, 1), 1, (1, 1)),
-        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1),
-        (drawn(2, 4, 5, 5), drawn(4, 6, 3, 3), drawn(6)),
-    ),
     "depthwise": (
         lambda x, w, b: depthwise_low(x, w, b, (1, 1), (1, 1), True, True),
         lambda x, w, b: F.conv2d(x, w, b, 1, 1, groups=4),
@@ -91,11 +78,6 @@ FUNCTIONS = {
         lambda x, w, b: depthwise_rows(x, w, b, (1,), (1,), True, True),
         lambda x, w, b: F.conv1d(x, w, b, 1, 1, groups=4),
         (drawn(2, 4, 7), drawn(4, 1, 3), drawn(4)),
-    ),
-    "conv1d": (
-        lambda x, w, b: conv1d_by_windows(x, w, b, 1, 1, True),
-        lambda x, w, b: F.conv1d(x, w, b, 1, 1),
-        (drawn(2, 4, 7), drawn(6, 4, 3), drawn(6)),
     ),
     "group norm": (
         lambda x, w, b: group_norm_low(x, 2, w, b, 1e-5),

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_graph
-from amp_graph.passes.backends.cpu.convolution.conv_functions import conv2d_low
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
 from amp_graph.passes.backends.cpu.linear import amx_gemm as kernel
 from amp_graph.passes.backends.cpu.linear import (
@@ -268,7 +267,6 @@ HANDED = {
     "linear_trained": (linear_trained, drawn(96, 64), (50, 64), ()),
     "linear_low": (linear_functions.linear_low, drawn(96, 64), (50, 64), ()),
     "lower_pointwise_conv": (pointwise_conv, image(2, 32, 6, 6), (48, 32, 1, 1), (None, (1, 1), True)),
-    "conv2d_low": (conv2d_low, image(2, 32, 6, 6), (48, 32, 3, 3), (None, (1, 1), (1, 1))),
 }
 
 

@@ -23,9 +23,6 @@ from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGr
 from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
 from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
 from amp_graph.passes.backends.cpu.norm.lower_group_norm import LowerGroupNorm
-from amp_graph.passes.backends.cpu.pointwise.lookup_activations import LookupActivations
-from amp_graph.passes.backends.cpu.pointwise.lookup_custom_activations import LookupCustomActivations
-from amp_graph.passes.backends.cpu.pointwise.lower_dropout import LowerDropout
 from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
 from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
 from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
@@ -166,7 +163,6 @@ TABLE = checked((
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
         needs=(NOT_PORTABLE, NOT_EMULATING),
         worth="accuracy: the gradients of a norm's weight and bias are summed in fp32"),
-    Row(LookupCustomActivations, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
     Row(GruState, BACKEND, approximate("the state is fp32 between steps, where torch's kernel rounds it"), devices=CPU,
         needs=OURS, skippable=False),
@@ -197,8 +193,6 @@ TABLE = checked((
         before=("recompute-activations",)),
     Row(LowerEmbeddingGradients, BACKEND, ROUNDING_EQUAL, lambda o: LowerEmbeddingGradients(o.planned_for),
         devices=CUDA, needs=RUNS, after=("share-casts", "pad-shapes")),
-    Row(LowerDropout, BACKEND, BIT_EXACT, devices=CPU, needs=RUNS),
-    Row(LookupActivations, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS, before=("recompute-activations",)),
     Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
     Row(GroupedGemm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
     Row(LowerLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLinears(o.in_step), devices=CPU, needs=RUNS),

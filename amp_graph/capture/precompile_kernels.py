@@ -24,7 +24,6 @@ from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, pl
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
 COMPILERS = 2  # at a time: more would delay the kernels that are needed first
-TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
 MANY_ROWS = 4096  # sizes that batches may have
 MANY_CLASSES = 4096  # outputs of a linear that looks like a language-model head: its loss uses our kernel
 _begun: set[str] = set()  # what this process has compiled or is compiling
@@ -71,8 +70,6 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
         yield "attention", _loader("attention", low)  # takes longest
     if linears and norms:
         yield f"norms, {low}", _loader("add_norm", low)
-    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
-        yield "tables", _loader("lookup_table", low)
     if _has_many_outputs(linears):  # which are upcast
         yield f"casts, {low}", _loader("casts", low)
 
@@ -92,8 +89,6 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
         yield "attention's backward", _loader("attention_backward", low)
     if linears and _has_norms(parts):
         yield f"norms' backward, {low}", _loader("add_norm_backward", low)
-    if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
-        yield f"dropout, {low}", _loader("dropout", low)
     widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
     if any(lstm_kernel_is_profitable("cpu", low, 1, width) for width in widths):
         yield "lstm", _loader("lstm", low)

@@ -157,37 +157,6 @@ def aligning_is_profitable(device: str, dtype: torch.dtype, products: int) -> bo
     return device == "cuda" and dtype in HALVES and products >= LEAST_ALIGNED
 
 
-# Elements of an activation from which on a lookup table is worth an autograd.Function. QUICK: the forms that CPUs
-# without AMX compute by vectors faster than they gather from a table.
-LEAST_LOOKED_UP = {"gelu": 1 << 16, "silu": 1 << 17, "gelu by tanh": 1 << 14, "mish": 1 << 13}
-LEAST_OF_USERS = 1 << 14  # for a user's own formula, which takes at least two passes over memory
-QUICK = ("gelu", "silu")
-
-
-def table_is_profitable(device: str, form: str, elements: int | torch.SymInt) -> bool:
-    """Say whether a lookup table beats computing a bf16 activation; ``form``: which activation.
-
-    Time over torch's, CPU with AMX, 3 million elements, forward and backward: GELU 0.56 and 0.38, tanh GELU 0.13 and
-    0.15, SiLU 0.46 and 0.45, Mish 0.06 and 0.06. Time of a step: a residual network with Mish 0.55, with GELUs 0.91,
-    HF's GPT-2 (tanh GELU) 0.95, a ViT 0.96, BERT and GPT 0.99.
-    """
-    fits = device == "cpu" and cpu_has_bf16() and (cpu_has_amx() or form not in QUICK)
-    return fits and concrete_size(elements) >= LEAST_LOOKED_UP.get(form, LEAST_OF_USERS)
-
-
-# Elements below which the call overhead of an autograd.Function outweighs the gain.
-FEWEST_DROPPED = 1 << 13
-
-
-def dropout_in_bits_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
-    """Say whether a dropout of so many ``elements`` is faster by our C kernel, which draws by vectors.
-
-    Time over torch's, CPU, forward and backward of 393,216 elements: 0.29 (fp32) and 0.24 (bf16) with one thread, 0.22
-    and 0.18 with two. Steps of small HF models with their default p of 0.1 took 0.87 to 0.95 of the time.
-    """
-    return device == "cpu" and concrete_size(elements) >= FEWEST_DROPPED
-
-
 # Elements of weights with low-precision copies, and of embedding tables, below which compiling (about a second, once
 # per machine) is not worth its time.
 FEWEST_UPDATED = 1 << 20

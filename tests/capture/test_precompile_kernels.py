@@ -17,7 +17,6 @@ from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
 from amp_graph.passes.backends.cpu.norm import add_norm_kernel, batch_norm_kernel, group_norm_kernel
-from amp_graph.passes.backends.cpu.pointwise import lookup_table
 from amp_graph.passes.native import cast_kernel, jit_compiler
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.profitability import gemm_thresholds
@@ -34,7 +33,6 @@ KERNELS = {
     "depthwise": depthwise_kernel,
     "group norms": group_norm_kernel,
     "casts": cast_kernel,
-    "tables": lookup_table,
     "amx products": amx_gemm,
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
@@ -42,11 +40,10 @@ MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
     "transformer": (TRANSFORMER, {"linears", "attention", "norms", "attention's backward", "norms' backward"}),
     "wide": (nn.Linear(512, 512), {"linears", "casts", "amx products"}),
-    "activations": (nn.GELU(), {"tables"}),
     "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts", "amx products"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms", "tables"},
+        {*KERNELS} - {"batch norms", "depthwise", "group norms"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),

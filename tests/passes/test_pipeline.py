@@ -74,12 +74,11 @@ class TestSelection(expecttest.TestCase):
             """\
 eager: identify-ops remove-empty-concat-operands remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-
   gelu fuse-rms-norm conv-to-linear fuse-attention fold-constant-masks decompose-composites plan-precision
-  insert-casts eliminate-casts fuse-gram-matrix share-casts fp32-norm-gradients lookup-custom-activations
-  attention gru-state lstm-backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-
-  last lower-pointwise-conv depthwise global-avg-pool-gradient lower-group-norm pad-shapes pad-channels fuse-
-  batch-norm-relu fuse-cross-entropy fuse-add-norm lower-embedding-gradients lower-dropout lookup-activations
-  recompute-activations grouped-gemm lower-linears batch-norm-counters sink-casts-into-concat upcast-into-
-  huge-pages
+  insert-casts eliminate-casts fuse-gram-matrix share-casts fp32-norm-gradients attention gru-state lstm-
+  backward cudnn-rnn contiguous-linear-input fold-upcasts-into-reductions channels-last lower-pointwise-conv
+  depthwise global-avg-pool-gradient lower-group-norm pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-
+  entropy fuse-add-norm lower-embedding-gradients recompute-activations grouped-gemm lower-linears batch-norm-
+  counters sink-casts-into-concat upcast-into-huge-pages
 copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients fuse-casts-into-linears
 copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights elide-nan-handling
   reuse-output-buffers chunk-upcast-linears
@@ -97,9 +96,9 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     only_eager, none = difference(Phase.CAPTURED, runs, {})
     assert none == []
     assert only_eager == [
-        "lookup-custom-activations", "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy",
+        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy",
         "fuse-add-norm", "lower-embedding-gradients",
-        "lower-dropout", "lookup-activations", "recompute-activations", "grouped-gemm", "lower-linears",
+        "recompute-activations", "grouped-gemm", "lower-linears",
         "batch-norm-counters", "sink-casts-into-concat", "upcast-into-huge-pages",
     ]  # fmt: skip
     assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["lower-pointwise-conv", "fuse-batch-norm-relu"], [])

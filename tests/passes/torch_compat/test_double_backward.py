@@ -19,7 +19,6 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_ent
 from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
 from amp_graph.passes.backends.cpu.norm.group_norm_kernel import group_norm_low
-from amp_graph.passes.backends.cpu.pointwise.lookup_table import activated
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
@@ -133,8 +132,6 @@ FUNCTIONS = {
     "linear": (linear_low, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
     "linear of a vector": (linear_low, F.linear, (drawn(4), drawn(6, 4), drawn(6))),
     "large linear": (linear_trained, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
-    "gelu": (lambda x: activated(x, "gelu"), F.gelu, (drawn(5, 4),)),
-    "silu": (lambda x: activated(x, "silu"), F.silu, (drawn(5, 4),)),
     "cross entropy": (
         lambda x: cross_entropy_low(x, CLASSES, label_smoothing=0.1),
         lambda x: F.cross_entropy(x.float(), CLASSES, label_smoothing=0.1),

@@ -65,7 +65,7 @@ def forward(
 
     query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 and
     accepted by ``takes``; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: the bits of the
-    probabilities that a dropout of ``dropped`` keeps, as ``dropout_in_bits`` has them. Raises MemoryError.
+    probabilities that a dropout of ``dropped`` keeps, as ``dropout_bits`` has them. Raises MemoryError.
     """
     made = result_like(query)
     _run((query, key, value, made, None, None, None, None), mask, causal, scale, kept, dropped)

@@ -6,7 +6,7 @@ CPU time; a pass that changes nothing is not measured. ``--table`` writes the Ma
 there is not measured again, so that a run that was stopped goes on. Rows of several scales stand in one file: what
 gains little in small batches may be measured in large ones. A model that cannot be captured one way is left out there.
 
-    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes fuse-add-norm]
+    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes lower-linears]
     python benchmarks/ablation.py --table
 """
 

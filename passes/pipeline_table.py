@@ -12,26 +12,13 @@ from amp_graph.passes.backends.cpu.inference.chunk_upcast_linears import ChunkUp
 from amp_graph.passes.backends.cpu.inference.elide_nan_handling import ElideNanHandling
 from amp_graph.passes.backends.cpu.inference.fold_batch_norms import FoldBatchNorms
 from amp_graph.passes.backends.cpu.inference.prepack_weights import PrepackWeights
-from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
 from amp_graph.passes.backends.cpu.linear.fuse_casts_into_linears import FuseCastsIntoLinears
-from amp_graph.passes.backends.cpu.linear.gram_matrix import FuseGramMatrix
-from amp_graph.passes.backends.cpu.linear.grouped_gemm import GroupedGemm
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
 from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
-from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
 from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
-from amp_graph.passes.backends.cpu.norm.lower_group_norm import LowerGroupNorm
-from amp_graph.passes.backends.cuda.fold_upcasts_into_reductions import FoldUpcastsIntoReductions
-from amp_graph.passes.backends.cuda.foreach_batch_counters import BatchNormCounters
-from amp_graph.passes.backends.cuda.kernels import add_norm as _add_norm  # noqa: F401  registers kernels
-from amp_graph.passes.backends.cuda.kernels import cross_entropy as _cross_entropy  # noqa: F401  registers kernels
-from amp_graph.passes.backends.cuda.lower_embedding_gradients import LowerEmbeddingGradients
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
-from amp_graph.passes.backends.inductor.contiguous_weight_gradients import MakeWeightGradientsContiguous
-from amp_graph.passes.backends.inductor.gradients_like_parameters import GiveGradientsParameterStrides
-from amp_graph.passes.backends.inductor.lower_small_gemm import LowerSmallGemm
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
@@ -56,7 +43,6 @@ from amp_graph.passes.pipeline_row import (
     EAGER,
     EAGER_OR_STEP,
     EMULATES,
-    INDUCTOR_CALLS,
     INFERENCE,
     KEEP_MEMORY,
     NOT_EMULATING,
@@ -156,7 +142,6 @@ TABLE = checked((
         lambda o: InsertCasts(o.dtype, o.keep_outputs), after=("plan-precision",), skippable=False),
     Row(EliminateCasts, CASTS, BIT_EXACT,
         worth="fewest casts: removes those that the user's code or another pass made"),
-    Row(FuseGramMatrix, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, before=("share-casts",)),
     Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step, o.portable), needs=(SUMS,),
         after=("eliminate-casts",),
         worth="accuracy: gradients of several readers are summed in fp32"),
@@ -170,17 +155,13 @@ TABLE = checked((
         needs=OURS),
     Row(CudnnRnn, BACKEND, BIT_EXACT, devices=CUDA, needs=OURS),
     Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
-    Row(FoldUpcastsIntoReductions, BACKEND, ROUNDING_EQUAL, lambda o: FoldUpcastsIntoReductions(o.planned_for),
-        devices=CUDA, needs=OURS),
     Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, _layout, needs=OURS, before=(
         "lower-pointwise-conv", "depthwise",
-        "global-avg-pool-gradient", "lower-group-norm",
-        "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
+        "global-avg-pool-gradient", "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
     Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP)),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, needs=OURS),
-    Row(LowerGroupNorm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,
         needs=(OPAQUE, PADS_MATMULS)),
     Row(PadChannels, BACKEND, ROUNDING_EQUAL, lambda o: PadChannels(o.planned_for), devices=CUDA, needs=OURS,
@@ -188,18 +169,11 @@ TABLE = checked((
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",)),
     Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, lambda o: FuseCrossEntropy(o.planned_for), needs=RUNS),
-    Row(FuseAddNorm, BACKEND, approximate("at most a last place from torch's fp32 norm and its cast"),
-        lambda o: FuseAddNorm(o.planned_for), needs=RUNS, after=("fp32-norm-gradients",),
-        before=("recompute-activations",)),
-    Row(LowerEmbeddingGradients, BACKEND, ROUNDING_EQUAL, lambda o: LowerEmbeddingGradients(o.planned_for),
-        devices=CUDA, needs=RUNS, after=("share-casts", "pad-shapes")),
     Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
-    Row(GroupedGemm, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
     Row(LowerLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLinears(o.in_step), devices=CPU, needs=RUNS),
-    Row(BatchNormCounters, BACKEND, BIT_EXACT, lambda o: BatchNormCounters(o.planned_for), devices=CUDA, needs=RUNS),
     Row(SinkCastsIntoConcat, LAYOUT, BIT_EXACT, devices=CPU, needs=RUNS),
     Row(UpcastIntoHugePages, MEMORY, BIT_EXACT, devices=CPU, needs=RUNS,
-        after=("sink-casts-into-concat", "fuse-cross-entropy", "fuse-add-norm")),
+        after=("sink-casts-into-concat", "fuse-cross-entropy")),
     Row(EmulateCuda, Stage.EMULATION, approximate("sums in fp32, rounded once, where the CPU's kernel may round more"),
         lambda o: EmulateCuda(o.lists), devices=CPU, needs=(EMULATES, NOT_PORTABLE), after=("share-casts",),
         skippable=False,
@@ -228,12 +202,7 @@ TABLE = checked((
     Row(ChunkUpcastLinears, BACKEND, ROUNDING_EQUAL, lambda o: ChunkUpcastLinears(_copies(o)), COPIES, CPU,
         (*INFERS, KEEP_MEMORY), after=("prepack-weights", "reuse-output-buffers")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER),
-    Row(GiveGradientsParameterStrides, BACKEND, BIT_EXACT, phases=HANDOVER, needs=(OPAQUE, INDUCTOR_CALLS, TRAINING)),
     # Flat graphs: those inside Inductor, and those of whole steps.
-    Row(FuseAddmmBias, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
-    Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
-        after=("fuse-addmm-bias",)),
-    Row(LowerSmallGemm, BACKEND, ROUNDING_EQUAL, phases=INDUCTOR, devices=CPU, needs=OURS, after=("fuse-addmm-bias",)),
-    Row(MakeWeightGradientsContiguous, BACKEND, BIT_EXACT, phases=INDUCTOR, devices=CPU, needs=OURS),
+    Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
 ))  # fmt: skip

@@ -138,16 +138,3 @@ def batch_norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
     75,000.
     """
     return device == "cpu" and elements >= FEWEST_OF_A_BATCH_NORM
-
-
-# Elements of a group norm below which the call overhead of an autograd.Function outweighs the gain.
-FEWEST_OF_A_GROUP_NORM = 1 << 15
-
-
-def group_norm_backward_is_profitable(device: str, elements: int) -> bool:
-    """Say whether the gradients of a group norm of ``elements`` in channels_last are faster by a C kernel.
-
-    Time over torch's, CPU, bf16 with AVX-512, forward and backward: 0.1 to 0.2 for image sides of 64 and 32 with 64
-    and 320 channels, and a side of 16 with 256; 1.8 for 3,024 elements. A diffusion U-Net's step takes 0.9 of the time.
-    """
-    return device == "cpu" and elements >= FEWEST_OF_A_GROUP_NORM

@@ -137,11 +137,6 @@ def widening_together_is_profitable(device: str) -> bool:
     return device == "cuda"
 
 
-def reducing_from_low_is_profitable(device: str) -> bool:
-    """Say whether reductions to fp32 upcast their input in registers: on CUDA. On the CPU torch makes a copy."""
-    return device == "cuda"
-
-
 # Multiplications below which call overhead exceeds the time of the kernel.
 LEAST_ALIGNED = 1 << 24
 
@@ -196,20 +191,6 @@ def adding_by_place_is_profitable(elements: int) -> bool:
     4.5 if the expanded gradients would be paged in again; 0.4 to 0.7 below.
     """
     return elements >= LEAST_BY_PLACE
-
-
-# Elements of a norm below which the call of an autograd.Function costs more than the saved memory traffic.
-FEWEST_NORMED = 1 << 17
-
-
-def norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
-    """Say whether a residual sum, a norm and their casts are faster as one C kernel over ``elements``.
-
-    Time over torch's, CPU with AVX-512, forward and backward, for one and for three low-precision readers: 1.1 and 0.8
-    at 65,536 elements, 0.8 and 0.7 at 131,072, 0.65 at 302,592, 0.4 at 3 million; without gradients 0.7 at 131,072.
-    Below, the call of an autograd.Function dominates (``benchmarks/residual_norm.py``).
-    """
-    return device == "cpu" and elements >= FEWEST_NORMED
 
 
 # Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).

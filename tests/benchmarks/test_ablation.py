@@ -39,8 +39,8 @@ def test_the_table_says_what_earns_its_place(held):
     import ablation
 
     path = held([
-        row("fuse-norm", "gpt", 1.20, 1.10, 1.0),  # former name of fuse-add-norm
-        row("fuse-add-norm", "bert", 1.40, 0.90),  # the quartiles say that this is noise
+        row("small-linears", "gpt", 1.20, 1.10, 1.0),  # former name of lower-linears
+        row("lower-linears", "bert", 1.40, 0.90),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
         row("attention", "gpt", 1.02, 1.01, 1.04),
         row("share-casts", "gpt", 1.0, 0.99, 1.0),
@@ -49,15 +49,15 @@ def test_the_table_says_what_earns_its_place(held):
     ])  # fmt: skip
     ablation.main(["--table", "--output", str(path)])
     text = path.with_suffix(".md").read_text()
-    assert "| fuse-add-norm | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
+    assert "| lower-linears | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
     assert "| recompute-activations | 1 | 0.98 | gpt, convert | 1.41 | gpt, convert | yes |" in text
     assert "| attention | 1 | 1.02 | gpt, convert | 1.04 | gpt, convert | **no** |" in text
     assert "| share-casts | 1 | 1.00 | gpt, convert | 1.00 | gpt, convert | needed: accuracy" in text
     assert "| fuse-gram-matrix | 1 | 1.04 | dlrm, convert | 1.00 | dlrm, convert | yes |" in text
     assert "models at 0.25, 1 of their sizes" in text
     assert "| fuse-gelu | 0 | | | | | not measured |" in text
-    assert "| fuse-add-norm | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
-    assert "fuse-norm |" not in text.replace("fuse-add-norm |", "")
+    assert "| lower-linears | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
+    assert "small-linears |" not in text.replace("lower-linears |", "")
 
 
 def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monkeypatch, capsys):

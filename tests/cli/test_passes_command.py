@@ -72,7 +72,7 @@ def devices_of(name):
         ("bf16,skip=attention", "fuse-attention", "cpu", Mode(), "skip=attention in the policy"),
         ("bf16,skip=backend", "gru-state", "cpu", Mode(), "skip=backend in the policy"),
         ("bf16,lists=autocast_cpu", "fuse-gelu", "cpu", Mode(), "reproduce torch.autocast"),
-        ("bf16", "fuse-add-norm", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
+        ("bf16", "fuse-cross-entropy", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
         ("bf16", "fold-batch-norms", "cpu", Mode(), "needs a graph without gradients"),
         ("bf16", "fuse-casts-into-linears", "cpu", Mode(gradients=False), "needs gradients"),
         ("bf16", "reuse-output-buffers", "cpu", Mode(gradients=False), "keep_memory=true in the policy"),

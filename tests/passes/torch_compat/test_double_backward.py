@@ -13,12 +13,9 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import (
     depthwise_rows,
 )
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
-from amp_graph.passes.backends.cpu.linear.gram_matrix import own_product
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_low
-from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
-from amp_graph.passes.backends.cpu.norm.group_norm_kernel import group_norm_low
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
@@ -78,11 +75,6 @@ FUNCTIONS = {
         lambda x, w, b: F.conv1d(x, w, b, 1, 1, groups=4),
         (drawn(2, 4, 7), drawn(4, 1, 3), drawn(4)),
     ),
-    "group norm": (
-        lambda x, w, b: group_norm_low(x, 2, w, b, 1e-5),
-        lambda x, w, b: F.group_norm(x.contiguous(), 2, w, b),  # of others torch has few derivatives
-        (image(2, 4, 5, 5), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
-    ),
     "layer norm": (
         lambda x, w, b: layer_norm_low(x, (8,), w, b),
         lambda x, w, b: F.layer_norm(x.float(), (8,), w, b).to(LOW),
@@ -103,16 +95,6 @@ FUNCTIONS = {
         lambda x, y, w, b: F.relu(F.batch_norm(x, None, None, w, b, True) + y),
         (image(2, 4, 5, 5), image(2, 4, 5, 5).flip(0), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
     ),
-    "sum and norm": (
-        lambda x, y, w, b: add_norm(x, y, (8,), w, b, 1e-5, LOW, 2, True, True),
-        lambda x, y, w, b: (s := x + y, n := F.layer_norm(s, (8,), w, b), n.to(LOW), n.to(LOW)),
-        (drawn(5, 8, dtype=WIDE), drawn(5, 8), drawn(8, dtype=WIDE), drawn(8, dtype=WIDE)),
-    ),
-    "sum and norm of vectors": (
-        lambda x, y, w, b: add_norm(x, y, (8,), w, b, 1e-5, LOW, 1, False, True),
-        lambda x, y, w, b: (s := x + y, F.layer_norm(s, (8,), w, b).to(LOW)),
-        (drawn(8, dtype=WIDE), drawn(8), drawn(8, dtype=WIDE), drawn(8, dtype=WIDE)),
-    ),
     "shared cast": (
         lambda x: shared_cast(x, LOW, 2, True),
         lambda x: (x, x.to(LOW), x.to(LOW)),
@@ -128,7 +110,6 @@ FUNCTIONS = {
         lambda x: F.adaptive_avg_pool2d(x, 1),
         (image(2, 4, 5, 5),),
     ),
-    "own product": (own_product, lambda x: x @ x.mT, (drawn(2, 3, 4),)),
     "linear": (linear_low, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
     "linear of a vector": (linear_low, F.linear, (drawn(4), drawn(6, 4), drawn(6))),
     "large linear": (linear_trained, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),

@@ -18,7 +18,7 @@ import torch
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -84,13 +84,13 @@ class Policy:
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
-    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
+    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/internals/replay.md.
     calibration: the path of a file of ``amp_graph.calibrate``; operations whose values or gradients the low precision
     cannot hold stay in fp32. See docs/numerics.md.
     keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
     module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
     emulate: "cuda": plan as for a CUDA device, and compute on the CPU what that would compute: sums in fp32, rounded
-    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/fp16-on-a-laptop.md.
+    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/numerics.md.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """
@@ -151,11 +151,15 @@ class Policy:
                 f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"
                 f"  legal: planner=mincut, the default\n  fix:   Policy(accuracy={self.accuracy:g})"
             )
+        self.keeps_fp32("")
+
+    def keeps_fp32(self, path: str) -> bool:
+        """Say whether ``keep_fp32`` matches the path of a module. Raises PolicyError for one that takes too long."""
         try:
-            check_pattern(self.keep_fp32)
+            return matches(self.keep_fp32, path)
         except PatternError as error:
             raise PolicyError(
-                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression: {error.what}\n"
+                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression to use: {error.what}\n"
                 f"  legal: {LEGAL}\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error

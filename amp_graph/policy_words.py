@@ -102,18 +102,14 @@ def accuracy_of(value: Any) -> str | float:
 
 
 def skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the current names of the words of ``skip=``, without those of passes that were deleted.
-
-    Raises PolicyError for an unknown pass or group.
-    """
+    """Return the words of ``skip=`` with underscores. Raises PolicyError for an unknown pass or group."""
     if not words:
         return ()
     # This import loads every pass.
-    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_deleted, is_legal, is_pass, nearest
+    from amp_graph.passes.pipeline_skips import GROUPS, is_legal, is_pass, nearest
 
-    left = [word for word in words if not is_deleted(current_word(word))]
-    found = tuple(map(current_word, left))
-    for word, given in zip(found, left, strict=True):
+    found = tuple(word.replace("-", "_") for word in words)
+    for word, given in zip(found, words, strict=True):
         if not is_legal(word):
             near = nearest(given[:LONGEST_NAME])
             raise PolicyError(

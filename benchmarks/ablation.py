@@ -34,7 +34,6 @@ from amp_graph.errors import CaptureError
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_row import Row as TableRow
-from amp_graph.passes.pipeline_skips import current_word
 from amp_graph.passes.pipeline_table import TABLE
 
 RESULTS = Path(__file__).parent / "results" / "ablation"
@@ -181,10 +180,7 @@ def _text(ratio: float | None) -> str:
 
 
 def opened(options: argparse.Namespace) -> dict:
-    """Read what was measured, or begin; SystemExit where it is of another machine or other options.
-
-    A row of a pass that had another name then is one of the pass by its present name.
-    """
+    """Read what was measured, or begin; SystemExit where it is of another machine or other options."""
     path, same = options.output.with_suffix(".json"), {"threads": options.threads}
     held = {"machine": machine("cpu"), "options": same, "rows": []}
     if not path.exists():
@@ -194,8 +190,6 @@ def opened(options: argparse.Namespace) -> dict:
         k: held[k] for k in ("machine", "options")
     }:
         raise SystemExit(f"{path} was measured elsewhere, or otherwise\n  fix:   --output another path")
-    for row in found["rows"]:
-        row["name"] = current_word(row["name"]).replace("_", "-")
     return found
 
 

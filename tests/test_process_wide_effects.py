@@ -1,4 +1,4 @@
-"""What amp_graph changes in the process is what docs/process-wide-effects.md lists, and nothing else."""
+"""What amp_graph changes in the process is what docs/internals/process-wide-effects.md lists, and nothing else."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "process-wide-effects.md"
+PAGE = ROOT / "docs" / "internals" / "process-wide-effects.md"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import torch
 import amp_graph.passes
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
-from amp_graph.passes import pass_aliases
 from amp_graph.passes.base import Pass, PassError, PassResult
 from amp_graph.passes.pipeline import pipeline, why_off
 from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, approximate, checked, placed
@@ -304,35 +303,6 @@ def test_an_unknown_word_is_one_error_with_the_nearest_ones(word, near):
         Policy.parse(f"bf16,skip={word}")
     assert near in str(error.value)
     assert len(str(error.value)) < 400
-
-
-def test_a_former_name_is_read_as_the_present_one(monkeypatch):
-    monkeypatch.setitem(pass_aliases.ALIASES, "gelu_by_formula", "fuse_gelu")
-    monkeypatch.setitem(pass_aliases.ALIASES, "kernels", "backend")
-    policy = Policy.parse("bf16,skip=gelu-by-formula|kernels")
-    assert policy == Policy.parse("bf16,skip=fuse_gelu|backend") == Policy.from_dict(policy.to_dict())
-    assert str(policy) == "bf16-O1,skip=fuse_gelu|backend"
-    assert "fuse-gelu" not in names(Phase.CAPTURED, policy)
-    with pytest.raises(PolicyError, match="did you mean 'fuse_gelu'"):
-        Policy.parse("bf16,skip=gelu_by_formul")
-
-
-def test_former_names_lead_to_present_ones():
-    legal = {*SKIPPABLE, *GROUPS}
-    assert {*pass_aliases.ALIASES.values()} <= legal
-    assert not {*pass_aliases.ALIASES} & legal
-    assert passes_named(["fuse_gelu"]) == {"fuse-gelu": "fuse_gelu"}
-
-
-@pytest.mark.parametrize("word", sorted(pass_aliases.DELETED))
-def test_a_deleted_pass_may_be_skipped_as_before(word):
-    policy = Policy.parse(f"bf16,skip={word.replace('_', '-')}|fuse_gelu")
-    assert policy == Policy.parse("bf16,skip=fuse_gelu") == Policy(dtype="bf16", skip=(word, "fuse_gelu"))
-    assert Policy.parse(f"bf16,skip={word}") == Policy.parse("bf16")
-    assert passes_named([word]) == {}  # as a pickled policy has it
-    assert word not in {row.word for row in TABLE} | {*pass_aliases.ALIASES.values()} | {*GROUPS}
-    with pytest.raises(PolicyError, match="no such pass"):
-        Policy.parse(f"bf16,skip={word}|{word}x")
 
 
 def test_grades_say_their_bound():

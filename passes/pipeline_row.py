@@ -96,7 +96,6 @@ PADS_MATMULS = Condition(
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
 INFERENCE = Condition("inference", "needs a graph without gradients", lambda options: not options.training)
 WEIGHT_COPIES = Condition("weight copies", "weight_copies=false in the policy", lambda options: options.weight_copies)
-KEEP_MEMORY = Condition("kept memory", "needs keep_memory=true in the policy", lambda options: options.keep_memory)
 HAS_COPIES = Condition(
     "weight copies", "no low-precision copy of a weight outlives the call", lambda options: options.copies is not None
 )

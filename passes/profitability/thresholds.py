@@ -10,7 +10,6 @@ import torch
 
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
-from amp_graph.passes.torch_compat.fake import concrete_size
 
 # Scores (queries times keys) per head up to which materializing them beats the CPU's flash backward.
 MOST_SCORES = 512 * 512
@@ -83,15 +82,6 @@ def torchs_attention_is_profitable(heads: int, queries: int, keys: int) -> bool:
     return heads <= FEW_HEADS and heads * queries * keys <= FEW_SCORES
 
 
-def casting_parts_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
-    """Say whether the operands of a concat with so many elements should be cast while they are copied into it.
-
-    On the CPU this is 1.9 to 2.5 times as fast from 100,000 elements on, as all elements are written and read once
-    less. Below, the separate copy of each operand takes as long.
-    """
-    return device == "cpu" and concrete_size(elements) >= 100_000
-
-
 # Logits from which on their fp32 copies do not fit the caches, and are mapped and paged in again in each call.
 FEWEST_LOGITS = 1 << 22
 
@@ -119,14 +109,6 @@ def calling_from_cpp_is_profitable(device: str, flops: int, elements: int) -> bo
     million elements): 0.93 to 0.96. The C++ compiler takes about ten seconds more.
     """
     return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS
-
-
-def looking_is_profitable(looked_at: int, spared: int) -> bool:
-    """Say whether checking ``looked_at`` elements is cheaper than passes over ``spared`` bf16 ones, for relu or max.
-
-    A sum of fp32 takes 0.06 us per thousand elements, an in-place relu of bf16 0.07 us, each call 5 to 10 us.
-    """
-    return spared > 2 * looked_at + 200_000
 
 
 def widening_together_is_profitable(device: str) -> bool:
@@ -195,12 +177,3 @@ def adding_by_place_is_profitable(elements: int) -> bool:
 
 # Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).
 LEAST_MAPPED = 1 << 25
-
-
-def large_pages_are_profitable(device: str, size: int) -> bool:
-    """Say whether new memory of ``size`` bytes should be mapped with huge pages.
-
-    CPU: upcasting 42 MB of logits took 3.4 ms instead of 13 (1.3 in memory that was already mapped); inference took
-    0.92 (BERT) and 0.81 (LSTM) of the time. Smaller blocks mostly reuse freed memory, whose pages are mapped.
-    """
-    return device == "cpu" and size >= LEAST_MAPPED

@@ -21,7 +21,6 @@ from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
-from amp_graph.passes.layout.sink_casts_into_concat import joined_low
 from amp_graph.passes.memory.compiled_embedding_gradients import compiled_rows
 
 LOW, WIDE, LAST = torch.bfloat16, torch.float32, torch.channels_last
@@ -99,11 +98,6 @@ FUNCTIONS = {
         lambda x: shared_cast(x, LOW, 2, True),
         lambda x: (x, x.to(LOW), x.to(LOW)),
         (drawn(3, 4, dtype=WIDE),),
-    ),
-    "joined": (
-        lambda x, y: joined_low([x, y], 1, False, LOW),
-        lambda x, y: torch.cat([x, y], 1).to(LOW),
-        (drawn(3, 4, dtype=WIDE), drawn(3, 2, dtype=WIDE)),
     ),
     "pooled": (
         lambda x: pooled(x, True, x.dtype),

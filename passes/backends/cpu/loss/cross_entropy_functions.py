@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.backends.cpu.loss.cross_entropy_kernel import losses_of_rows, write_gradient_of_rows
-from amp_graph.passes.memory.huge_pages import empty_like, widen
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.registry import own_functions
@@ -105,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         rows = OPS.cross_entropy_rows(logits, target, weight, ignore, smooth)
         ctx.save_for_backward(logits, target, weight)
-        return rows, widen(logits) if widened else None
+        return rows, logits.float() if widened else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_wide: Tensor | None) -> Any:
@@ -168,7 +167,7 @@ def cross_entropy_backward(
     single rounding. ``made``: where to write it, contiguous. It may be the logits: each row is read before it is
     written.
     """
-    made = empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
+    made = torch.empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
     flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])

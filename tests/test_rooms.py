@@ -47,7 +47,7 @@ ROOMS = (
         "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),
-    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/replay",),

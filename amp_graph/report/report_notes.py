@@ -24,9 +24,6 @@ from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
 
-LEFT = "kept in the process for the next"
-WORD = "(keep_memory=)"
-
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
@@ -35,8 +32,7 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
         yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
         return
     for traced in captured.steps.values():
-        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
@@ -58,7 +54,7 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
+    """Yield lines on weight copies in training."""
     for i, graph in enumerate(found.graphs):
         if (plan := graph.copies) is not None and plan.copies:
             yield f"weight copies of graph {i}: {_of_copies(plan)}"
@@ -67,10 +63,6 @@ def notes_of_memory(found: Conversion) -> Iterator[str]:
             f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
             "weight_copies=auto frees those that raise the peak of memory in training"
         )
-    for i, graph in enumerate(found.graphs):
-        if graph.kept_bytes:
-            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
-            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
 
 
 def _of_copies(plan: CopyPlan) -> str:

@@ -15,10 +15,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.devices import device_of_model
-from amp_graph.graph_breaks.call_snapshot import BeforeCall
 from amp_graph.graph_breaks.fp32_modules import KeptModules, kept_in_fp32
 from amp_graph.graph_breaks.run_under_autocast import autocast_region, is_of_precision
 from amp_graph.graph_breaks.upcast_outputs import widened_outputs
+from amp_graph.model_state import ModelState
 from amp_graph.passes.autocast_regions.user_casts import METHODS, Conversions
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy
@@ -143,8 +143,8 @@ class EscapedCode:
     def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the region; the first one may find operations without low-precision kernels.
 
-        Raises FailsUnderAutocast if the call can run again in fp32: inputs, parameters, buffers and random state are
-        then as before the call.
+        Raises FailsUnderAutocast if the call can run again in fp32: inputs, the model's state and random state are then
+        as before the call.
         """
         _here.before, _here.apart = None, []
         for t in tree_leaves((args, kwargs)):
@@ -158,7 +158,7 @@ class EscapedCode:
             _here.before, _here.apart = None, []
 
     def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, how, tell = BeforeCall(self.model, (args, kwargs)), self.how, self._complain
+        before, how, tell = _BeforeCall(self.model, (args, kwargs)), self.how, self._complain
         _here.before = before
         try:
             result = run(*args, **kwargs)
@@ -173,8 +173,8 @@ class EscapedCode:
             what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
             assert tell is not None, "asked by attempt"
             tell(
-                f"code that escapes capture {what} {how}: it runs in fp32 from now on; its Python side effects until "
-                "then, except writes to tensors, happened twice",
+                f"code that escapes capture {what} {how}: it runs in fp32 from now on; its side effects until "
+                "then, except on the model's state and its inputs, happened twice",
                 f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
             )
             raise FailsUnderAutocast from error
@@ -187,6 +187,19 @@ class EscapedCode:
         before = getattr(_here, "before", None)
         if before is not None and not before.is_lost():
             raise NeedsFp32(why)
+
+
+class _BeforeCall(ModelState):
+    """What a call may write: the state of the model, what it is called with, and random state."""
+
+    def __init__(self, model: torch.nn.Module, given: Any) -> None:
+        super().__init__(model, given)
+        derived = (t for t in tree_leaves(given) if isinstance(t, torch.Tensor) and not t.is_leaf)
+        self._derived = [(t, t._version) for t in derived if not t.is_inference()]
+
+    def is_lost(self) -> bool:
+        """Return whether the call wrote an input with autograd history, which the write has replaced."""
+        return any(t._version != version for t, version in self._derived)
 
 
 def _note_low(t: torch.Tensor) -> None:

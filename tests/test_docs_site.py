@@ -107,6 +107,20 @@ def test_markdown_that_is_not_understood_is_found(caplog):
     assert shown.endswith("<td><code>x|y</code></td><code>\\|</code>")
 
 
+def test_the_search_works_from_a_folder_without_a_network(caplog):
+    class Page:
+        class file:
+            src_uri = "page.md"
+
+    options = (ROOT / "mkdocs.yml").read_text()
+    assert "- offline" in options
+    (script,) = re.findall(r"polyfills: \[(\S*iframe-worker\S*)\]", options)
+    assert (DOCS / script).exists()
+    tags = [f'<script src="{script}">', "<script src=https://x.org/shim>", '<a href="https://x.org">']
+    assert HOOKS["on_post_page"]("\n".join(tags), Page) == "\n".join(tags)
+    assert [record.args for record in caplog.records] == [("page.md", tags[1])]
+
+
 def test_parameters_are_read_out_of_docstrings():
     pytest.importorskip("griffe", reason="pip install griffelib")
     sectioned = runpy.run_path(str(DOCS / "griffe_parameters.py"))["sectioned"]

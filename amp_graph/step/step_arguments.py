@@ -218,7 +218,7 @@ RAISES = ("Observed exception", "Failed to raise exception")
 def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
     """If ``error`` says that the user's code raised, run ``call`` eagerly so that its own error arrives.
 
-    The model's state and random state are restored.
+    The model's state and the random state are restored.
     """
     raises = isinstance(error, torch._dynamo.exc.Unsupported) and any(text in str(error) for text in RAISES)
     if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):

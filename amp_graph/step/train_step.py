@@ -298,10 +298,6 @@ class TrainStep:
 
         return end
 
-    def observe(self, run: Callable[[CapturedStep, StepGraph, Sequence[Any]], Any] | None) -> None:
-        """Have ``run`` run traced steps in place of their plain calls; None ends that."""
-        self._steps.observer = run
-
     # -- state ----------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:

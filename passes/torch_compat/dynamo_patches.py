@@ -217,7 +217,7 @@ _ASKS_FOR_OTHERS = "transformers.utils.import_utils"  # has helpers that ask, fo
 def _is_told_of_capture(tx: Any) -> bool:
     """Return whether code that asks if it is compiled is told so; else it hears what it hears in eager mode.
 
-    torch's own code is, as its traced branch computes the same by operators that can be traced; so are transformers'
+    torch's own code (and ours) is, as its traced branch computes the same by operators that can be traced; so are transformers'
     mask helpers in the capture of a whole call, as eager mode reads the mask's values there.
     """
     while tx.parent is not None and tx.f_globals.get("__name__") == _ASKS_FOR_OTHERS:
@@ -225,7 +225,7 @@ def _is_told_of_capture(tx: Any) -> bool:
     name = str(tx.f_globals.get("__name__", ""))
     if name.startswith("transformers.") and not name.startswith("transformers.models."):
         return capturing.is_whole
-    return name.startswith("torch.") and name != transformer.__name__
+    return name.startswith(("torch.", "amp_graph.")) and name != transformer.__name__
 
 
 # Functions and their substitutes in our captures: used always, or only if a given number is a tensor's value.

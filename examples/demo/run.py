@@ -12,26 +12,30 @@ import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import amp_graph
-from amp_graph.demo import explain, show, underflow
-from amp_graph.demo.data import MissingData
-from amp_graph.demo.interleaved_training import Result, race
-from amp_graph.demo.tasks import NAMES, Task, has_transformers, task
-from amp_graph.demo.threads import useful_threads
-from amp_graph.demo.variants import Trainee
-from amp_graph.errors import AmpGraphError
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.errors import AmpGraphError, AmpGraphWarning
+from examples.demo import explain, show, underflow
+from examples.demo.data import MissingData
+from examples.demo.interleaved_training import Result, race
+from examples.demo.progress import steps
+from examples.demo.tasks import NAMES, Task, has_bf16_arithmetic, has_transformers, task
+from examples.demo.threads import useful_threads
+from examples.demo.variants import DEFAULT, VARIANTS, Trainee
 
 Results = dict[str, list[Result]]
-CHOICES = (*NAMES, underflow.NAME)
+CHOICES = (underflow.NAME, *NAMES)
+WITH_BF16 = "This CPU has bf16 arithmetic: bf16 can be faster than fp32. fp16 cannot; its races show that it learns."
+WITHOUT_BF16 = """\
+This CPU has no bf16 arithmetic. fp32 is the fastest precision here, and convert(model) without a
+policy keeps fp32. The rows of bf16 and fp16 show that the models learn, and not how fast they are
+on a GPU. The races have smaller batches, and end earlier, than on other machines."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "amp-graph demo", description="Train small models in fp32, under torch.autocast and with amp_graph."
+        "python -m examples.demo", description="Train small models in fp32, under torch.autocast and with amp_graph."
     )
     parser.add_argument("--models", help=f"which, separated by commas (default: {','.join(CHOICES)})")
     parser.add_argument("--steps", type=_positive, help="steps of each bf16 race (fp16: a fifth of it)")
@@ -77,41 +81,59 @@ def _demo(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {_processor()}"
-    console.print(f"amp_graph demo: {machine}")
+    console.print(f"amp_graph demo: {machine}\n{WITH_BF16 if has_bf16_arithmetic() else WITHOUT_BF16}\n")
+    outcomes = _underflow(options, console) if underflow.NAME in names else []
     tasks = {name: task(name, quick=options.quick, steps=options.steps) for name in names if name in NAMES}
     results = {name: _raced(chosen, options.output, console) for name, chosen in tasks.items()}
     if tasks:
         show.draw(results, {name: chosen.title for name, chosen in tasks.items()}, options.output / "losses.png")
         _notes(console)
-    outcomes = _underflow(options, console) if underflow.NAME in names else []
     console.print(
         f"Curves, graphs and reports are in {options.output}/; the demo took {time.monotonic() - began:.0f} s."
     )
     _write_json(results, outcomes, machine, options.output / "results.json")
-    write_atomically(options.output / "results.txt", console.export_text())
+    (options.output / "results.txt").write_text(console.export_text())
 
 
 def _raced(chosen: Task, folder: Path, console: Console) -> Results:
     """Train one model in all variants, print what became of them and save what was run."""
-    results, trainees = _run(chosen, console)
+    results, trainees = _run(chosen)
     console.print(show.results_table(chosen, results))
-    converted = [one for one in trainees if one.graphs]
-    console.print(show.excerpt_table(chosen, explain.excerpt(converted[0].graphs)))
-    for one in converted:
-        _save(one, folder)
+    for phase in chosen.phases:
+        done = results[phase.dtype][0].steps
+        if done < phase.steps:
+            console.print(f"{phase.dtype}: {done} of {phase.steps} steps, cut after {phase.seconds:.0f} s\n")
+    reports = {one.variant.name.removeprefix("amp_graph "): one.report for one in trainees if one.report}
+    console.print(show.excerpt_table(chosen, explain.excerpt(reports["bf16"])))
+    for name, report in reports.items():
+        stem = folder / f"{chosen.name}_{name.replace(' ', '_')}"
+        explain.write_graphs(report, stem.with_name(f"{stem.name}_graph.txt"))
+        stem.with_name(f"{stem.name}_report.txt").write_text(report.text())
+        report.html(stem.with_name(f"{stem.name}_report.html"))
     return results
+
+
+def _run(chosen: Task) -> tuple[Results, list[Trainee]]:
+    results: Results = {}
+    trainees: list[Trainee] = []
+    for phase in chosen.phases:
+        variants = (*VARIANTS[phase.dtype], *([DEFAULT] if phase.dtype == "bf16" else []))
+        with steps(f"{chosen.name} {phase.dtype}", phase.steps) as advance, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "amp_graph: .* is not profitable", AmpGraphWarning)
+            ran, results[phase.dtype] = race(chosen, phase, advance, variants=variants)
+        trainees += ran
+    return results, trainees
 
 
 def _underflow(options: argparse.Namespace, console: Console) -> list[underflow.Outcome]:
     """Train the model whose gradients fp16 cannot hold, and show it."""
     phase = underflow.phase(quick=options.quick, steps=options.steps)
-    with _progress() as progress:
-        bar = progress.add_task(underflow.NAME, total=phase.steps)
-        outcomes = underflow.underflow(phase, lambda: progress.advance(bar))
+    with steps(underflow.NAME, phase.steps) as advance:
+        outcomes = underflow.underflow(phase, advance)
     console.print(show.underflow_table(outcomes))
     console.print(
         "fp16 ends at 2^-24: here all gradients are below, and without a loss scale nothing is learnt.\n"
-        "The scale multiplies the loss before backward; the gradients are divided by it in fp32."
+        "The scale multiplies the loss before backward; the gradients are divided by it in fp32.\n"
     )
     show.draw_underflow(outcomes, options.output / "underflow.png")
     return outcomes
@@ -134,44 +156,18 @@ def _chosen(wanted: str | None, console: Console) -> list[str]:
     if unknown or not names:
         raise AmpGraphError(
             f"demo: unknown model {', '.join(unknown) or repr(wanted)}\n  legal: {', '.join(CHOICES)}\n"
-            "  fix:   amp-graph demo --models cnn,gpt"
+            "  fix:   python -m examples.demo --models cnn,gpt"
         )
     return list(dict.fromkeys(names))
-
-
-def _run(chosen: Task, console: Console) -> tuple[Results, list[Trainee]]:
-    results: Results = {}
-    trainees: list[Trainee] = []
-    with _progress() as progress:
-        for phase in chosen.phases:
-            bar = progress.add_task(f"{chosen.name} {phase.dtype}", total=phase.steps)
-            ran, results[phase.dtype] = race(chosen, phase, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
-            trainees += ran
-    return results, trainees
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
-def _save(one: Trainee, folder: Path) -> None:
-    """Save what one converted model ran."""
-    stem = f"{one.task.name}_{one.variant.name.removeprefix('amp_graph ').replace(' ', '_')}"
-    explain.write_graphs(one.graphs, folder / f"{stem}_graph.txt")
-    report: Any = getattr(amp_graph, "report", None)
-    if callable(report):
-        made = report(one.model)
-        write_atomically(folder / f"{stem}_report.txt", str(made.text()))
-        made.html(folder / f"{stem}_report.html")
 
 
 def _notes(console: Console) -> None:
     console.print(
         "Every variant starts from the same weights and sees the same batches, one step of each in turn.\n"
-        "time: a whole step (forward, backward, update) over torch.autocast's in the same dtype and round;\n"
-        "below 1 is faster. casts: executed in one forward and backward. saved: kept for backward, beside\n"
-        "parameters. fp16 is slow on CPU, so its race has smaller batches and fewer steps."
+        "speed: torch.autocast's time for a step (forward, backward, update) in the same dtype and round,\n"
+        "divided by the variant's; above 1 is faster. casts: executed in one forward and backward. saved:\n"
+        "kept for backward, beside parameters. 'no policy' is convert(model), which decides from what it\n"
+        "predicts for this machine."
     )
 
 
@@ -180,7 +176,7 @@ def _write_json(results: dict[str, Results], outcomes: list[underflow.Outcome], 
         name: {kind: [r.to_dict() for r in rows] for kind, rows in found.items()} for name, found in results.items()
     }
     found = {"machine": machine, "models": plain, underflow.NAME: [one.to_dict() for one in outcomes]}
-    write_atomically(path, json.dumps(found, indent=1))
+    path.write_text(json.dumps(found, indent=1))
 
 
 def _processor() -> str:

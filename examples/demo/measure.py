@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_graph.passes.weights.update_tracking import weights_were_written
-
 COPIES = ("aten._to_copy", "aten.copy_", "prims.convert_element_type")
 
 
@@ -56,7 +54,9 @@ def casts_and_saved(model: nn.Module, forward: Callable[[], Tensor]) -> tuple[in
 
     Each storage counts once; the model's own parameters and buffers do not count.
     """
-    weights_were_written()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1)
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     sizes: dict[StorageWeakRef, int] = {}
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from amp_graph.demo.explain import counts
-from amp_graph.demo.measure import casts_and_saved
-from amp_graph.demo.tasks import Phase, Task, built
-from amp_graph.demo.variants import VARIANTS, Trainee, Variant
+from examples.demo.explain import counts
+from examples.demo.measure import casts_and_saved
+from examples.demo.tasks import Phase, Task, built
+from examples.demo.variants import VARIANTS, Trainee, Variant
 
 WARM_UP = 3  # rounds that capture, allocate and fill caches; trained, but not timed
 LEAST = 6  # rounds to run whatever the clock says
@@ -33,7 +33,7 @@ class Result:
     loss: float
     held_out_loss: float
     held_out_accuracy: float
-    ratio: tuple[float, float, float]
+    speed: tuple[float, float, float]
     milliseconds: float
     casts: int
     saved_mb: float
@@ -61,7 +61,7 @@ def race(
     trainees = [Trainee.of(task, phase, variant, start) for variant in variants or VARIANTS[phase.dtype]]
     train(trainees, phase, advance, seed)
     for one in trainees:
-        one.remember_graphs()
+        one.remember_report()
     reference = next(one for one in trainees if one.variant.autocast)
     return trainees, [_result(one, reference) for one in trainees]
 
@@ -95,11 +95,11 @@ def _result(one: Trainee, reference: Trainee) -> Result:
         loss=statistics.fmean(one.losses[-last:]),
         held_out_loss=held_loss,
         held_out_accuracy=held_accuracy,
-        ratio=_ratio(one.seconds, reference.seconds),
+        speed=_speed(one.seconds, reference.seconds),
         milliseconds=1e3 * statistics.median(_timed(one.seconds)),
         casts=casts,
         saved_mb=saved,
-        operations=counts(one.graphs),
+        operations=counts(one.report),
         losses=tuple(one.losses),
     )
 
@@ -108,9 +108,9 @@ def _timed(seconds: list[float]) -> list[float]:
     return seconds[min(WARM_UP, len(seconds) - 1) :]
 
 
-def _ratio(mine: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    """Return the median, the first and the third quartile of the ratios round by round."""
-    ratios = [a / b for a, b in zip(_timed(mine), _timed(theirs), strict=True)]
+def _speed(mine: list[float], theirs: list[float]) -> tuple[float, float, float]:
+    """Return the median and the quartiles of the speed round by round: their time divided by mine."""
+    ratios = [b / a for a, b in zip(_timed(mine), _timed(theirs), strict=True)]
     if len(ratios) < 2:
         return (ratios[0],) * 3
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

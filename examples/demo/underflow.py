@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from amp_graph.demo.data import Batch, Digits
-from amp_graph.demo.interleaved_training import train
-from amp_graph.demo.models import narrow_stack
-from amp_graph.demo.tasks import Phase, Task, built, call
-from amp_graph.demo.variants import FP32, Trainee, Variant
 from amp_graph.errors import AmpGraphWarning
+from examples.demo.data import Batch, Digits
+from examples.demo.interleaved_training import train
+from examples.demo.models import narrow_stack
+from examples.demo.tasks import Phase, Task, built, call
+from examples.demo.variants import FP32, Trainee, Variant
 
 NAME = "underflow"
 BATCH = 32
@@ -63,7 +63,7 @@ class Outcome:
 
 def phase(*, quick: bool = False, steps: int | None = None) -> Phase:
     """Return how long the variants are trained."""
-    return Phase("fp16", steps or (60 if quick else 150), BATCH, 60)
+    return Phase("fp16", steps or (60 if quick else 150), BATCH, 30)
 
 
 def underflow(chosen: Phase, advance: Callable[[], None]) -> list[Outcome]:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.capture.captured_graphs import Captured
-from amp_graph.capture.conversion import conversion_of
-from amp_graph.demo.data import Batch
-from amp_graph.demo.tasks import Phase, Task
+from amp_graph.report import Report
+from examples.demo.data import Batch
+from examples.demo.tasks import Phase, Task
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Variant:
 
 
 FP32 = Variant("fp32")
+DEFAULT = Variant("amp_graph, no policy", policy="auto")  # convert(model): fp32 where that is predicted to be faster
 VARIANTS = {
     "bf16": (
         FP32,
@@ -57,7 +57,7 @@ class Trainee:
     model: nn.Module
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    graphs: tuple[Captured, ...] = ()
+    report: Report | None = None
     steps_skipped: int = 0
 
     @staticmethod
@@ -109,7 +109,7 @@ class Trainee:
         self.model.train()
         return statistics.fmean(losses), statistics.fmean(right)
 
-    def remember_graphs(self) -> None:
-        """Keep the graphs captured so far: those of training."""
-        found = conversion_of(self.model)
-        self.graphs = tuple(found.graphs) if found else ()
+    def remember_report(self) -> None:
+        """Keep the report of the graphs captured so far: those of training."""
+        if self.variant.policy:
+            self.report = amp_graph.report(self.model, self.optimizer)

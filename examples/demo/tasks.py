@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from amp_graph.demo import models
-from amp_graph.demo.data import SYMBOLS, Batch, Digits, SourceText, _missing
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from examples.demo import models
+from examples.demo.data import SYMBOLS, Batch, Digits, SourceText, _missing
 
 NAMES = ("cnn", "gpt", "hf")
 
@@ -63,6 +64,11 @@ def task(name: str, *, quick: bool = False, steps: int | None = None) -> Task:
     return replace(made, phases=phases)
 
 
+def has_bf16_arithmetic() -> bool:
+    """Say whether this CPU has instructions for bf16 matrix products."""
+    return multiplies_bf16()
+
+
 def has_transformers() -> bool:
     """Say whether Hugging Face transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
@@ -79,13 +85,13 @@ def _call_hf(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def _cnn(quick: bool) -> Task:
     widths = (8, 16) if quick else (16, 32, 64)
-    phases = (Phase("bf16", 150, 32, 40), Phase("fp16", 30, 4, 20))
+    phases = _phases(32, 4)
     return Task("cnn", "ResNet on digits", lambda: models.ResNet(widths), Digits.load(), call, 1e-3, phases)
 
 
 def _gpt(quick: bool) -> Task:
     sizes = {"length": 32, "width": 32, "layers": 2} if quick else {"length": 64, "width": 96, "layers": 2}
-    phases = (Phase("bf16", 150, 8, 50), Phase("fp16", 30, 2, 25))
+    phases = _phases(8, 2)
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.CharGPT(len(SYMBOLS), **sizes)  # noqa: E731
     return Task("gpt", "character GPT on Python's source text", build, data, call, 1e-3, phases)
@@ -95,10 +101,17 @@ def _hf(quick: bool) -> Task:
     if not has_transformers():
         raise _missing("transformers")
     sizes = {"length": 32, "width": 32, "layers": 1} if quick else {"length": 64, "width": 96, "layers": 2}
-    phases = (Phase("bf16", 150, 8, 50), Phase("fp16", 20, 2, 25))
+    phases = _phases(8, 2)
     data = SourceText.load(sizes["length"], 200_000 if quick else 1_500_000)
     build = lambda: models.hf_gpt2(len(SYMBOLS), **sizes)  # noqa: E731
     return Task("hf", "Hugging Face GPT-2 on Python's source text", build, data, _call_hf, 1e-3, phases)
+
+
+def _phases(batch: int, fp16_batch: int) -> tuple[Phase, ...]:
+    """Return the two races. With those of all models they end within five minutes, installation included."""
+    if not has_bf16_arithmetic():
+        batch //= 2
+    return Phase("bf16", 150, batch, 20), Phase("fp16", 20, fp16_batch, 10)
 
 
 def built(chosen: Task, seed: int = 0) -> nn.Module:

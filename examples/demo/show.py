@@ -1,12 +1,11 @@
 """Tables for the terminal, and the pictures of the loss curves.
 
-One table a model: a row for each variant, every time as a ratio to torch.autocast in the same dtype. One more for what
+One table a model: a row for each variant, every speed relative to torch.autocast in the same dtype. One more for what
 loss scaling does.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from amp_graph.demo.data import MissingData
-from amp_graph.demo.explain import Row
-from amp_graph.demo.interleaved_training import Result
-from amp_graph.demo.tasks import Task
-from amp_graph.demo.underflow import SMALLEST, Outcome
-from amp_graph.passes.native.atomic_files import write_atomically
+from examples.demo.data import MissingData
+from examples.demo.explain import Row
+from examples.demo.interleaved_training import Result
+from examples.demo.tasks import Task
+from examples.demo.underflow import SMALLEST, Outcome
 
 LEAST_WIDTH = 100
 LOOK: Any = {"box": SIMPLE, "padding": (0, 1, 0, 0), "pad_edge": False}
@@ -39,7 +37,7 @@ def results_table(task: Task, results: Mapping[str, Sequence[Result]]) -> Table:
         "steps x\nbatch",
         "train\nloss",
         "held-out\nloss (accuracy)",
-        "time / autocast\nmedian [p25-p75]",
+        "speed / autocast\nmedian [p25-p75]",
     )
     for head in (*heads, "casts /\nstep", "saved\nMB", "ops low\n/ full"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -51,7 +49,7 @@ def results_table(task: Task, results: Mapping[str, Sequence[Result]]) -> Table:
 
 
 def _cells(row: Result) -> tuple[str, ...]:
-    middle, low, high = row.ratio
+    middle, low, high = row.speed
     operations = f"{row.operations['low']} / {row.operations['full']}" if row.operations else ""
     return (
         row.variant,
@@ -69,7 +67,7 @@ def excerpt_table(task: Task, rows: Sequence[Row]) -> Table:
     """Return the table of what ran where and why."""
     title = f"{task.name}, amp_graph bf16: which operation ran in which precision, and why (excerpt)"
     table = Table(title=title, title_justify="left", title_style="bold", **LOOK)
-    table.add_column("operation", overflow="fold", max_width=34)
+    table.add_column("operations", overflow="fold", max_width=34)
     table.add_column("count", justify="right")
     table.add_column("precision")
     table.add_column("reason", overflow="fold")
@@ -136,9 +134,7 @@ def draw(all_results: Mapping[str, Mapping[str, Sequence[Result]]], titles: Mapp
 
 
 def _save(figure: Any, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format=path.suffix[1:])
-    write_atomically(path, picture.getvalue())
+    figure.savefig(path, dpi=120)
 
 
 def _pyplot() -> Any:

@@ -20,7 +20,6 @@ from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
@@ -66,8 +65,6 @@ class Policy:
     weight_copies: cast each weight once per optimizer step, and keep the copy until the next one ("true"); or, in
     training, until its last reader has run backward, unless keeping it adds nothing to the peak of memory ("auto"); or
     cast each weight at each call ("false"). See docs/weight-copies.md.
-    keep_memory: keep in the process the memory that a step, or a call without gradients, frees ("true"), or not
-    ("false"); empty: as set by ``amp_graph.memory.keep_heap``, by default "false".
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
     group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
@@ -109,7 +106,6 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     weight_copies: str = "auto"
-    keep_memory: str = ""
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -135,7 +131,6 @@ class Policy:
         check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
         check("weight_copies", self.weight_copies, COPIES)
-        check("keep_memory", self.keep_memory, ("", "true", "false"))
         check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         check("escaped", self.escaped, ("", *ESCAPED))
         check("replay", self.replay, ("", *REPLAY))
@@ -190,12 +185,6 @@ class Policy:
         own = bool(self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate)
         own = own or any(name.endswith(".toml") for name in self.lists)
         return self.escaped or ("fp32" if own else "autocast")
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether memory is kept between steps: ``keep_memory``, or its current default."""
-        asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
-        return asked and self.level != "O0"
 
     @property
     def replays(self) -> str:
@@ -348,7 +337,6 @@ class Policy:
             leaves=self.leaves,
             recompute=self.recomputes,
             weight_copies=self.weight_copies != "false" and not self.emulate,
-            keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,
             inductor=inductor,

@@ -47,7 +47,7 @@ ROOMS = (
         "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),
-    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/replay",),
@@ -72,11 +72,6 @@ BY_NAME = ("importlib.import_module", "import_module", "__import__")
 # Imports inside of functions, each with its reason: (file, what it imports).
 HIDDEN = {
     ("amp_graph/__init__.py", "a name"): "public names are imported when first used: --help does not wait for torch",
-    (
-        "amp_graph/optim/__init__.py",
-        "amp_graph.optim.optimizers",
-    ): "other files of the folder do without them",
-    ("amp_graph/optim/__init__.py", "torch.optim"): "asked only what torch calls an optimizer that this folder lacks",
     (
         "amp_graph/cli/main.py",
         "a name",

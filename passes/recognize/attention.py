@@ -87,7 +87,7 @@ class FuseAttention(Pass):
         return allowed and attention_call_is_profitable(self.device, self.dtype)
 
     def _has_dropout_kernel(self) -> bool:
-        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("dropout", self.dtype)
+        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("attention", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether no region and no module rule sets the precision of a part of the formula."""

@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
@@ -81,7 +80,7 @@ def _hides_attention(node: Node) -> bool:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]
     drops = not all(is_zero(o.arguments["dropout_p"]) for o in inside)
-    return bool(inside) and (_drops_by_ours(node) if drops else is_trained(node) or _by_ours(node))
+    return bool(inside) and (_by_ours(node) or (not drops and is_trained(node)))
 
 
 def _is_attention(node: Node) -> bool:
@@ -98,10 +97,6 @@ def _by_ours(node: Node) -> bool:
     return attention_kernel_is_profitable(made.device.type, made.dtype, queries)
 
 
-def _drops_by_ours(node: Node) -> bool:
-    return _by_ours(node) and bitmask_dropout.library(torch.bfloat16) is not None
-
-
 def _is_worse_fused(node: Node, mask: Any) -> bool:
     """Say whether torch's kernel would compute attention that was written out, and its gradients, less accurately.
 
@@ -114,7 +109,7 @@ def _is_worse_fused(node: Node, mask: Any) -> bool:
 def _why_not(given: dict[str, Any], node: Node) -> str:
     """Return why a call stays as it is, or ""."""
     drops = given["dropout_p"] != 0
-    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
+    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _by_ours(node)):
         return "its dropout draws random numbers inside the kernel"
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     if isinstance(mask, Node) and is_trained(mask) and not _by_ours(node):

@@ -14,7 +14,6 @@ from amp_graph.passes.backends.cpu.attention import attention_functions
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.profitability.thresholds import explicit_backward_is_profitable
@@ -34,7 +33,6 @@ def by(request, monkeypatch):
 
 by_ours = pytest.mark.parametrize("by", ["ours"], indirect=True)
 by_products = pytest.mark.parametrize("by", ["products"], indirect=True)
-needs_draws = pytest.mark.skipif(bitmask_dropout.library(BF16) is None, reason="needs a torch whose draws are known")
 
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 4, 32, 40, 16
@@ -143,7 +141,6 @@ def seeded(function):
 
 
 @by_ours
-@needs_draws
 @pytest.mark.parametrize("name", FORMS)
 def test_dropout_draws_as_torchs(name):
     """Torch computes it in fp32, with a rounding at the end."""
@@ -198,7 +195,7 @@ def test_control_a_forgotten_scale_is_seen(monkeypatch):
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_second_derivatives(name, p, by):
-    if p and (by == "products" or bitmask_dropout.library(BF16) is None):
+    if p and by == "products":
         pytest.skip("dropout is torch's own there")
 
     def penalty(function, dtype):
@@ -269,7 +266,6 @@ def test_what_is_left_alone(name, by):
 
 
 @by_ours
-@needs_draws
 def test_the_pass_takes_dropout_with_its_draws():
     plain, ours, given, result = passed(LEFT["dropout"])
     assert [c.action for c in result.changes] == ["own kernel"]
@@ -331,7 +327,6 @@ class Attends(torch.nn.Module):
 
 
 @by_ours
-@needs_draws
 def test_models_with_dropout_draw_as_under_autocast():
     torch.manual_seed(0)
     model = Attends()

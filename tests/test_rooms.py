@@ -29,7 +29,6 @@ ROOMS = (
     ("passes/verify.py",),
     ("passes/manager.py",),
     ("passes/backends/cpu/loss", "passes/backends/cpu/norm"),
-    ("passes/backends/cpu/linear", "passes/backends/cpu/pointwise"),
     ("passes/backends/cpu/attention", "passes/backends/cpu/convolution", "passes/backends/cpu/inference"),
     ("passes/backends/cuda", "passes/backends/inductor", "passes/backends/recurrent"),
     ("passes/pipeline_options.py",),

@@ -72,11 +72,6 @@ BY_NAME = ("importlib.import_module", "import_module", "__import__")
 HIDDEN = {
     ("amp_graph/__init__.py", "a name"): "public names are imported when first used: --help does not wait for torch",
     (
-        "amp_graph/optim/__init__.py",
-        "amp_graph.optim.optimizers",
-    ): "other files of the folder do without them",
-    ("amp_graph/optim/__init__.py", "torch.optim"): "asked only what torch calls an optimizer that this folder lacks",
-    (
         "amp_graph/cli/main.py",
         "a name",
     ): "a command is imported when it is to run: --help does not wait for torch",

@@ -111,14 +111,6 @@ def calling_from_cpp_is_profitable(device: str, flops: int, elements: int) -> bo
     return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS
 
 
-def widening_together_is_profitable(device: str) -> bool:
-    """Say whether one call should upcast many gradients, instead of one call per gradient as soon as it is computed.
-
-    On CUDA, where the launch of a small cast takes longer than its kernel; not timed.
-    """
-    return device == "cuda"
-
-
 # Multiplications below which call overhead exceeds the time of the kernel.
 LEAST_ALIGNED = 1 << 24
 
@@ -132,20 +124,6 @@ def aligning_is_profitable(device: str, dtype: torch.dtype, products: int) -> bo
     itself, which copies the weight and the logits' gradient, is not included.
     """
     return device == "cuda" and dtype in HALVES and products >= LEAST_ALIGNED
-
-
-# Elements of weights with low-precision copies, and of embedding tables, below which compiling (about a second, once
-# per machine) is not worth its time.
-FEWEST_UPDATED = 1 << 20
-
-
-def one_pass_is_profitable(device: str, elements: int) -> bool:
-    """Say whether an optimizer update of ``elements`` weights by one C kernel is worth a second of compilation.
-
-    CPU: see ``benchmarks/update_time.py``. A step of DLRM with 10 million elements, nearly all in tables, took 0.74 of
-    the time.
-    """
-    return device == "cpu" and elements >= FEWEST_UPDATED
 
 
 # Bytes of gradients below which the process keeps freed memory.

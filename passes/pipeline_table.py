@@ -57,7 +57,6 @@ from amp_graph.passes.precision.machine_rates import class_of, machine_for
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.profitability.recompute_thresholds import fewest_computed_again
 from amp_graph.passes.recognize.attention import FuseAttention
-from amp_graph.passes.recognize.constant_attention_masks import FoldConstantMasks
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
 from amp_graph.passes.recognize.gelu import FuseGelu
@@ -130,8 +129,6 @@ TABLE = checked((
     Row(FuseAttention, RECOGNIZE, approximate("scores stay fp32, where the formula rounds them"),
         lambda o: FuseAttention(o.lists, o.dtype, o.planned_for, o.keep_fp32), needs=OURS,
         joins=("attention",), worth="part of attention"),  # without which torch's kernel takes longer than the formula
-    Row(FoldConstantMasks, RECOGNIZE, ROUNDING_EQUAL, needs=OURS, after=("fuse-attention",),
-        worth="part of attention, whose kernels skip what a causal mask hides"),
     Row(DecomposeComposites, PRECISION, BIT_EXACT, lambda o: DecomposeComposites(o.lists), skippable=False),
     Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("decompose-composites",), skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
@@ -144,7 +141,7 @@ TABLE = checked((
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
         needs=(NOT_PORTABLE, NOT_EMULATING),
         worth="exactness: 1e-7 instead of 5e-2 in the gradients of the weight and bias of a norm"),
-    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention", "fold-constant-masks")),
+    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention",)),
     Row(GruState, BACKEND, approximate("the state is fp32 between steps, where torch's kernel rounds it"), devices=CPU,
         needs=OURS, skippable=False),
     Row(LstmBackward, BACKEND, approximate("gates and cells are fp32, where oneDNN rounds more often"), devices=CPU,

@@ -72,10 +72,10 @@ class TestSelection(expecttest.TestCase):
             "\n".join(lines),
             """\
 eager: identify-ops remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-gelu fuse-rms-norm conv-to-
-  linear fuse-attention fold-constant-masks decompose-composites plan-precision insert-casts eliminate-casts
-  share-casts fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input
-  channels-last lower-pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-
-  norm-relu fuse-cross-entropy recompute-activations lower-linears
+  linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts
+  fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-
+  pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-
+  entropy recompute-activations lower-linears
 copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients
 copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights
 compiled: reuse-embedding-gradients

@@ -56,8 +56,6 @@ def attention_low(
     trains = torch.is_grad_enabled() and (masked or any(t.requires_grad for t in inputs))
     profitable = _by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not profitable:
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(query.dtype)
         # torch's kernel has no forward-mode derivative, unlike attention that was written out.
         torchs = _one_by_one if in_forward_mode() else F.scaled_dot_product_attention
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -82,7 +80,7 @@ def by_formula(
     scale: float = 1.0,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` by separate operations, as in the formula; attn_mask: floats."""
-    chances = (query @ key.mT * scale + attn_mask).softmax(-1)
+    chances = (query @ key.mT * scale + attn_mask).softmax(-1).to(value.dtype)
     return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 
 

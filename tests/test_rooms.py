@@ -84,11 +84,6 @@ HIDDEN = {
         "amp_graph.passes.pipeline_skips",
     ): "asked only of policies that skip passes: the table imports every pass",
     (
-        "passes/native/triton_loader.py",
-        "a name",
-    ): "the source of a Triton kernel, which imports triton, is imported when"
-    " the kernel is first launched: triton may be missing, and takes a second to import",
-    (
         "amp_graph/run/trained_models.py",
         "amp_graph.run.conversions",
     ): "what converts imports Dynamo, which takes as long"

@@ -1,0 +1,198 @@
+"""A value that a steep function or a cancellation reads is rounded only where ``torch.autocast`` rounds it."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import amp_graph
+from tests.passes.graphs import Function
+from tests.passes.precision.ill_conditioned import CALLS, SIZE, chain, start, through
+
+POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "bf16,accuracy=3", "fp16,accuracy=fast")
+WIDTH = 64
+
+
+def positions(count=64, start=3000):
+    return torch.arange(start, start + count).float()[:, None]
+
+
+def rotary(s, x, t):
+    f = t * (1 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH))
+    f = torch.cat((f, f), -1)
+    return x * f.cos() + x.roll(1, -1) * f.sin()
+
+
+def timesteps(s, x, t):
+    a = 1000 * t / 4000 * torch.exp(-torch.arange(WIDTH // 2) / 7)
+    return x + torch.cat((a.sin(), a.cos()), -1)
+
+
+def fourier_features(s, x, t):
+    a = (2 * math.pi * x) * s.frequencies
+    return torch.stack((a.sin(), a.cos()), -1).flatten(1)[:, :WIDTH]
+
+
+def nerf(s, x, t):
+    a = x[..., None] * (2.0 ** torch.arange(10)) * math.pi
+    return torch.cat((a.sin(), a.cos()), -1).flatten(1)[:, :WIDTH]
+
+
+def polar_angles(s, x, t):
+    a = (t * s.frequencies[:1]).expand(-1, WIDTH).contiguous()
+    return x * torch.tan(a / 7000)
+
+
+def dct(s, x, t):
+    k = torch.arange(WIDTH) / 1
+    return x @ torch.cos(math.pi / WIDTH * (k[:, None] + 0.5) * k[None])
+
+
+def log_near_its_pole(s, x, t):
+    p = 1 - 1e-3 * x.sigmoid()
+    return (p * 1.0).log() * 100 + torch.log1p(-(p * 1.0))
+
+
+def remainder(s, x, t):
+    return torch.remainder(t * 1.7, 1.0) * x
+
+
+def frac(s, x, t):
+    return (t * x).frac() + x
+
+
+def large_erf(s, x, t):
+    return torch.erf((x * 2) + 1.5)
+
+
+def large_lerp(s, x, t):
+    return torch.lerp((t * 1.0).expand_as(x), (t * 1.001).expand_as(x), x) - t
+
+
+def noise_schedule(s, x, t):
+    kept = torch.cumprod((1 - 1e-5 * s.frequencies.abs()) * 1.0, -1)
+    return x * (1 - kept).sqrt() * 30
+
+
+def segment_sums(s, x, t):
+    c = x.abs().cumsum(0) * 5
+    return (c[:, None] - c[None]).tril(-1).sum(1) * 0.01 + (-(c[1:] - c[:-1]).abs()).exp().sum(0)
+
+
+def small_temperature(s, x, t):
+    return ((x + s.frequencies) / 0.01).softmax(-1)
+
+
+def absolute_alibi(s, x, t):
+    scores = x @ s.w.T + t.T.abs() * -0.125
+    return scores.softmax(-1)
+
+
+def sum_that_cancels(s, x, t):
+    return torch.cat((x * 100, -x * 100 + 0.1), -1).reshape(len(x), WIDTH, -1).sum(-1)
+
+
+def added_negative(s, x, t):
+    return (t * 3.0).expand_as(x) + -(t * 3.0 - x)
+
+
+def through_a_norm(s, x, t):
+    return torch.sin(300 * torch.nn.functional.layer_norm(x + x @ s.w, (WIDTH,)))
+
+
+def through_a_product_with_low(s, x, t):
+    return torch.sin(torch.where(x > 0, x @ s.w, t) * 1.5)
+
+
+def variance_by_hand(s, x, t):
+    y = (x + 100) * 1.0
+    return y - y.mean(-1, keepdim=True)
+
+
+KINDS = [
+    rotary, timesteps, fourier_features, nerf, polar_angles, dct, log_near_its_pole, remainder, frac, large_erf,
+    large_lerp, noise_schedule, segment_sums, small_temperature, absolute_alibi, sum_that_cancels, added_negative,
+    through_a_norm, through_a_product_with_low, variance_by_hand,
+]  # fmt: skip
+
+
+def errors(function, policy, inputs, state):
+    """Return the errors of outputs and gradients, relative to fp64: under the policy, and under autocast."""
+    torch.manual_seed(0)
+    cotangents = {}
+
+    def run(dtype=torch.float32, convert=None, context=None):
+        model = Function(function, **{k: v.clone() for k, v in state.items()}).to(dtype)
+        called = convert(model) if convert else model
+        given = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
+        with context or torch.autocast("cpu", enabled=False):
+            outputs = called(*given)
+        loss = 0.0
+        for i, out in enumerate(outputs):
+            if i not in cotangents:
+                cotangents[i] = torch.randn(out.shape, dtype=torch.float64)
+            loss = loss + (out.double() * cotangents[i]).sum()
+        leaves = {f"input {i}": x for i, x in enumerate(given) if x.requires_grad} | dict(model.named_parameters())
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        named = {f"output {i}": out.detach() for i, out in enumerate(outputs)} | dict(zip(leaves, grads, strict=True))
+        return {name: t.double() for name, t in named.items() if t is not None}
+
+    low = torch.float16 if policy.startswith("fp16") else torch.bfloat16
+    torch.set_default_dtype(torch.float64)
+    try:
+        want = run(torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ours = run(convert=lambda m: amp_graph.convert(m, policy))
+    theirs = run(context=torch.autocast("cpu", low))
+    return {name: (_error(ours[name], t), _error(theirs[name], t)) for name, t in want.items()}
+
+
+def _error(got, want):
+    found = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
+    return found if math.isfinite(found) else math.inf
+
+
+def too_large(found, bound=0.03):
+    return {name: pair for name, pair in found.items() if not pair[0] <= max(1.5 * pair[1], bound)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("function", KINDS)
+def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
+    torch.manual_seed(0)
+    state = {"w": torch.randn(WIDTH, WIDTH) / 8, "frequencies": torch.randn(WIDTH) * 10}
+    inputs = (torch.randn(64, WIDTH, requires_grad=True), positions())
+    assert not too_large(errors(lambda s, x, t: (function(s, x, t) @ s.w,), policy, inputs, state))
+
+
+def calls_behind_chains(seed, names):
+    """Return a function of all ``names``, each behind a chain and before a product, and its inputs and state."""
+    draw = random.Random(seed)
+    steps = {name: chain(draw) for name in names}
+    torch.manual_seed(seed)
+    inputs = []
+    for name in names:
+        _, low, high = CALLS[name]
+        argument = torch.empty(SIZE, SIZE, dtype=torch.float64).uniform_(low, high)
+        inputs.append(start(argument, steps[name]).float().requires_grad_(seed % 2 == 0))
+
+    def function(s, *inputs):
+        made = (CALLS[n].function(through(x, steps[n])) for n, x in zip(names, inputs, strict=True))
+        return tuple((y[None] if y.dim() == 1 else y) @ s.w[: y.shape[-1]] for y in made)
+
+    return function, inputs, {"w": torch.randn(SIZE, SIZE) / 6}, steps
+
+
+NAMES = sorted(CALLS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", range(0, len(NAMES), 24))
+@pytest.mark.parametrize("seed", range(2))
+def test_each_operation_where_it_is_ill_conditioned(seed, first, policy):
+    names = NAMES[first : first + 24]
+    function, inputs, state, steps = calls_behind_chains(seed + 100 * first, names)
+    found = too_large(errors(function, policy, inputs, state))
+    assert not found, [(names[int(key.split()[1])], steps[names[int(key.split()[1])]], pair) for key, pair in found.items() if " " in key] or found

@@ -1,7 +1,7 @@
 """Find values that must not be rounded because of what reads them, at any accuracy.
 
-Before: ``f = cat((angles, angles), -1); f.cos()``, whose ``cat`` is harmless by itself. After: ``cat`` and what leads to
-it have the precision that ``torch.autocast`` gives them, since a rounded angle is another angle.
+Before: ``f = cat((angles, angles), -1); f.cos()``, whose ``cat`` is harmless by itself. After: ``cat`` and what leads
+to it have the precision that ``torch.autocast`` gives them, since a rounded angle is another angle.
 
 A rounding is relative to the value. An operation whose relative condition number is small hands it on as it is
 (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.6); any other may magnify it without bound.
@@ -64,17 +64,19 @@ def kept_as_in_autocast(problem: Problem, low: Collection[Node]) -> dict[Node, s
         if node in low or not inexact.isdisjoint(node.all_input_nodes):
             inexact.add(node)
     kept: dict[Node, str] = {}
+    storages = problem.memory.storages
     memory: dict[int, str] = {}  # the storages of kept nodes, which earlier nodes may write
     for node in reversed(problem.gm.graph.nodes):
         if node in low or node.op == "output":
             continue
-        kind, storages = problem.classes.get(node), problem.memory.storages.get(node, frozenset())
-        written = kind.written if kind else ()
-        shared = (memory.get(s) for n in written for s in problem.memory.storages.get(n, frozenset()))
-        reader = kept.get(node) or next(filter(None, shared), "") or _magnifies(node, kind, inexact)
+        kind = problem.classes.get(node)
+        written = {key for n in (kind.written if kind else ()) for key in storages.get(n, ())}
+        reader = kept.get(node) or next((memory[key] for key in written if key in memory), "")
+        reader = reader or _magnifies(node, kind, inexact)
         if reader:
-            kept |= dict.fromkeys([node, *(n for n in node.all_input_nodes if n not in low)], reader)
-            memory |= dict.fromkeys(storages, reader)
+            found = [node, *(n for n in node.all_input_nodes if n not in low)]
+            kept |= {n: reader for n in found if n not in kept}
+            memory |= {key: reader for n in found for key in storages.get(n, ())}
     return kept
 
 

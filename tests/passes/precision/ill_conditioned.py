@@ -62,12 +62,14 @@ CALLS = {
     **_calls("threshold", 0.51, 0.52, 0.5, 0.0),
     **_calls("clamp clip clamp_min clamp_max", 99.0, 101.0, 100.0),
     **_calls("floor ceil round trunc fix frac sign sgn", 1000.0, 1010.0),
-    **_calls("remainder fmod floor_divide", 1000.0, 1100.0, 0.7),
+    **_calls("remainder fmod", 1000.0, 1100.0, 0.7),
     **_calls("pow", 0.9, 1.1, 40),
     **_calls("sum nansum mean nanmean amax amin median nanmedian cummax cummin max min", 100.0, 101.0, -1),
     **_calls("kthvalue topk", 100.0, 101.0, 4),
     **_calls("sort msort diff", 100.0, 101.0),
     **_calls("norm", 0.01, 1.0, 2, -1),
+    **_calls("var_mean std_mean", 100.0, 101.0, -1),
+    **_calls("mvlgamma", 1.4, 1.5, 1),
 }
 CALLS |= {name: Call(*call) for name, call in {
     "sum of terms that cancel": (lambda x: (x * SIGNS).sum(-1), 100.0, 101.0),
@@ -91,11 +93,25 @@ CALLS |= {name: Call(*call) for name, call in {
     "maximum": (lambda x: torch.maximum(x, x.roll(1, -1)), 100.0, 101.0),
     "minimum": (lambda x: torch.minimum(x, x.roll(1, -1)), 100.0, 101.0),
     "logaddexp": (lambda x: torch.logaddexp(x, -x) - 4, 4.0, 4.01),
+    "logaddexp2": (lambda x: torch.logaddexp2(x, -x) - 4, 4.0, 4.01),
+    "aminmax": (lambda x: torch.aminmax(x, dim=-1)[0], 100.0, 101.0),
+    "linalg_vector_norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), 0.01, 1.0),
+    "true_divide": (lambda x: torch.true_divide(x, x.roll(1, -1)), 0.01, 1.0),
+    "ldexp": (lambda x: torch.ldexp(x, torch.arange(SIZE) % 4), 0.01, 1.0),
+    "copysign": (lambda x: torch.copysign(x, -x), 0.01, 1.0),
+    "fmax": (lambda x: torch.fmax(x, x.roll(1, -1)), 100.0, 101.0),
+    "fmin": (lambda x: torch.fmin(x, x.roll(1, -1)), 100.0, 101.0),
+    "igamma": (lambda x: torch.igamma(torch.full_like(x, 3.0), x), 9.0, 12.0),
+    "igammac": (lambda x: torch.igammac(torch.full_like(x, 3.0), x), 9.0, 12.0),
+    "polygamma": (lambda x: torch.polygamma(2, x), 0.1, 0.2),
+    "special_xlog1py": (lambda x: torch.special.xlog1py(x, x), -0.999, -0.99),
+    "special_zeta": (lambda x: torch.special.zeta(x.detach(), x.detach()) + 0 * x, 1.01, 1.02),
     "xlogy": (lambda x: torch.xlogy(x, x), 0.999, 1.001),
     "cross": (lambda x: torch.cross(x[:, :3], x[:, 3:6], dim=-1), 100.0, 101.0),
     "where": (lambda x: torch.where(x > 100.5, x, -x), 100.0, 101.0),
     "comparison": (lambda x: (x > x.roll(1, -1)) * 1.0 + 0 * x, 100.0, 101.0),
-    "heaviside": (lambda x: torch.heaviside(x - 100.5, x), 100.0, 101.0),
+    "floor_divide": (lambda x: torch.floor_divide(x.detach(), 0.7) + 0 * x, 1000.0, 1100.0),
+    "heaviside": (lambda x: torch.heaviside(x.detach() - 100.5, x.detach()) + 0 * x, 100.0, 101.0),
     "glu": (lambda x: F.glu(x), -9.0, -4.0),
     "cdist": (lambda x: torch.cdist(x, x.roll(1, 0)), 100.0, 101.0),
     "cosine_similarity": (lambda x: F.cosine_similarity(x - 100.5, x.roll(1, -1) - 100.5), 100.0, 101.0),
@@ -110,6 +126,7 @@ CALLS |= {name: Call(*call) for name, call in {
     "inverse": (lambda x: torch.linalg.inv(x * 0.01 + torch.eye(SIZE)), -1.0, 1.0),
     "fft": (lambda x: torch.fft.rfft(x).abs()[:, 1:], 100.0, 101.0),
 }.items()}  # fmt: skip
+
 
 def _written(x: Tensor) -> Tensor:
     made = torch.zeros(SIZE, SIZE)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import amp_graph
+from amp_graph.passes.precision import rule_based_planner
 from tests.passes.graphs import Function
 from tests.passes.precision.ill_conditioned import CALLS, SIZE, chain, start, through
 
-POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "bf16,accuracy=3", "fp16,accuracy=fast")
+POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=3")
 WIDTH = 64
 
 
@@ -158,7 +159,7 @@ def too_large(found, bound=0.03):
     return {name: pair for name, pair in found.items() if not pair[0] <= max(1.5 * pair[1], bound)}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("function", KINDS)
 def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
     torch.manual_seed(0)
@@ -186,13 +187,43 @@ def calls_behind_chains(seed, names):
 
 
 NAMES = sorted(CALLS)
+THIRD = -(-len(NAMES) // 3)
+
+
+def wrong_behind_chains(seed, policy):
+    """Return what is too far off in one third of all operations, each behind a chain of its own."""
+    names = NAMES[seed % 3 * THIRD : (seed % 3 + 1) * THIRD]
+    function, inputs, state, steps = calls_behind_chains(seed, names)
+    found = too_large(errors(function, policy, inputs, state))
+    return {key: (names[int(key.split()[1])], steps, pair) for key, pair in found.items() if key != "w"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("first", range(0, len(NAMES), 24))
-@pytest.mark.parametrize("seed", range(2))
-def test_each_operation_where_it_is_ill_conditioned(seed, first, policy):
-    names = NAMES[first : first + 24]
-    function, inputs, state, steps = calls_behind_chains(seed + 100 * first, names)
-    found = too_large(errors(function, policy, inputs, state))
-    assert not found, [(names[int(key.split()[1])], steps[names[int(key.split()[1])]], pair) for key, pair in found.items() if " " in key] or found
+@pytest.mark.parametrize("seed", range(3))
+def test_each_operation_where_it_is_ill_conditioned(seed, policy):
+    assert not wrong_behind_chains(seed, policy)
+
+
+@pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=fast"])
+def test_a_control_without_the_rule_is_found(policy, monkeypatch):
+    monkeypatch.setattr(rule_based_planner, "kept_as_in_autocast", lambda problem, low: {})
+    assert len(wrong_behind_chains(0, policy)) > 3
+
+
+def test_every_elementwise_operation_and_reduction_of_the_lists_is_tried():
+    lists = amp_graph.Policy.parse("bf16").op_list("cpu")
+    listed = {rule.op.split(".")[1] for rule in lists if rule.cls in ("follow", "deny", "fp32_inside")}
+    assert {name for name in listed if _computes(name)} - set(NAMES) == OTHERS
+
+
+# Answers, counts and indices, a random slope, and the neighbour of a number in its own dtype.
+OTHERS = set(
+    "all any argmax argmin count_nonzero eq ge gt isfinite isinf isnan isneginf isposinf le logical_and logical_not"
+    " logical_or logical_xor lt ne signbit rrelu nextafter".split()
+)
+
+
+def _computes(name):
+    packet = getattr(torch.ops.aten, name, None)
+    tags = {tag for one in packet.overloads() for tag in getattr(packet, one).tags} if packet else set()
+    return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction})

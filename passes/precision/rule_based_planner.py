@@ -130,7 +130,7 @@ class RuleBasedPlan:
         if node in self.ahead.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
         if self.fast and node not in self.kept and node in self.ahead.low and not self._selects(node, kind):
-            reason = self._fast_reason(kind, low, tainted, counted)
+            reason = self._fast_reason(node, kind, low, tainted, counted)
             if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
                 self.low.add(node)  # the sum is rounded for its readers; rounding the operand too would round twice
                 return Choice(FULL, reason + ", rounded after the sum")
@@ -147,7 +147,8 @@ class RuleBasedPlan:
         """Return the nodes that what reads them keeps in full precision, each with the name of that reader."""
         autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"), widest=self.widest)
         autocast.run()
-        return kept_as_in_autocast(self.problem, autocast.low)
+        unmeasured = dict.fromkeys(self.problem.unbounded, "a reader without a measured gradient")
+        return {**unmeasured, **kept_as_in_autocast(self.problem, autocast.low)}
 
     def _why_kept(self, node: Node) -> str:
         return f", and {self.kept[node]} would magnify a rounding" if node in self.kept else ""
@@ -165,12 +166,16 @@ class RuleBasedPlan:
         moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
         return not moves or len(operands) != 1 or not is_leaf(operands[0])
 
-    def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
+    def _fast_reason(
+        self, node: Node, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]
+    ) -> str:
         """Return why a free operation is low under accuracy "fast", or "" if it stays full."""
         if kind.cls is OpClass.FP32_INSIDE:  # a cast after it costs as much as one before it
             return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
+        if self.problem.memory.is_written(node):  # a cast before it would break an alias
+            return ""
         if not low and not tainted and len(counted) == 1 and not is_leaf(counted[0]):
             return "accuracy=fast: feeds low-precision operations"
         return ""

@@ -1,15 +1,13 @@
 """A value that a steep function or a cancellation reads is rounded only where ``torch.autocast`` rounds it."""
 
 import math
-import random
 
 import pytest
 import torch
 
 import amp_graph
 from amp_graph.passes.precision import rule_based_planner
-from tests.passes.graphs import Function
-from tests.passes.precision.ill_conditioned import CALLS, SIZE, chain, start, through
+from tests.random_chains import NAMES, errors, too_large, wrong_behind_chains
 
 POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=3")
 WIDTH = 64
@@ -118,47 +116,6 @@ KINDS = [
 ]  # fmt: skip
 
 
-def errors(function, policy, inputs, state):
-    """Return the errors of outputs and gradients, relative to fp64: under the policy, and under autocast."""
-    torch.manual_seed(0)
-    cotangents = {}
-
-    def run(dtype=torch.float32, convert=None, context=None):
-        model = Function(function, **{k: v.clone() for k, v in state.items()}).to(dtype)
-        called = convert(model) if convert else model
-        given = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in inputs]
-        with context or torch.autocast("cpu", enabled=False):
-            outputs = called(*given)
-        loss = 0.0
-        for i, out in enumerate(outputs):
-            if i not in cotangents:
-                cotangents[i] = torch.randn(out.shape, dtype=torch.float64)
-            loss = loss + (out.double() * cotangents[i]).sum()
-        leaves = {f"input {i}": x for i, x in enumerate(given) if x.requires_grad} | dict(model.named_parameters())
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        named = {f"output {i}": out.detach() for i, out in enumerate(outputs)} | dict(zip(leaves, grads, strict=True))
-        return {name: t.double() for name, t in named.items() if t is not None}
-
-    low = torch.float16 if policy.startswith("fp16") else torch.bfloat16
-    torch.set_default_dtype(torch.float64)
-    try:
-        want = run(torch.float64)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    ours = run(convert=lambda m: amp_graph.convert(m, policy))
-    theirs = run(context=torch.autocast("cpu", low))
-    return {name: (_error(ours[name], t), _error(theirs[name], t)) for name, t in want.items()}
-
-
-def _error(got, want):
-    found = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
-    return found if math.isfinite(found) else math.inf
-
-
-def too_large(found, bound=0.03):
-    return {name: pair for name, pair in found.items() if not pair[0] <= max(1.5 * pair[1], bound)}
-
-
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("function", KINDS)
 def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
@@ -166,36 +123,6 @@ def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
     state = {"w": torch.randn(WIDTH, WIDTH) / 8, "frequencies": torch.randn(WIDTH) * 10}
     inputs = (torch.randn(64, WIDTH, requires_grad=True), positions())
     assert not too_large(errors(lambda s, x, t: (function(s, x, t) @ s.w,), policy, inputs, state))
-
-
-def calls_behind_chains(seed, names):
-    """Return a function of all ``names``, each behind a chain and before a product, and its inputs and state."""
-    draw = random.Random(seed)
-    steps = {name: chain(draw) for name in names}
-    torch.manual_seed(seed)
-    inputs = []
-    for name in names:
-        _, low, high = CALLS[name]
-        argument = torch.empty(SIZE, SIZE, dtype=torch.float64).uniform_(low, high)
-        inputs.append(start(argument, steps[name]).float().requires_grad_(seed % 2 == 0))
-
-    def function(s, *inputs):
-        made = (CALLS[n].function(through(x, steps[n])) for n, x in zip(names, inputs, strict=True))
-        return tuple((y[None] if y.dim() == 1 else y) @ s.w[: y.shape[-1]] for y in made)
-
-    return function, inputs, {"w": torch.randn(SIZE, SIZE) / 6}, steps
-
-
-NAMES = sorted(CALLS)
-THIRD = -(-len(NAMES) // 3)
-
-
-def wrong_behind_chains(seed, policy):
-    """Return what is too far off in one third of all operations, each behind a chain of its own."""
-    names = NAMES[seed % 3 * THIRD : (seed % 3 + 1) * THIRD]
-    function, inputs, state, steps = calls_behind_chains(seed, names)
-    found = too_large(errors(function, policy, inputs, state))
-    return {key: (names[int(key.split()[1])], steps, pair) for key, pair in found.items() if key != "w"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -33,7 +33,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and with amp_graph (under 5 minutes)
-	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
+	$(VENV)/bin/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null
@@ -44,7 +44,7 @@ test-long: $(STAMPS)/test  ## run the long tests
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
 
-test-browser: $(STAMPS)/test $(STAMPS)/browser  ## open, search and click reports in Chromium (apt-get install chromium chromium-driver)
+test-browser: $(STAMPS)/test $(STAMPS)/browser $(STAMPS)/docs  ## open, search and click reports and the site in Chromium (apt-get install chromium chromium-driver)
 	$(VENV)/bin/python -m pytest -m browser -rs tests/browser $(PYTEST_ARGS)
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run

@@ -43,7 +43,7 @@ def keep_heap(on: bool = True) -> bool:
     It acts on the CPU, with glibc, in the main thread: without it glibc may return the top of its heap to the system
     after each step, and the next step gets new pages. It costs resident memory between steps: up to three times a
     step's peak stays reserved, and all that steps have written to stays resident. Steps with large, short-lived
-    tensors gain most, such as the logits of a language model (docs/memory.md). Results are bit-identical.
+    tensors gain most, such as the logits of a language model (docs/internals/memory.md). Results are bit-identical.
 
     The policy word ``keep_memory=true`` does the same for one model; ``keep_memory=false`` excludes a model. A model's
     memory returns to the system once the model is reverted or deleted. ``on=False`` affects graphs captured

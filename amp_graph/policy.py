@@ -90,7 +90,7 @@ class Policy:
     keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
     module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
     emulate: "cuda": plan as for a CUDA device, and compute on the CPU what that would compute: sums in fp32, rounded
-    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/fp16-on-a-laptop.md.
+    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/numerics.md.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """

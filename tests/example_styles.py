@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "example_styles.json"
-PAGE = ROOT / "docs" / "internals" / "migrating" / "apex.md"
+PAGE = RESULTS.with_suffix(".md")
 MARKS = "<!-- from benchmarks/results/example_styles.json by tests/example_styles.py -->", "<!-- end of it -->"
 # The script's own main, and what it trained. One level each.
 MAIN = """

@@ -59,7 +59,7 @@ ROOMS = (
     ("amp_graph/numerics",),
     ("amp_graph/export", "amp_graph/report"),
     ("amp_graph/integrations",),
-    ("amp_graph/demo", "amp_graph/run"),
+    ("amp_graph/run",),
     ("amp_graph/cli",),
     ("amp_graph/__main__.py",),
 )
@@ -73,15 +73,9 @@ BY_NAME = ("importlib.import_module", "import_module", "__import__")
 HIDDEN = {
     ("amp_graph/__init__.py", "a name"): "public names are imported when first used: --help does not wait for torch",
     (
-        "amp_graph/optim/__init__.py",
-        "amp_graph.optim.optimizers",
-    ): "other files of the folder do without them",
-    ("amp_graph/optim/__init__.py", "torch.optim"): "asked only what torch calls an optimizer that this folder lacks",
-    (
         "amp_graph/cli/main.py",
         "a name",
     ): "a command is imported when it is to run: --help does not wait for torch",
-    ("amp_graph/cli/main.py", "amp_graph.demo"): "as any command",
     ("amp_graph/cli/main.py", "amp_graph.errors"): "as any command: errors.py imports torch",
     ("amp_graph/optim/master_weights.py", "amp_graph.optim.master_weight_updates"): "a master that is unpickled where"
     " nothing was converted: what tells optimizers of masters imports their module",

@@ -64,7 +64,7 @@ class Captured:
     """One captured graph of a converted model: its rewritten form, and the graph break that ended it, if any."""
 
     rewritten: Rewritten
-    training: bool
+    training: bool | None
     grad: bool
     break_reason: str = ""
     break_line: str = ""

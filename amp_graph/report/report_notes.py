@@ -12,11 +12,8 @@ import torch
 
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.optim.optimizers import OnePassOptimizer
-from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
-from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
@@ -92,17 +89,6 @@ def notes_of_replay(found: Conversion) -> Iterator[str]:
     """Yield lines on what is recorded, and why not."""
     if found.captured.replays is not None:
         yield from found.captured.replays.lines(size_text)
-
-
-def notes_of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
-    if isinstance(optimizer, OnePassOptimizer):
-        yield f"update: {optimizer.how}"
-    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
-        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
-        if one_pass_is_profitable("cpu", elements):
-            ours = f"amp_graph.optim.{type(optimizer).__name__}"
-            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
 
 
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:

@@ -54,15 +54,3 @@ def bytes_of_embedding_gradient(ids: int, rows: int, width: int, low: bool, tied
 def embedding_kernel_is_profitable(device: str, spared: int) -> bool:
     """Say whether the gradient of an embedding by one kernel, which spares so many bytes, is faster than torch's."""
     return device == "cuda" and spared >= LEAST_SPARED
-
-
-OF_COPIES, OF_GRADIENTS = 4, 8  # bytes spared per weight
-
-
-def update_kernel_is_profitable(spared: int) -> bool:
-    """Say whether an optimizer's update in one pass, which spares so many bytes, beats torch's kernels.
-
-    Computed, per weight with a copy: 4 bytes, as the update writes the copy and no cast reads the weight; 8 more where
-    it reads backward's own low-precision gradient, which is upcast otherwise. A loss scale and clipping spare more.
-    """
-    return spared >= LEAST_SPARED

@@ -129,14 +129,6 @@ def looking_is_profitable(looked_at: int, spared: int) -> bool:
     return spared > 2 * looked_at + 200_000
 
 
-def widening_together_is_profitable(device: str) -> bool:
-    """Say whether one call should upcast many gradients, instead of one call per gradient as soon as it is computed.
-
-    On CUDA, where the launch of a small cast takes longer than its kernel; not timed.
-    """
-    return device == "cuda"
-
-
 def reducing_from_low_is_profitable(device: str) -> bool:
     """Say whether reductions to fp32 upcast their input in registers: on CUDA. On the CPU torch makes a copy."""
     return device == "cuda"
@@ -186,20 +178,6 @@ def dropout_in_bits_is_profitable(device: str, elements: int | torch.SymInt) -> 
     and 0.18 with two. Steps of small HF models with their default p of 0.1 took 0.87 to 0.95 of the time.
     """
     return device == "cpu" and concrete_size(elements) >= FEWEST_DROPPED
-
-
-# Elements of weights with low-precision copies, and of embedding tables, below which compiling (about a second, once
-# per machine) is not worth its time.
-FEWEST_UPDATED = 1 << 20
-
-
-def one_pass_is_profitable(device: str, elements: int) -> bool:
-    """Say whether an optimizer update of ``elements`` weights by one C kernel is worth a second of compilation.
-
-    CPU: see ``benchmarks/update_time.py``. A step of DLRM with 10 million elements, nearly all in tables, took 0.74 of
-    the time.
-    """
-    return device == "cpu" and elements >= FEWEST_UPDATED
 
 
 # Bytes of gradients below which the process keeps freed memory.

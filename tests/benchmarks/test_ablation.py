@@ -39,7 +39,7 @@ def test_the_table_says_what_earns_its_place(held):
     import ablation
 
     path = held([
-        row("fuse-norm", "gpt", 1.20, 1.10, 1.0),  # former name of fuse-add-norm
+        row("fuse-add-norm", "gpt", 1.20, 1.10, 1.0),
         row("fuse-add-norm", "bert", 1.40, 0.90),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
         row("attention", "gpt", 1.02, 1.01, 1.04),
@@ -57,21 +57,6 @@ def test_the_table_says_what_earns_its_place(held):
     assert "models at 0.25, 1 of their sizes" in text
     assert "| fuse-gelu | 0 | | | | | not measured |" in text
     assert "| fuse-add-norm | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
-    assert "fuse-norm |" not in text.replace("fuse-add-norm |", "")
-
-
-def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monkeypatch, capsys):
-    import ablation
-
-    path = held([row("small-linears", "mlp", 1.1, 1.05, scale=0.5)])
-    monkeypatch.setattr(ablation, "prepared", lambda *given: None)
-    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-linears": 3, "fuse-casts-into-linears": 1})
-    asked = []
-    monkeypatch.setattr(ablation, "measured", lambda model, way, names, options: asked.append(names) or [])
-    ablation.main(["--models", "mlp", "--ways", "convert", "--output", str(path)])
-    assert asked == [{"fuse-casts-into-linears": 1}]
-    (kept,) = json.loads(path.with_suffix(".json").read_text())["rows"]
-    assert kept["name"] == "lower-linears"
 
 
 @pytest.mark.multiplied

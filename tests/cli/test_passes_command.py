@@ -91,8 +91,6 @@ def devices_of(name):
         ("bf16", "clip-gradients", "cpu", Mode(step=True), "only with clip_norm or clip_value"),
         ("bf16", "zero-sums", "cpu", Mode(step=True), "only with micro_batches"),
         ("bf16", "upcast-gradients", "cpu", Mode(step=True, compile="inductor"), "needs a step that runs eagerly"),
-        ("bf16", "update-in-one-pass", "cpu", Mode(step=True), "see update= of TrainStep"),
-        ("bf16", "update-in-one-pass", "cuda", Mode(step=True), "device cuda: for cpu only"),
     ],
 )
 def test_a_pass_that_is_off_says_why(policy, name, device, mode, reason):

@@ -192,31 +192,3 @@ def test_an_update_of_more_elements_than_an_int32_counts():
         assert (p[end].double() - (before.double() - moved * g[end].double())).abs().max() < 1e-6
         assert torch.equal(low[end], p[end].to(BF16))
     assert optimizer_update.look([g])[1].item() == pytest.approx(size**0.5, rel=1e-2)
-
-
-def trained(update, **options):
-    torch.manual_seed(1)
-    ids = torch.randint(32768, (16, 512), device="cuda")
-    model = Model().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    step = amp_graph.TrainStep(model, None, optimizer, "fp16", update=update, clip_norm=1.0, **options)
-    losses_ = [step(ids).item() for _ in range(6)]
-    return losses_, [p.detach().double() for p in model.parameters()], step, ids
-
-
-def test_updates_in_one_pass_are_torchs_recorded_or_not():
-    expected, weights, *_ = trained("torch")
-    for options in ({}, {"cuda_graph": True}):
-        found, own, step, _ = trained("one_pass", **options)
-        assert "one_pass_update_" in step.graph_text()
-        assert found == pytest.approx(expected, rel=1e-3)
-        assert all(error(a, b) < 1e-2 for a, b in zip(own, weights, strict=True))
-
-
-def test_an_update_does_not_wait_for_the_device():
-    *_, step, ids = trained("one_pass")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

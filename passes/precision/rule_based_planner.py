@@ -27,10 +27,6 @@ from amp_graph.passes.precision.lookahead import Lookahead, is_leaf
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
 
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
-# Rounding before these can make different elements equal, which moves whole gradients to other elements.
-SELECTIONS = frozenset(
-    f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
-)
 # Their backward sums the gradients of elements that were read more than once, in the precision of the result.
 GATHERS = frozenset(
     f"aten.{name}"
@@ -129,7 +125,7 @@ class RuleBasedPlan:
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
         if node in self.ahead.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
-        if self.fast and node not in self.kept and node in self.ahead.low and not self._selects(node, kind):
+        if self.fast and node not in self.kept and node in self.ahead.low:
             reason = self._fast_reason(node, kind, low, tainted, counted)
             if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
                 self.low.add(node)  # the sum is rounded for its readers; rounding the operand too would round twice
@@ -156,10 +152,10 @@ class RuleBasedPlan:
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        It may not before a selection, or before what magnifies a rounding. It may not cast a whole input or parameter
-        for a view of it or a gather from it.
+        It may not before what magnifies a rounding. It may not cast a whole input or parameter for a view of it or a
+        gather from it.
         """
-        if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+        if isinstance(self.problem.accuracy, str) or not has_eligible(node):
             return False
         if node in self.kept:
             return False
@@ -209,11 +205,6 @@ class RuleBasedPlan:
     def _is_last_sum(self, node: Node, kind: Classification) -> bool:
         """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
         return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
-
-    def _selects(self, node: Node, kind: Classification) -> bool:
-        """Say whether ``node`` or one of its readers selects among elements (max, sort, ...)."""
-        kinds = [kind, *(self.classes[user] for user in node.users if user in self.classes)]
-        return any(not SELECTIONS.isdisjoint(k.names) for k in kinds)
 
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose accuracy that autocast keeps.

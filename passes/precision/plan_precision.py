@@ -34,8 +34,9 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     WISH,
 )
-from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
+from amp_graph.passes.precision import strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
+from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
 from amp_graph.passes.precision.error_budget_planner import plan_within
 from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
@@ -174,7 +175,7 @@ class PlanPrecision(Pass):
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""
         ours = self.lists.unlisted == "opaque"
-        held = position_encodings.protected(gm.graph.nodes, classes) if ours else frozenset()
+        held = carriers_of_positions(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
         restored = self.keep_outputs and PIECE not in gm.meta
@@ -194,7 +195,7 @@ class PlanPrecision(Pass):
             elif node in kept:
                 done[node] = replace(found, cls=OpClass.DENY, why=kept[node], listed=True)
             elif node in held:
-                done[node] = replace(found, cls=OpClass.DENY, why=position_encodings.WHY)
+                done[node] = replace(found, cls=OpClass.DENY, why=POSITIONS)
             elif node in exact:
                 done[node] = replace(found, cls=OpClass.DENY, why=RETURNED)
             elif node in strided:

@@ -19,7 +19,7 @@ from amp_graph.passes.casts.saturation import is_added, out_of_range, within_ran
 from amp_graph.passes.casts.user_copies import keep_copy
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import set_value, take_over
+from amp_graph.passes.graph.edit import OWN, set_value, take_over
 from amp_graph.passes.graph.fake_values import (
     captured,
     fake_mode_of,
@@ -107,6 +107,9 @@ class _Insertion:
         if TAKES in node.meta:  # runs as captured, on the dtypes it was captured with
             return
         self._saturate(node)
+        if mark is not None and any(value(written).dtype == self.dtype for written in mark.written):
+            for source in self.large.intersection(_eligible(node)) - mark.written:
+                self._bound(source, node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
@@ -165,12 +168,6 @@ class _Insertion:
         cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
         if before not in (None, reader):
             cast.meta[GRAD] = True
-        if dtype == self.dtype and source in self.large and is_added(source, reader):
-            with graph.inserting_before(cast):
-                bounded = graph.call_function(within_range, (source, dtype))
-            take_over(bounded, cast, value(source))
-            cast.args = (bounded,)
-            self.changes.append(Change("insert-casts", "saturated a value", source.name, f"beyond {dtype}"))
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
@@ -180,8 +177,17 @@ class _Insertion:
         takes = "low" if dtype == self.dtype else "full"
         reason = f"{reader.name} ({ops or reader.op}) takes {takes} precision"
         cast.meta[CAST] = reason
+        if dtype == self.dtype and source in self.large and is_added(source, reader):
+            self._bound(source, cast)
         self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
         return cast
+
+    def _bound(self, source: Node, reader: Node) -> None:
+        """Clamp what ``reader`` reads from ``source`` to the range of the low dtype."""
+        with self.gm.graph.inserting_before(reader):
+            bounded = self.gm.graph.call_function(within_range, (source, self.dtype))
+        reader.replace_input_with(source, take_over(bounded, reader, value(source), without=(*OWN, CAST)))
+        self.changes.append(Change("insert-casts", "saturated a value", source.name, f"beyond {self.dtype}"))
 
     def _saturate(self, node: Node) -> None:
         """Clamp constants that were captured for fp32 to the range of a low-precision operand.

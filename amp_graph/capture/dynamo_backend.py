@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
 from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
@@ -22,6 +23,7 @@ from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, t
 from amp_graph.passes.graph.autograd_functions import call_custom_functions
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.grad_regions import switches_modes
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
@@ -58,7 +60,9 @@ def amp_graph(
     example = "torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
-    rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    made = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    if LEFT_ALONE in gm.meta:
+        warn_of_full_precision("a graph of torch.compile", gm, made.dtype)
     return lower(gm, example_inputs, chosen, read, options=found)
 
 

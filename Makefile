@@ -59,8 +59,9 @@ test-plain: $(STAMPS)/test  ## run the tests as on a CPU without AVX and without
 conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)
 
-programs: $(STAMPS)/test  ## compare 5,000 random programs with eager mode and autocast
+programs: $(STAMPS)/test  ## compare random programs, and chains into ill-conditioned operations, with autocast
 	$(VENV)/bin/python -m tests.random_programs $(PROGRAM_ARGS)
+	$(VENV)/bin/python -m tests.random_chains
 
 guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)

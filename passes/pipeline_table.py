@@ -86,10 +86,11 @@ def _folds(options: PipelineOptions) -> bool:
 def _plan(o: PipelineOptions) -> Pass:
     on_cpu = o.planned_for == "cpu"
     keeps_weights = o.eager and on_cpu and o.weight_copies and not o.training
-    counts = o.eager and (on_cpu or machine_for(o.device) is not class_of(o.device))  # rates of GPUs were read only
+    measured = on_cpu or machine_for(o.device) is not class_of(o.device)  # rates of GPUs were read only
+    counts = measured and not o.portable  # which another machine runs
     return PlanPrecision(
         o.lists, o.dtype, o.accuracy, o.keep_fp32, o.keep_outputs, o.planner, o.leaves, o.measured, keeps_weights,
-        counts, o.in_step, o.calibration, o.keep_ops, o.emulates,
+        counts, o.in_step, not o.eager, o.calibration, o.keep_ops, o.emulates,
     )  # fmt: skip
 
 

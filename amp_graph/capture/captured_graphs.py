@@ -32,7 +32,7 @@ from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_pie
 from amp_graph.passes.autocast_regions.user_casts import conversions
 from amp_graph.passes.base import PassError, VerifyError
 from amp_graph.passes.graph.fake_values import has_symbols
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict, is_verifying
 from amp_graph.passes.pipeline import pipeline
@@ -81,7 +81,7 @@ class CapturedGraphs:
     options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
-    runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
+    runs_left_alone: int = 0  # of graphs all in fp32, under a policy that leaves graphs so
     budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     copies: WeightCopies | None = None  # the low-precision weight cache; None: cast at each call
@@ -149,7 +149,7 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         tell_of_missing_kernels()
-        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, record.copies)
+        run = self._counted(run, _is_all_fp32(rewritten), record.copies)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
@@ -272,6 +272,13 @@ class CapturedGraphs:
     def _held(self, weight: torch.Tensor, why: str) -> None:
         name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
         self.said.note(f"{name} is cast at each call: {why}")
+
+
+def _is_all_fp32(rewritten: Rewritten) -> bool:
+    """Say whether a graph has nothing in low precision under a policy that leaves such calls in fp32."""
+    found = rewritten.gm.meta.get(PREDICTED)
+    is_full = found is None or not found.is_low or LEFT_ALONE in rewritten.gm.meta
+    return rewritten.policy.leaves == "graphs" and is_full and all(map(_is_all_fp32, rewritten.bodies.values()))
 
 
 def break_of(gm: GraphModule) -> Place | None:

@@ -13,7 +13,6 @@ import torch
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
@@ -84,10 +83,7 @@ def notes_of_replay(found: Conversion) -> Iterator[str]:
 
 
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
-    if any(p.device.type == "cuda" for p in model.parameters()):
-        for name, why in why_failed().items():
-            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
+    """Yield the kernels that are unavailable on this CPU, and why."""
     if all(p.device.type == "cpu" for p in model.parameters()):
         for why, names in why_refused().items():
             yield f"torch's kernels in place of {', '.join(names)}: {why}"

@@ -27,7 +27,6 @@ mkdir "$site/amp_graph"
 ln -s "$PWD"/amp_graph/* "$PWD/passes" "$PWD/lists" "$site/amp_graph/"
 export PYTHONSAFEPATH=1 PYTHONPATH="$site:$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-export AMP_GRAPH_TRITON=${AMP_GRAPH_TRITON:-1} # off by default as long as no GPU has run them: "0" for figures without
 
 speed() { # seconds, file, arguments of speed.py
     local limit=$1 output=$2

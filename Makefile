@@ -27,7 +27,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -49,11 +49,6 @@ test-browser: $(STAMPS)/test $(STAMPS)/browser $(STAMPS)/docs  ## open, search a
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run
 	$(VENV)/bin/python -m tests.run.third_party $(SCRIPT_ARGS)
-
-test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
-	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \
-		echo "triton is missing: the tests below are skipped; fix: $(VENV)/bin/python -m pip install --no-deps triton"
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -rs tests/passes/backends/cuda/kernels $(PYTEST_ARGS)
 
 test-versions: $(STAMPS)/test  ## run the tests with other versions of Python and torch, each in an environment of its own
 	$(VENV)/bin/python -m tests.versions --folder .versions $(VERSIONS_ARGS)

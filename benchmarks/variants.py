@@ -30,8 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Setup:
     """What all variants of a run share.
 
-    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``keep_memory``: amp_graph's policy word;
-    ``optimizer``: "AdamW" or "SGD", fused.
+    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``optimizer``: "AdamW" or "SGD", fused.
     """
 
     device: str = "cpu"
@@ -39,7 +38,6 @@ class Setup:
     skip: str = ""
     no_grad: bool = False
     cuda_graphs: bool = False
-    keep_memory: bool = False
     optimizer: str = "AdamW"
 
 
@@ -65,7 +63,7 @@ class Variant:
 
 def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
     """Return every variant of a model: eager first, and autocast first in each mode."""
-    skip = (f",skip={setup.skip}" if setup.skip else "") + (",keep_memory=true" if setup.keep_memory else "")
+    skip = f",skip={setup.skip}" if setup.skip else ""
     policies = {"": setup.dtype + skip, " fast": f"{setup.dtype},accuracy=fast{skip}"}
     if not training:  # as autocast returns them
         policies[" low outputs"] = f"{setup.dtype},keep_outputs=false{skip}"

@@ -192,10 +192,8 @@ def predicted_lines(graph: GraphReport) -> list[str]:
             f"  left in full precision: low precision is not profitable on {found.machine}, {time}",
             "    a policy with a dtype and without skip_unprofitable=graphs lowers it all the same",
         ]
-    return [
-        f"  low precision is not profitable on {found.machine}: {time}",
-        "    policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in full precision",
-    ]
+    hint = found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32"
+    return [f"  low precision is not profitable on {found.machine}: {time}", f"    {hint}"]
 
 
 def _spared(graph: GraphReport) -> list[str]:

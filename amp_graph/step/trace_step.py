@@ -27,7 +27,6 @@ from amp_graph.optim.optimizer_guards import WatchedOptimizer
 from amp_graph.optim.torch_fused_update import group_updates
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
@@ -111,9 +110,6 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
-        if self.policy.keeps_memory and device_of(gm) == "cpu":
-            step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
-            step.watch = HEAP.watch(step, step.most_bytes) if step.kept_bytes else None
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies

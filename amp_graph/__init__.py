@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amp_graph import memory as memory
-    from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
@@ -48,9 +47,8 @@ _HOME |= {
     "compare": "numerics.compare",
     "Locator": "numerics.overflow.locator",
     "locate": "numerics.overflow.locate",
-    "memory": "",  # modules
+    "memory": "",  # a module
     "metrics": "report.metrics",
-    "optim": "",
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
@@ -65,7 +63,6 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
-    "optim",
     "precision",
     "report",
     "revert",

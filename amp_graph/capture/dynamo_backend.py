@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
 from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
@@ -24,6 +25,7 @@ from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, t
 from amp_graph.passes.graph.autograd_functions import call_custom_functions
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.grad_regions import switches_modes
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
@@ -76,6 +78,8 @@ def amp_graph(
     for value in example_inputs:
         if isinstance(value, torch.nn.Parameter):
             READERS.setdefault(value, []).append(graph)
+    if LEFT_ALONE in gm.meta:
+        warn_of_full_precision("a graph of torch.compile", gm, rewritten.dtype)
     return lower(gm, example_inputs, chosen, read, options=found)
 
 

@@ -50,7 +50,8 @@ class EscapedCode:
     @property
     def is_cast(self) -> bool:
         """Whether it runs under autocast."""
-        return self.policy.runs_escaped == "autocast" and not self._fails
+        device = device_of_model(self.model) or "cpu"
+        return not self._fails and self.policy.runs_escaped(device) == "autocast"
 
     @property
     def asks_dtypes(self) -> bool:

@@ -40,7 +40,6 @@ from amp_graph.report.report_notes import (
     notes_of_passes,
     notes_of_replay,
     notes_of_scale,
-    notes_of_update,
 )
 from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.step.train_step import TrainStep
@@ -183,7 +182,6 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
             *notes_of_memory(found),
             *notes_of_replay(found),
             *precision_lines(found),
-            *notes_of_update(found, optimizer),
             *notes_of_scale(optimizer),
             *notes_of_kernels(found.model),
         ),

@@ -68,6 +68,7 @@ class Predicted:
 
     ``left_alone``: whether the graph stays in full precision for that reason. ``full``: full precision's predicted
     seconds. ``autocast``: the predicted time of the plan that follows torch.autocast's rules, as a multiple of that.
+    ``why_low``: why the graph is low although the policy leaves graphs that are predicted to lose.
     """
 
     ratio: float
@@ -75,6 +76,7 @@ class Predicted:
     left_alone: bool = False
     full: float = 0.0
     autocast: float = 0.0
+    why_low: str = ""
 
 
 @dataclass(frozen=True)

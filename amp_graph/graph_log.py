@@ -10,13 +10,17 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.errors import warn
 from amp_graph.passes.graph.graph_text import graph_text, target_text
-from amp_graph.passes.graph.meta_keys import CAST, MARK
+from amp_graph.passes.graph.meta_keys import CAST, LEFT_ALONE, MARK
 from amp_graph.passes.graph.node_info import module_path, source_line
 from amp_graph.passes.manager import Timed
+from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.passes.torch_compat.structured_trace import add_artifact
+from amp_graph.policy_words import word_of
 
 SHOWN = ("identify-ops", "plan-precision", "insert-casts")  # by the plan above
 LOG = logging.getLogger("amp_graph")
@@ -77,3 +81,13 @@ def _lines(gm: GraphModule, passes: Sequence[Timed]) -> Iterator[str]:
         if told and timed.name not in SHOWN:
             yield f"{timed.name}:"
             yield from (f"  {line}" for line in told)
+
+
+def warn_of_full_precision(what: str, gm: GraphModule, dtype: torch.dtype) -> None:
+    """Warn that ``gm``, a graph of ``what``, stays in fp32 because ``dtype`` is not profitable."""
+    low, found = word_of(dtype), gm.meta[LEFT_ALONE]
+    warn(
+        f"amp_graph: {what} runs in fp32, as {low} is not profitable for this call: it is predicted "
+        f"to take {found.ratio:.2f} times fp32's time on {found.machine}, and the limit is {WORTH_IT}\n"
+        f"  fix:   policy '{low}' lowers it all the same",
+    )

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.example_values import with_example_values
-from amp_graph.graph_log import LOG, log_graph
+from amp_graph.graph_log import LOG, log_graph, warn_of_full_precision
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass

@@ -11,19 +11,8 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, warn
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
-from amp_graph.passes.precision.predict_time import WORTH_IT
+from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.policy_words import word_of
-
-
-def warn_of_full_precision(what: str, gm: GraphModule, dtype: torch.dtype) -> None:
-    """Warn that ``gm``, a graph of ``what``, stays in fp32 because ``dtype`` is not profitable."""
-    low, found = word_of(dtype), gm.meta[LEFT_ALONE]
-    warn(
-        f"amp_graph: {what} runs in fp32, as {low} is not profitable for this call: it is predicted "
-        f"to take {found.ratio:.2f} times fp32's time on {found.machine}, and the limit is {WORTH_IT}\n"
-        f"  fix:   policy '{low}' lowers it all the same",
-    )
 
 
 @dataclass

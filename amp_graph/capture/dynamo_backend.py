@@ -14,11 +14,11 @@ import torch
 from torch.fx import GraphModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
 from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.passes.backends.inductor.compile import compile_with_inductor
 from amp_graph.passes.backends.inductor.user_options import DEFAULT, why_not
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, tag_checkpoints

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.recapture_limits import Budget
+from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner

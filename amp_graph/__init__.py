@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.freeze import freeze as freeze
+    from amp_graph.freeze import frozen as frozen
+    from amp_graph.freeze import thaw as thaw
     from amp_graph.numerics.bisect import bisect as bisect
     from amp_graph.numerics.calibrate import calibrate as calibrate
     from amp_graph.numerics.compare import compare as compare
@@ -44,6 +47,9 @@ _HOME |= {
     "Calibration": "passes.calibration.calibration",
     "TrainStep": "step.train_step",
     "bisect": "numerics.bisect",
+    "freeze": "freeze",
+    "frozen": "freeze",
+    "thaw": "freeze",
     "calibrate": "numerics.calibrate",
     "compare": "numerics.compare",
     "Locator": "numerics.overflow.locator",
@@ -65,11 +71,14 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
+    "freeze",
+    "frozen",
     "optim",
     "precision",
     "report",
     "revert",
     "rewrite",
+    "thaw",
 ]
 
 

@@ -22,24 +22,17 @@ from amp_graph.optim.native_update import (
     options_of,
     place_of,
     rule_of,
-    why_no_kernels,
     why_not_flat,
-    why_too_few,
 )
 from amp_graph.optim.native_update_ops import OPS, library
 from amp_graph.optim.torch_fused_update import GroupUpdate, group_updates, why_no_kernel
 from amp_graph.passes.backends.cuda.kernels import optimizer_update
 from amp_graph.passes.loss_scaling.unscale import inverse_of
-from amp_graph.passes.profitability.cuda_kernel_thresholds import OF_COPIES
 from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.torch_compat.dynamo_frames import not_captured
 from amp_graph.passes.torch_compat.optimizers import plain_step
-from amp_graph.passes.weights.cache_entry import KeptCopy, Signs
-from amp_graph.passes.weights.cast_cache import WeightCopies, copies_of_models
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW"]
-
-Copies = dict[int, tuple[WeightCopies, KeptCopy, Signs]]  # by parameter's id
 
 
 class OnePassOptimizer(Optimizer):
@@ -101,8 +94,7 @@ class OnePassOptimizer(Optimizer):
         why = why or (self._why_not_by_triton(trained) if by_triton else "")
         updates = [] if why else group_updates(self, trained)
         why = why or next((told for update in updates if (told := why_not_flat(update, trained[0].device))), "")
-        copies = {} if why else _copies_of(trained)
-        low = next((kept.low.dtype for _, kept, _ in copies.values()), torch.bfloat16)
+        low = torch.bfloat16
         if not by_triton:
             why = why or self._compiled([rule_of(update, low) for update in updates])
         self.how = f"torch's kernels: {why}" if why else "one pass"
@@ -112,12 +104,12 @@ class OnePassOptimizer(Optimizer):
             if trained and (trained[0].device.type != "cpu" or not self._is_bad()):
                 increment_version(trained)  # torch's fused kernels change none: a kept graph would read new weights
         elif by_triton:
-            self._by_triton(updates, copies, low)
-            _were_written(trained, copies)
+            self._by_triton(updates, low)
+            increment_version(trained)
         elif not self._is_bad():
             self._unscale(trained)
-            _in_one_pass(updates, copies, low)
-            _were_written(trained, copies)
+            _in_one_pass(updates, low)
+            increment_version(trained)
 
     def _why_not_by_triton(self, trained: Sequence[Tensor]) -> str:
         """Return why Triton's kernels do not run, spare too little, or cannot read what decides on a step; or ""."""
@@ -128,15 +120,14 @@ class OnePassOptimizer(Optimizer):
         given = [getattr(self, name, None) for name in ("found_inf", "grad_scale")]
         if any(t is not None and (t.device != device or t.dtype != torch.float32 or t.numel() != 1) for t in given):
             return f"the verdict or the scale of a scaler is not fp32 on {device}"
-        copied = max((model.elements_of(trained) for model in copies_of_models()), default=0)
-        return why_too_few(True, copied, OF_COPIES) or why_no_kernels(torch.bfloat16)
+        return "there are no low-precision copies to write"
 
-    def _by_triton(self, updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
+    def _by_triton(self, updates: Sequence[GroupUpdate], low: torch.dtype) -> None:
         """Update as ``_in_one_pass`` does, where a scaler wants it, with gradients unscaled as torch's kernels do."""
         found_inf, scale = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
         inverse = None if scale is None else inverse_of(scale)
         for update in updates:
-            given = (*_tensors_of(update, copies).arguments(), update.group["lr"], found_inf, inverse, None)
+            given = (*_tensors_of(update).arguments(), update.group["lr"], found_inf, inverse, None)
             options = {"rule": rule_of(update, low), "store": scale is not None, **options_of(update)}
             optimizer_update.update(*given, **options)
 
@@ -176,38 +167,20 @@ def _why_not(trained: Sequence[Tensor]) -> str:
     return "" if one_pass_is_profitable("cpu", elements) else f"{elements:,} elements are too few to be worth compiling"
 
 
-def _copies_of(params: Sequence[Tensor]) -> Copies:
-    """Return the copies that the pass can write: one per parameter, all in one dtype."""
-    found: Copies = {}
-    for model in copies_of_models():
-        if not found or model.dtype == next(iter(found.values()))[0].dtype:
-            found |= {id(p): (model, *kept) for p in params if (kept := model.to_be_written(p)) is not None}
-    return found
-
-
-def _in_one_pass(updates: Sequence[GroupUpdate], copies: Copies, low: torch.dtype) -> None:
+def _in_one_pass(updates: Sequence[GroupUpdate], low: torch.dtype) -> None:
     """Update parameters, state and copies, without changing version counters."""
     for update in updates:
-        given = _tensors_of(update, copies)
+        given = _tensors_of(update)
         lr = torch.as_tensor(update.group["lr"], dtype=torch.float64, device="cpu")
         options = options_of(update)
         OPS.one_pass_update_(*given.arguments(), lr, None, None, None, rule=rule_of(update, low), **options)
 
 
-def _tensors_of(update: GroupUpdate, copies: Copies) -> GroupTensors:
-    """Return the tensors of a group, with the copies that it writes."""
-    lows = [copies[id(p)][1].low if id(p) in copies else None for p in update.params]
+def _tensors_of(update: GroupUpdate) -> GroupTensors:
+    """Return the tensors of a group, without copies."""
+    lows: list[Any] = [None] * len(update.params)
     grads: list[Any] = [p.grad for p in update.params]
     return GroupTensors(list(update.params), grads, update.states, lows, "step" in update.state_names())
-
-
-def _were_written(trained: Sequence[Tensor], copies: Copies) -> None:
-    """Let version counters show the update, and record that copies are current."""
-    increment_version([*trained, *(kept.low for _, kept, _ in copies.values())])
-    for p in trained:
-        if id(p) in copies:
-            model, kept, before = copies[id(p)]
-            model.was_written(p, kept, before)
 
 
 class SGD(OnePassOptimizer, torch.optim.SGD):

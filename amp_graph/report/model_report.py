@@ -186,7 +186,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
             *notes_of_scale(optimizer),
             *notes_of_kernels(found.model),
         ),
-        memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
+        memory_of(found.model, optimizer, found.captured.frozen.tensors if found.captured.frozen else ()),
         found.escaped_runs,
         tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
         tuple(flow_of(record, _weights(found.model)) for record in found.graphs),

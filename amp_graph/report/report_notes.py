@@ -10,19 +10,18 @@ from collections.abc import Collection, Iterator
 
 import torch
 
+from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.optim.optimizers import OnePassOptimizer
-from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
-from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
-from amp_graph.passes.weights.copy_lifetimes import CopyPlan
+from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.report.metrics import metrics
 from amp_graph.report.report_text import size_text
-from amp_graph.rewrite import Rewritten
+from amp_graph.rewrite import Rewritten, casts_of
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
@@ -61,31 +60,20 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
-    for i, graph in enumerate(found.graphs):
-        if (plan := graph.copies) is not None and plan.copies:
-            yield f"weight copies of graph {i}: {_of_copies(plan)}"
-    if found.copies is not None and found.copies.when is None and any(graph.grad for graph in found.graphs):
-        yield (
-            f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
-            "weight_copies=auto frees those that raise the peak of memory in training"
-        )
+    """Yield lines on the weights of calls without gradients, and a line for each graph whose memory is kept."""
+    weights = found.captured.frozen
+    if weights is not None:
+        yield f"frozen: weights are cast, packed and folded once, {size_text(weights.bytes)} now"
+    elif found.compile == "eager" and any(not graph.grad and _casts_weights(graph) for graph in found.graphs):
+        yield "calls without gradients cast each weight; amp_graph.freeze(model) casts, packs and folds them once"
     for i, graph in enumerate(found.graphs):
         if graph.kept_bytes:
             freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
             yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
 
 
-def _of_copies(plan: CopyPlan) -> str:
-    """Say which copies a training step frees, why, and what keeping them would cost."""
-    freed = plan.copies - plan.staying
-    why = f"backward frees {size_text(plan.saved)} of activations, allocates {size_text(plan.gradients)} of gradients"
-    if not freed:
-        return f"all {size_text(plan.copies)} stay until the next update and do not raise the peak of memory ({why})"
-    return (
-        f"{size_text(freed)} of {size_text(plan.copies)} are freed when backward needs them no more, as they would "
-        f"raise the peak of memory ({why}); weight_copies=true keeps them: fewer casts, more memory"
-    )
+def _casts_weights(graph: Captured) -> bool:
+    return any(map(casts_weight, casts_of(graph.rewritten.gm)))
 
 
 def notes_of_replay(found: Conversion) -> Iterator[str]:
@@ -95,14 +83,9 @@ def notes_of_replay(found: Conversion) -> Iterator[str]:
 
 
 def notes_of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
+    """Yield a line on how ``optimizer`` updates."""
     if isinstance(optimizer, OnePassOptimizer):
         yield f"update: {optimizer.how}"
-    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
-        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
-        if one_pass_is_profitable("cpu", elements):
-            ours = f"amp_graph.optim.{type(optimizer).__name__}"
-            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
 
 
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:

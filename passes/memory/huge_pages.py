@@ -1,8 +1,7 @@
 """New memory for large results on huge pages, where the system grants them on request.
 
 Before: ``logits.float()``, of 32 MiB or more: mapped anew at each call, with a page fault per 4 KiB.
-After: ``widen(logits)``: one page fault per 2 MiB; or ``widen_again(logits, 0)``: none, once nobody holds an earlier
-result.
+After: ``widen(logits)``: one page fault per 2 MiB.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.memory.gradient_buffers import is_free
 from amp_graph.passes.native.cast_kernel import copy_into
 from amp_graph.passes.native.jit_compiler import of_c_library
 from amp_graph.passes.profitability.thresholds import large_pages_are_profitable
@@ -64,51 +62,6 @@ class _Widened(torch.autograd.Function):
         if torch.is_grad_enabled() or is_batched(grad):  # create_graph=True, is_grads_batched=True
             return grad.to(ctx.low)
         return copy_into(torch.empty_like(grad, dtype=ctx.low), grad)
-
-
-class LargeResults:
-    """Memory of a model's large results, reused once nobody holds them; lives with the model's conversion.
-
-    Up to two buffers per result: the last result is usually held until the next one exists.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, list[Tensor]] = {}
-        self.widen_again = self._reader()
-
-    def taken(self, shape: Sequence[int], place: int) -> Tensor:
-        """Return uninitialized fp32 memory for a result, which nothing else reads or writes.
-
-        place: the number of the result, which shares its memory with no other result.
-        """
-        made = self._made.pop(place, [])  # no other thread finds it now
-        own = next((t for t in reversed(made) if t.shape == shape and is_free(t)), None)  # the warmest
-        if own is None:
-            with torch.inference_mode(False):
-                own = empty(shape)
-        given = own.detach()
-        self._made[place] = [*(t for t in made if t is not own), own][-2:]
-        return given
-
-    def drop(self) -> int:
-        """Release the memory and return how many bytes it was; results that are still held stay valid."""
-        size = sum(bytes_of(t) for t in self.tensors)
-        self._made.clear()
-        return size
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The memory that is kept."""
-        return [own for made in list(self._made.values()) for own in made]
-
-    def _reader(self) -> Callable[[Tensor, int], Tensor]:
-        def widen_again(x: Tensor, place: int) -> Tensor:
-            """Return ``widen(x)`` in the memory of ``place``."""
-            if is_in_mode(x) or not x.is_contiguous() or is_torchs(x):
-                return widen(x)
-            return copy_into(self.taken(x.shape, place), x)
-
-        return widen_again
 
 
 def is_torchs(x: Tensor) -> bool:

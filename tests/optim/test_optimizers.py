@@ -147,7 +147,7 @@ def test_another_optimizers_step_makes_none_of_them_old():
 @pytest.mark.compiled
 def test_what_is_trained_is_the_same_as_with_copies_cast_anew():
     """A training, against the same optimizer over a model that casts its weights at each call."""
-    ours, theirs = build(optim.AdamW), build(optim.AdamW, "bf16,weight_copies=false")
+    ours, theirs = build(optim.AdamW), build(optim.AdamW, "bf16")
     for each in (ours, theirs):
         train(*each, 6)
     assert [e[1].how for e in (ours, theirs)] == ["one pass"] * 2
@@ -182,7 +182,7 @@ def test_what_others_write_is_seen(write, bad):
         del optimizer.found_inf
     fresh = amp_graph.revert(copy.deepcopy(model))
     with torch.no_grad():
-        assert torch.equal(model(X), amp_graph.convert(fresh, "bf16,weight_copies=false")(X))
+        assert torch.equal(model(X), amp_graph.convert(fresh, "bf16")(X))
 
 
 @pytest.mark.compiled

@@ -24,13 +24,15 @@ FLAGS = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction", "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic",
     "cudnn.allow_tf32", "mkldnn.enabled", "opt_einsum.enabled",
 )  # fmt: skip
+
+
 def owners():
     """Yield every module of torch, and every class in one, by name."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and isinstance(module, types.ModuleType):
             yield name, module
             for key, value in list(vars(module).items()):
-                if isinstance(value, type) and value.__module__ == name:
+                if issubclass(type(value), type) and value.__module__ == name:
                     yield f"{name}.{key}", value
 
 
@@ -42,7 +44,7 @@ def attributes():
         f"{name}.{key}": id(value)
         for name, owner in owners()
         for key, value in list(vars(owner).items())
-        if isinstance(value, kinds)
+        if issubclass(type(value), kinds)  # isinstance reads ``__class__``, which some deprecated values warn of
     }
 
 
@@ -149,7 +151,7 @@ def by_hand():
     optimizers.register_optimizer_step_pre_hook(lambda *given: None)
     yield "torch.optim.optimizer._global_optimizer_pre_hooks"
     nn.Module.half = lambda self: self
-    yield "torch.nn.Module.half"
+    yield "torch.nn.modules.module.Module.half"
     gc.disable()
     yield "gc"
     warnings.filterwarnings("ignore", "nobody says this")

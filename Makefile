@@ -27,7 +27,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -44,16 +44,11 @@ test-long: $(STAMPS)/test  ## run the long tests
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
 
-test-browser: $(STAMPS)/test $(STAMPS)/browser  ## open, search and click reports in Chromium (apt-get install chromium chromium-driver)
+test-browser: $(STAMPS)/test $(STAMPS)/browser $(STAMPS)/docs  ## open, search and click reports and the site in Chromium (apt-get install chromium chromium-driver)
 	$(VENV)/bin/python -m pytest -m browser -rs tests/browser $(PYTEST_ARGS)
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run
 	$(VENV)/bin/python -m tests.run.third_party $(SCRIPT_ARGS)
-
-test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
-	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \
-		echo "triton is missing: the tests below are skipped; fix: $(VENV)/bin/python -m pip install --no-deps triton"
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -rs tests/passes/backends/cuda/kernels $(PYTEST_ARGS)
 
 test-versions: $(STAMPS)/test  ## run the tests with other versions of Python and torch, each in an environment of its own
 	$(VENV)/bin/python -m tests.versions --folder .versions $(VERSIONS_ARGS)
@@ -64,8 +59,9 @@ test-plain: $(STAMPS)/test  ## run the tests as on a CPU without AVX and without
 conformance: $(STAMPS)/test  ## compare every operator of PyTorch's operator database with eager mode and autocast
 	AMP_GRAPH_CONFORMANCE=all $(VENV)/bin/python -m pytest -n 2 tests/conformance/test_operators.py $(PYTEST_ARGS)
 
-programs: $(STAMPS)/test  ## compare 5,000 random programs with eager mode and autocast
+programs: $(STAMPS)/test  ## compare random programs, and chains into ill-conditioned operations, with autocast
 	$(VENV)/bin/python -m tests.random_programs $(PROGRAM_ARGS)
+	$(VENV)/bin/python -m tests.random_chains
 
 guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and empty sizes
 	$(VENV)/bin/python -m tests.guard.run $(GUARD_ARGS)

@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amp_graph import memory as memory
-    from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
@@ -54,9 +52,7 @@ _HOME |= {
     "compare": "numerics.compare",
     "Locator": "numerics.overflow.locator",
     "locate": "numerics.overflow.locate",
-    "memory": "",  # modules
     "metrics": "report.metrics",
-    "optim": "",
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
@@ -73,7 +69,6 @@ __all__ = [
     "convert",
     "freeze",
     "frozen",
-    "optim",
     "precision",
     "report",
     "revert",

@@ -20,8 +20,8 @@ from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
 from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
     BOOLEAN_WORDS,
@@ -63,8 +63,6 @@ class Policy:
     remove: operations whose list entries are ignored.
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: cast outputs back to their captured dtype (true), or leave them as computed.
-    keep_memory: keep in the process the memory that a step, or a call without gradients, frees ("true"), or not
-    ("false"); empty: as set by ``amp_graph.memory.keep_heap``, by default "false".
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
     group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
@@ -76,8 +74,8 @@ class Policy:
     skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
     escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
-    "fp32" if the policy has what autocast cannot express: lists in files, ``deny``, ``opaque``, ``calibration``,
-    ``keep_ops`` or ``emulate``.
+    "fp32" if the policy has what autocast cannot express (lists in files, ``deny``, ``opaque``, ``calibration``,
+    ``keep_ops`` or ``emulate``), or has to stay in fp32 where that is faster, on a device without low arithmetic.
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
@@ -105,7 +103,6 @@ class Policy:
     remove: tuple[str, ...] = ()
     keep_fp32: str = ""
     keep_outputs: bool = True
-    keep_memory: str = ""
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -130,7 +127,6 @@ class Policy:
         check("recompute", self.recompute, ("", *RECOMPUTED))
         check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
-        check("keep_memory", self.keep_memory, ("", "true", "false"))
         check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         check("escaped", self.escaped, ("", *ESCAPED))
         check("replay", self.replay, ("", *REPLAY))
@@ -179,18 +175,19 @@ class Policy:
         """How much backward recomputes: ``recompute``, or its default."""
         return self.recompute or ("most" if self.accuracy == "fast" else "some")
 
-    @property
-    def runs_escaped(self) -> str:
-        """How code that escapes capture runs: ``escaped``, or its default."""
+    def runs_escaped(self, device: str) -> str:
+        """Return how code that escapes capture runs on ``device``: ``escaped``, or its default."""
         own = bool(self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate)
         own = own or any(name.endswith(".toml") for name in self.lists)
-        return self.escaped or ("fp32" if own else "autocast")
+        return self.escaped or ("fp32" if own or not self._pays_by_rates(device) else "autocast")
 
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether memory is kept between steps: ``keep_memory``, or its current default."""
-        asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
-        return asked and self.level != "O0"
+    def _pays_by_rates(self, device: str) -> bool:
+        """Say whether code whose time nobody predicts is to run in low precision: by rates, if the policy asks."""
+        if self.leaves == "false":
+            return True
+        dtype = str(self.torch_dtype(device)).removeprefix("torch.")
+        planned_for = self._planned_for(device)
+        return is_faster_in(machine_for(planned_for if planned_for == "cpu" else "cuda"), dtype)
 
     @property
     def replays(self) -> str:
@@ -343,7 +340,6 @@ class Policy:
             planner=self.plans_by,
             leaves=self.leaves,
             recompute=self.recomputes,
-            keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,
             inductor=inductor,

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.example_values import with_example_values
@@ -33,6 +34,7 @@ from amp_graph.passes.graph.meta_keys import (
     CLASSIFIED,
     GIVEN,
     IDENTITY,
+    LEFT_ALONE,
     MARK,
     PIECE,
     UNCALIBRATED,
@@ -113,7 +115,9 @@ def rewrite(
             )
         else:
             return attempt
-    rewrite_in_place(copied, policy, portable=bool(portable))
+    made = rewrite_in_place(copied, policy, portable=bool(portable))
+    if LEFT_ALONE in copied.meta:
+        warn_of_full_precision("a graph", copied, made.dtype)
     return copied
 
 
@@ -205,10 +209,10 @@ def _run(
     except (PassError, VerifyError) as error:
         if is_piece or portable or (is_strict() if strict is None else strict):
             raise
-        if policy.runs_escaped == "autocast":
+        if policy.runs_escaped(device) == "autocast":
             run_as_autocast(gm, policy.torch_dtype(device), device, str(error), keep_outputs=policy.keep_outputs)
         else:
-            gm.meta[UNPLANNED] = f"runs as captured, by escaped={policy.runs_escaped}, without a plan: {error}"
+            gm.meta[UNPLANNED] = f"runs as captured, by escaped={policy.runs_escaped(device)}, without a plan: {error}"
         warn(f"amp_graph: a graph {gm.meta[UNPLANNED]}\n{REPORT_IT}")
         return ()
 
@@ -253,11 +257,6 @@ def _rewrite_bodies(
         for body in bodies_of(gm)
         if has_values(body.graph)
     }
-
-
-def casts_of(gm: GraphModule) -> list[Node]:
-    """Return the casts that were inserted into ``gm``, in order."""
-    return [n for n in gm.graph.nodes if CAST in n.meta]
 
 
 def forget(gm: GraphModule) -> None:

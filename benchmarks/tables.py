@@ -24,7 +24,9 @@ low-precision weight copies (their sum if a compiler hides the split), the peak 
 what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels, their
 milliseconds, and these as a fraction of the step. Facts about operations are cached per process, so the passes of later
 rows take less time. Empty: not measurable."""
-LEFT_OUT = "Not shown: {} runs in which amp_graph alone kept freed memory (`keep_memory=true`), which no longer exists."
+LEFT_OUT = (
+    "Left out, as amp_graph alone kept freed memory in them (`keep_memory=true`, which no longer exists): {} run(s)."
+)
 Results = dict[str, Any]
 
 

@@ -51,7 +51,6 @@ class PipelineOptions:
     planner: str = "mincut"
     leaves: str = "false"
     recompute: str = "some"
-    keep_memory: bool = False
     emulates: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False

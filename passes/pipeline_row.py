@@ -93,11 +93,6 @@ PADS_MATMULS = Condition(
     "Inductor pads matmuls itself (torch._inductor.config.shape_padding), after timing both",
     lambda options: options.inductor is None or not pads_matmuls(options.inductor),
 )
-INDUCTOR_CALLS = Condition(
-    "Inductor, in calls",
-    "needs Inductor, and gradients that autograd accumulates; a training step has none",
-    lambda options: options.inductor is not None and not options.in_step,
-)
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
 FROZEN = Condition(
     "frozen", "needs a frozen model: amp_graph.freeze(model)", lambda options: options.frozen is not None

@@ -122,7 +122,7 @@ def test_names_that_pages_use_are_there(page):
 
 
 def test_names_that_are_not_there_are_found():
-    text = "`amp_graph.convert`, amp_graph.memory.keep_heap, amp_graph.passes.base, amp_graph.none, amp_graph.memory.no"
+    text = "`amp_graph.convert`, amp_graph.memory.drop_weight_copies, amp_graph.passes.base, amp_graph.none, amp_graph.memory.no"  # noqa: E501
     assert unknown_names(text) == ["amp_graph.memory.no", "amp_graph.none"]
 
 

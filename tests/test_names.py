@@ -20,12 +20,12 @@ def test_there_are_at_most_twelve_names_in_order():
 @pytest.mark.parametrize("name", [*amp_graph.__all__, *LESSER])
 def test_each_name_is_documented(name):
     assert (getattr(amp_graph, name).__doc__ or "").strip()
-    text = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     assert re.search(rf"`?amp_graph\.{name}\b|`{name}\b", text)
 
 
 def test_memory_has_what_it_names_and_the_docs_name_it():
-    text = "\n".join(page.read_text() for page in DOCS.glob("*.md"))
+    text = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
     assert amp_graph.memory.__all__ == sorted(amp_graph.memory.__all__)
     for name in amp_graph.memory.__all__:
         assert getattr(amp_graph.memory, name).__doc__

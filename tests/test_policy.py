@@ -8,6 +8,7 @@ import torch
 
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
+from tests.passes.planning import machine
 
 # A value of its own for every field: a round trip that loses a field cannot hide behind a default.
 OTHER = {
@@ -24,7 +25,6 @@ OTHER = {
     "remove": ("aten.log",),
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
-    "keep_memory": True,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
     "recompute": "all",
@@ -300,7 +300,6 @@ IN_FORCE = {
     "": {},
     "bf16": {
         "recomputes": "some",
-        "runs_escaped": "autocast",
         "replays": "false",
         "plans_by": "mincut",
         "leaves": "false",
@@ -310,13 +309,8 @@ IN_FORCE = {
     "bf16,replay=true": {"replays": "true"},
     "bf16,level=O0,replay=true": {"replays": "false"},
     "bf16,planner=paint": {"plans_by": "paint"},
-    "bf16,deny=gelu": {"runs_escaped": "fp32"},
-    "bf16,deny=gelu,escaped=autocast": {"runs_escaped": "autocast"},
     "auto": {"leaves": "graphs"},
     "auto,skip_unprofitable=false": {"leaves": "false"},
-    "bf16,keep_memory=true": {"keeps_memory": True},
-    "bf16,level=O0,keep_memory=true": {"keeps_memory": False},
-    "bf16,keep_memory=false": {"keeps_memory": False},
     "bf16,accuracy=0.01": {"budget": 0.01},
     "bf16,accuracy=autocast": {"budget": None},
 }
@@ -326,3 +320,19 @@ IN_FORCE = {
 def test_what_is_in_force_is_what_is_asked_or_its_default(text):
     policy = Policy.parse(text)
     assert {name: getattr(policy, name) for name in IN_FORCE[text]} == IN_FORCE[text]
+
+
+ESCAPED = {
+    "bf16": "autocast",
+    "bf16,deny=gelu": "fp32",
+    "bf16,deny=gelu,escaped=autocast": "autocast",
+    "auto": "fp32",
+    "auto,escaped=autocast": "autocast",
+    "auto,skip_unprofitable=false": "autocast",
+}
+
+
+@pytest.mark.parametrize("text", ESCAPED)
+def test_how_uncaptured_code_runs_on_a_cpu_without_low_arithmetic(text, monkeypatch):
+    monkeypatch.setattr("amp_graph.policy.machine_for", lambda device: machine("cpu"))
+    assert Policy.parse(text).runs_escaped("cpu") == ESCAPED[text]

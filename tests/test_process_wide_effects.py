@@ -47,10 +47,6 @@ def test_all_that_the_page_lists_is_changed(told):
     assert listed(PAGE.read_text()) == set(told["stages"]["in all"])
 
 
-def test_no_memory_is_kept_unless_asked_for(told):
-    assert told["owners of the heap"] == 0
-
-
 def test_control_a_snapshot_sees_what_is_changed_by_hand(told):
     assert len(told["by hand"]) == 9
     for name, changed in told["by hand"].items():

@@ -29,7 +29,7 @@ ROOMS = (
     ("passes/verify.py",),
     ("passes/manager.py",),
     ("passes/backends/cpu/loss", "passes/backends/cpu/norm"),
-    ("passes/backends/cpu/linear", "passes/backends/cpu/pointwise"),
+    ("passes/backends/cpu/linear",),
     ("passes/backends/cpu/attention", "passes/backends/cpu/convolution", "passes/backends/cpu/inference"),
     ("passes/backends/cuda", "passes/backends/inductor", "passes/backends/recurrent"),
     ("passes/pipeline_options.py",),
@@ -47,7 +47,7 @@ ROOMS = (
         "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),
-    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/replay",),
@@ -73,11 +73,6 @@ BY_NAME = ("importlib.import_module", "import_module", "__import__")
 HIDDEN = {
     ("amp_graph/__init__.py", "a name"): "public names are imported when first used: --help does not wait for torch",
     (
-        "amp_graph/optim/__init__.py",
-        "amp_graph.optim.optimizers",
-    ): "other files of the folder do without them",
-    ("amp_graph/optim/__init__.py", "torch.optim"): "asked only what torch calls an optimizer that this folder lacks",
-    (
         "amp_graph/cli/main.py",
         "a name",
     ): "a command is imported when it is to run: --help does not wait for torch",
@@ -88,11 +83,6 @@ HIDDEN = {
         "amp_graph/policy_words.py",
         "amp_graph.passes.pipeline_skips",
     ): "asked only of policies that skip passes: the table imports every pass",
-    (
-        "passes/native/triton_loader.py",
-        "a name",
-    ): "the source of a Triton kernel, which imports triton, is imported when"
-    " the kernel is first launched: triton may be missing, and takes a second to import",
     (
         "amp_graph/run/trained_models.py",
         "amp_graph.run.conversions",

@@ -55,7 +55,12 @@ class CaptureRunners:
         self.frames: CompiledFrames | None = None
         self._whole: WholeOnly | None = None
         self.escaped.look_again()
-        self.run: Runner = self.forward if self.policy.level == "O0" else self._capturing()
+        self.run: Runner = self.forward if self.policy.level == "O0" else self._first
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first call, which knows the device of the model: it may have been moved since it was converted."""
+        self.run = self._capturing()
+        return self.run(*args, **kwargs)
 
     def start_after_error(self) -> None:
         """Capture again after a trace raised: Dynamo skips that frame for good. Captures of whole calls are kept."""

@@ -32,21 +32,17 @@ from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_pie
 from amp_graph.passes.autocast_regions.user_casts import conversions
 from amp_graph.passes.base import Pass, PassError, VerifyError
 from amp_graph.passes.graph.fake_values import has_symbols
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
 from amp_graph.passes.memory.gradient_buffers import GradientMemory
-from amp_graph.passes.memory.heap_retention import HEAP
-from amp_graph.passes.memory.peak_memory import bytes_made, most_bytes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.dtype_reads import has_raised
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
-from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
-from amp_graph.passes.torch_compat.storage import bytes_of
-from amp_graph.passes.weights.frozen_weights import FrozenWeights, is_frozen
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.replay.recorder import RECORDERS
@@ -61,11 +57,10 @@ class Captured:
     """One captured graph of a converted model: its rewritten form, and the graph break that ended it, if any."""
 
     rewritten: Rewritten
-    training: bool
+    training: bool | None
     grad: bool
     break_reason: str = ""
     break_line: str = ""
-    kept_bytes: int = 0  # heap memory that is kept between steps
 
 
 @dataclass(eq=False)
@@ -83,7 +78,7 @@ class CapturedGraphs:
     options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
-    runs_left_alone: int = 0  # of graphs left in fp32, as low precision is not profitable
+    runs_left_alone: int = 0  # of graphs all in fp32, under a policy that leaves graphs so
     budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     freezes: bool = False  # whether its graphs read frozen weights
@@ -150,8 +145,6 @@ class CapturedGraphs:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
         self.budget.nodes += len(rewritten.gm.graph.nodes)
-        at_once = self._bytes_at_once(record)
-        record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
         if self.replays is not None:
             device = device_of(rewritten.gm)
@@ -159,8 +152,7 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         tell_of_missing_kernels()
-        watch = HEAP.watch(record, at_once) if record.kept_bytes else None
-        run = self._counted(run, LEFT_ALONE in rewritten.gm.meta, watch)
+        run = self._counted(run, _is_all_fp32(rewritten))
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
@@ -197,16 +189,6 @@ class CapturedGraphs:
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
-
-    def _bytes_at_once(self, record: Captured) -> int:
-        """Return the heap bytes of a call, with its backward if it trains; 0 for none."""
-        gm = record.rewritten.gm
-        if not self.policy.keeps_memory or device_of(gm) != "cpu":
-            return 0
-        if not record.grad:
-            return most_bytes(gm, but=is_frozen)
-        trained = (p for p in self.model.parameters() if p.requires_grad and not is_uninitialized(p))
-        return bytes_made(gm) + sum(map(bytes_of, trained))
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one partial graph, captured under autocast; inside the user's own region it runs as captured."""
@@ -246,11 +228,10 @@ class CapturedGraphs:
         self,
         run: Runner,
         alone: bool = False,
-        watch: Callable[[], None] | None = None,
     ) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``watch`` is called before each run. What it settles as counts nothing: the conversion, which calls it, does.
+        What it settles as counts nothing: the conversion, which calls it, does.
         """
         first, owner = True, weakref.ref(self)
 
@@ -263,22 +244,9 @@ class CapturedGraphs:
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
                 counts.runs += 1
                 counts.runs_left_alone += alone
-            if watch is not None:
-                watch()
             return run(*args)
 
-        def watched(run: Runner, watch: Callable[[], None]) -> Runner:
-            def call(*args: Any) -> Any:
-                watch()
-                return run(*args)
-
-            return call
-
-        def settled_run() -> Runner | None:
-            found = None if first or alone else settled(run)
-            return found if found is None or watch is None else watched(found, watch)
-
-        return settling(counted, settled_run)
+        return settling(counted, lambda: None if first or alone else settled(run))
 
     def _is_recorded(self, device: str | None) -> bool:
         return self.replays is not None and device in RECORDERS
@@ -290,6 +258,13 @@ class CapturedGraphs:
         made = FrozenWeights(self.model, self.escaped.kind()[1])
         weakref.finalize(self, made.drop).atexit = False
         return made
+
+
+def _is_all_fp32(rewritten: Rewritten) -> bool:
+    """Say whether a graph has nothing in low precision under a policy that leaves such calls in fp32."""
+    found = rewritten.gm.meta.get(PREDICTED)
+    is_full = found is None or not found.is_low or LEFT_ALONE in rewritten.gm.meta
+    return rewritten.policy.leaves == "graphs" and is_full and all(map(_is_all_fp32, rewritten.bodies.values()))
 
 
 def break_of(gm: GraphModule) -> Place | None:

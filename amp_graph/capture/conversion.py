@@ -261,11 +261,13 @@ class Conversion:
         captured = self.captured
         if captured.runs == before:
             self._nothing_ran()
-        elif self.log.events:
+            return result
+        is_new = self.log.events > 0
+        if is_new:
             self.missed.report_parts()
-        elif captured.runs_left_alone - alone == captured.runs - before == 1:
+        if captured.runs_left_alone - alone == captured.runs - before and not self.runners.is_in_pieces():
             self._leave_alone(args, kwargs)
-        elif (frames := self.runners.frames) is not None and not self.limits.has_pauses():
+        elif not is_new and (frames := self.runners.frames) is not None and not self.limits.has_pauses():
             self._ready = frames.settled()  # nothing is left to report of calls like this one
         return result
 
@@ -277,10 +279,14 @@ class Conversion:
             return self.runners.run(*args, **kwargs)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run calls like this one uncaptured from now on: its graph is all fp32."""
-        if self.policy.level not in HELD_LOW:  # a recomputing backward would read the low-precision parameters
+        """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
+        left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
+        if left is None:
+            return
+        if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
             self._alone.add(args, kwargs)
-        left = next(g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta)
+        if self.runners.frames is not None:
+            self.runners.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
         self.said.left_alone(left.gm, left.dtype)
 
     def _nothing_ran(self) -> None:

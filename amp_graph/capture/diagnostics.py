@@ -16,11 +16,11 @@ from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.policy_words import word_of
 
 
-def warn_of_full_precision(model: torch.nn.Module, gm: GraphModule, dtype: torch.dtype) -> None:
-    """Warn that ``gm``, a graph of ``model``, stays in fp32 because ``dtype`` is not profitable."""
+def warn_of_full_precision(what: str, gm: GraphModule, dtype: torch.dtype) -> None:
+    """Warn that ``gm``, a graph of ``what``, stays in fp32 because ``dtype`` is not profitable."""
     low, found = word_of(dtype), gm.meta[LEFT_ALONE]
     warn(
-        f"amp_graph: {type(model).__name__} runs in fp32, as {low} is not profitable for this call: it is predicted "
+        f"amp_graph: {what} runs in fp32, as {low} is not profitable for this call: it is predicted "
         f"to take {found.ratio:.2f} times fp32's time on {found.machine}, and the limit is {WORTH_IT}\n"
         f"  fix:   policy '{low}' lowers it all the same",
     )
@@ -52,7 +52,7 @@ class Complaints:
 
     def left_alone(self, gm: GraphModule, dtype: torch.dtype) -> None:
         """Warn once that calls like that of ``gm`` run in fp32, which is predicted to be faster."""
-        what = f"calls for which {word_of(dtype)} is not profitable run uncaptured, in fp32"
+        what = f"calls for which {word_of(dtype)} is not profitable run in fp32"
         if what not in self.notes:
             self.note(what)
-            warn_of_full_precision(self.model, gm, dtype)
+            warn_of_full_precision(type(self.model).__name__, gm, dtype)

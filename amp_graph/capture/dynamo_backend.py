@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
 from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
@@ -22,16 +25,28 @@ from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, t
 from amp_graph.passes.graph.autograd_functions import call_custom_functions
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.grad_regions import switches_modes
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite_in_place
+from amp_graph.rewrite import Rewritten, rewrite_in_place
 
 Compile = str | Callable[..., Runner]
 OWN = ("policy", "compile", "mode")  # options of the backend that are not Inductor's
+READERS = WeakTensorKeyDictionary()  # the graphs of this backend, by each parameter that they read
+
+
+@dataclass(eq=False)
+class BackendGraph:
+    """A graph that ``torch.compile(model, backend="amp_graph")`` captured, for the model's report."""
+
+    rewritten: Rewritten
+    compile: Compile
+    options: Options
+    grad: bool
 
 
 def amp_graph(
@@ -57,8 +72,19 @@ def amp_graph(
     example = "torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
-    rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    rewritten = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    graph = BackendGraph(rewritten, chosen, found, torch.is_grad_enabled())
+    for value in example_inputs:
+        if isinstance(value, torch.nn.Parameter):
+            READERS.setdefault(value, []).append(graph)
+    if LEFT_ALONE in gm.meta:
+        warn_of_full_precision("a graph of torch.compile", gm, rewritten.dtype)
     return lower(gm, example_inputs, chosen, read, options=found)
+
+
+def graphs_of(model: torch.nn.Module) -> list[BackendGraph]:
+    """Return the graphs of this backend that read a parameter of ``model``, in order."""
+    return [*dict.fromkeys(graph for p in model.parameters() for graph in READERS.get(p, ()))]
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

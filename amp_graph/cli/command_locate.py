@@ -24,7 +24,7 @@ from amp_graph.numerics.overflow.locate import locate
 def run(args: argparse.Namespace) -> int:
     """Run the batch of TARGET and print what was found; status 0 where nothing was, and 3 where something was."""
     with redirect_stdout(sys.stderr), quiet():  # keep the user's prints out of our output
-        target = load_target(args.target, args.input)
+        target = load_target(args.target, args.input, has_batch=args.batch is not None)
         target.model.train(True if args.training is None else args.training)
         loss_fn, batch = _loss_and_batch(args, target.model, target.args, dict(target.kwargs))
         found = locate(target.model, batch, loss_fn, policy=args.policy, scale=args.scale)

@@ -127,7 +127,7 @@ class ConvertsModules:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Run the code of a step outside of converted modules as the policy says: under autocast, or in fp32."""
-        low = self.policy.runs_escaped == "autocast" and self.policy.level != "O0"
+        low = self.policy.runs_escaped(self._kind) == "autocast" and self.policy.level != "O0"
         return torch.autocast(self._kind, self._low, enabled=low, cache_enabled=False)
 
     @contextmanager

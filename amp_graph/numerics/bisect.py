@@ -194,7 +194,7 @@ class _Trials:
 
 def _take(saved: dict[str, int], policy: Policy, device: str | None, gm: GraphModule) -> Runner:
     """Plan a copy of a captured graph, and note what each operation saves, in picoseconds; run it as captured."""
-    without = replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend"))))
+    without = replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend"))), skip_unprofitable="false")
     _note(saved, policy, device, copy_graph(gm), rewrite_in_place(copy_graph(gm), without, device))
     return lower(gm, (), "eager", replace(in_fp32(policy), level="O0"))
 

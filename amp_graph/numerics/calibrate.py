@@ -167,7 +167,7 @@ class _GraphSink:
             if source in self.peaks:
                 one.reads = _beside(one.reads, self.peaks[source])
 
-    def gradient(self, node: Node, grad: torch.Tensor) -> None:
+    def gradient(self, node: Node, grad: torch.Tensor, part: int) -> None:
         found = range_of([grad])
         if node in self.keys and found is not None:
             one = self.now.setdefault(self.keys[node], _Found())

@@ -39,9 +39,9 @@ class Reference:
             kept = first.detach().double()
             self.values[node.name] = kept.clone() if node.name in self.written else kept
 
-    def gradient(self, node: Node, grad: Tensor) -> None:
-        """Keep the gradient of a value."""
-        if node.name in self.values and grad.shape == self.values[node.name].shape:
+    def gradient(self, node: Node, grad: Tensor, part: int) -> None:
+        """Keep the gradient of a value; of several, that of the first."""
+        if part == 0 and node.name in self.values and grad.shape == self.values[node.name].shape:
             self.gradients[node.name] = grad.double()
 
     def returned(self, reader: Node, source: Node, grad: Tensor) -> None:
@@ -121,8 +121,10 @@ class Against:
         if exact.result.requires_grad and isinstance(result, Tensor):
             self.exact[name] = exact
 
-    def gradient(self, node: Node, grad: Tensor) -> None:
-        """Compare a gradient, and find what the exact backward makes of it."""
+    def gradient(self, node: Node, grad: Tensor, part: int) -> None:
+        """Compare a gradient, and find what the exact backward makes of it; of several values, that of the first."""
+        if part:
+            return
         ref = self.ref.gradients.get(node.name)
         if ref is not None and grad.shape == ref.shape:
             self.found.gradients.setdefault(node.name, Sums()).add(grad.double() / self.scale, ref)

@@ -2,13 +2,14 @@
 
 Before: a captured graph, with what the passes before planning recorded on it. After:
 ``Observer(gm, memory, sink).run(*args)`` calls ``sink.value(node, result)`` after each node, and, while the caller's
-backward runs, ``sink.gradient(node, grad)`` with the gradient of the node's result and ``sink.returned(reader, source,
+backward runs, ``sink.gradient(node, grad, part)`` with the gradient of its result and ``sink.returned(reader, source,
 grad)`` with the gradient that ``reader`` returned for ``source``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +27,8 @@ class Sink(Protocol):
     def value(self, node: Node, result: Any) -> None:
         """Take the result of ``node``; called in graph order, for inputs and parameters as well."""
 
-    def gradient(self, node: Node, grad: torch.Tensor) -> None:
-        """Take the gradient of the result of ``node``, once for each tensor in it."""
+    def gradient(self, node: Node, grad: torch.Tensor, part: int) -> None:
+        """Take the gradient of the result of ``node``, once for each tensor in it; ``part``: which of them."""
 
     def returned(self, reader: Node, source: Node, grad: torch.Tensor) -> None:
         """Take the gradient that the backward of ``reader`` returned for the value of ``source``."""
@@ -95,9 +96,13 @@ class Observer(Interpreter):
         return seen
 
     def _watch_result(self, node: Node, result: Any) -> None:
-        for tensor in tensors(result):
+        def tell(grad: torch.Tensor | None, part: int) -> None:
+            if grad is not None:
+                self.sink.gradient(node, grad.detach(), part)
+
+        for part, tensor in enumerate(tensors(result)):
             if _is_differentiated(tensor) and not tensor.is_leaf:
-                tensor.register_hook(lambda grad: None if grad is None else self.sink.gradient(node, grad.detach()))
+                tensor.register_hook(partial(tell, part=part))
 
 
 def _is_differentiated(value: Any) -> bool:

@@ -78,7 +78,9 @@ class Variants:
         """Make the planned form; without ``policy``, with the passes of the device, whose kernels may be needed."""
         assert self._captured is not None, "a graph inside of another is planned with that"
         planned = copy_graph(self._captured)
-        rewrite_in_place(planned, policy or self._policy, self.device)
+        asked = policy or self._policy  # whatever time its roundings take
+        asked = replace(asked, skip_unprofitable=asked.skip_unprofitable or "false")
+        rewrite_in_place(planned, asked, self.device)
         self._take_planned(planned)
 
     def _take_planned(self, planned: GraphModule) -> None:

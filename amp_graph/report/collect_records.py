@@ -57,6 +57,10 @@ class Part:
     names: tuple[str, ...] = ()
 
 
+WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
+UNMEASURED = "it stays low all the same: the rates are not of this machine; amp-graph calibrate measures them"
+
+
 def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphReport:
     """Read one captured graph; ``weights`` are the names of the model's parameters and buffers."""
     low = record.rewritten.dtype
@@ -82,21 +86,25 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         torch.float32 in dtypes,
         any(d.is_floating_point or d.is_complex for d in dtypes),
         record.rewritten.gm.meta.get(BUDGET),
-        _predicted(parts),
+        _predicted(parts, record.rewritten.policy.leaves),
         sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
         tuple(Note(part.path, t.name, t.failure) for part in parts for t in part.passes if t.failure),
         "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
     )
 
 
-def _predicted(parts: list[Part]) -> Predicted | None:
+def _predicted(parts: list[Part], leaves: str) -> Predicted | None:
     """Return the predicted time of all parts that contain low precision, or would."""
     found = [part.gm.meta[PREDICTED] for part in parts if PREDICTED in part.gm.meta]
     if not any(one.is_low for one in found):
         return None
     full = sum(one.full for one in found) or 1
     ratio, autocast = (sum(times) / full for times in ([p.planned for p in found], [p.autocast for p in found]))
-    return Predicted(ratio, found[0].machine, LEFT_ALONE in parts[0].gm.meta, full / PICOSECONDS, autocast)
+    left = LEFT_ALONE in parts[0].gm.meta
+    why = ""
+    if leaves == "graphs" and not left:
+        why = UNMEASURED if all(one.may_be_full for one in found) else WANTED
+    return Predicted(ratio, found[0].machine, left, full / PICOSECONDS, autocast, why)
 
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:

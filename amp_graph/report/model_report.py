@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.capture.dynamo_backend import Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.overflow.scale_history import scale_history
@@ -40,7 +40,6 @@ from amp_graph.report.report_notes import (
     notes_of_passes,
     notes_of_replay,
     notes_of_scale,
-    notes_of_update,
 )
 from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.step.train_step import TrainStep
@@ -147,6 +146,8 @@ def report(
 ) -> Report:
     """Return the report of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
+    The model may be wrapped by DDP or ``torch.compile``, or not converted and compiled with ``backend="amp_graph"``.
+
     optimizer: the model's, to count its state under ``memory`` and describe its update. times: measured seconds of a
     step or call, shown beside the predicted ones: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
     loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
@@ -167,32 +168,63 @@ def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
     found = conversion_of(behind_compile(model))
     if found is None:
-        raise CaptureError(_not_converted(model))
+        return _of_compiled(model, optimizer)
     return Report(
         type(found.model).__name__,
         found.policy,
         _dtype(found.policy, found.model),
         _backend(found.compile, found.options),
-        _status(found),
-        tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
-        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (
+        status=_status(found),
+        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
+        notes=(
             *found.said.notes,
             *notes_of_emulation(found.policy, [record.rewritten for record in found.graphs]),
             *notes_of_memory(found),
             *notes_of_replay(found),
             *precision_lines(found),
-            *notes_of_update(found, optimizer),
             *notes_of_scale(optimizer),
             *notes_of_kernels(found.model),
         ),
-        memory_of(found.model, optimizer, found.captured.frozen.tensors if found.captured.frozen else ()),
-        found.escaped_runs,
-        tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
-        tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
-        tuple(captured_nodes(record, _weights(found.model)) for record in found.graphs),
-        counts=tuple(count_of(record, _weights(found.model)) for record in found.graphs),
+        memory=memory_of(found.model, optimizer, found.captured.frozen.tensors if found.captured.frozen else ()),
+        escaped=found.escaped_runs,
+        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
+        **_graphs(found.graphs, found.model),
     )
+
+
+def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
+    """Return the report of what ``torch.compile(model, backend="amp_graph")`` captured."""
+    written = behind_compile(model)
+    found = graphs_of(written) if isinstance(written, torch.nn.Module) else []
+    if not found:
+        raise CaptureError(_not_converted(model))
+    last, graphs = found[-1], [Captured(graph.rewritten, None, graph.grad) for graph in found]
+    policy = last.rewritten.policy
+    return Report(
+        type(written).__name__,
+        policy,
+        _dtype(policy, written),
+        f"backend amp_graph, {_backend(last.compile, last.options)}",
+        status="",
+        skipped=(),
+        notes=(
+            *notes_of_emulation(policy, [graph.rewritten for graph in found]),
+            *notes_of_scale(optimizer),
+            *notes_of_kernels(written),
+        ),
+        memory=memory_of(written, optimizer, ()),
+        **_graphs(graphs, written),
+    )
+
+
+def _graphs(records: Sequence[Captured], model: torch.nn.Module) -> dict[str, Any]:
+    weights = _weights(model)
+    return {
+        "graphs": tuple(read_graph(i, record, weights) for i, record in enumerate(records)),
+        "flows": tuple(flow_of(record, weights) for record in records),
+        "captured": tuple(captured_nodes(record, weights) for record in records),
+        "counts": tuple(count_of(record, weights) for record in records),
+    }
 
 
 def _of_step(step: TrainStep) -> Report:
@@ -203,21 +235,18 @@ def _of_step(step: TrainStep) -> Report:
         step.policy,
         _dtype(step.policy, step.model),
         _backend(step.compile, step.compiler_options),
-        "" if graphs else NOT_CAPTURED.replace("model", "step"),
-        tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
-        (),
-        (
+        status="" if graphs else NOT_CAPTURED.replace("model", "step"),
+        skipped=(),
+        notes=(
             *step.notes,
             *notes_of_emulation(step.policy, [captured.rewritten for captured in step.captured]),
             *dict.fromkeys(note for captured in step.captured for note in notes_of_passes(captured)),
             *notes_of_scale(step),
             *notes_of_kernels(step.model),
         ),
-        memory_of(step.model, step.optimizer, step.weight_copies()),
-        flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
-        captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
+        memory=memory_of(step.model, step.optimizer, step.weight_copies()),
         loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
-        counts=tuple(count_of(record, _weights(step.model)) for record in graphs),
+        **_graphs(graphs, step.model),
     )
 
 
@@ -253,9 +282,10 @@ def _not_converted(model: object) -> str:
         )
     if (written := behind_compile(model)) is not model:
         return (
-            f"report: torch.compile was given {type(written).__name__}, which is not converted; its own graphs keep no "
-            "report\n  legal: a converted model, compiled or not\n"
-            "  fix:   model = amp_graph.convert(model, compile='inductor'); model(x); amp_graph.report(model)"
+            f"report: torch.compile was given {type(written).__name__}, which is not converted, and no graph of the "
+            "backend 'amp_graph' was captured of it: it has not run, or runs a graph of another model of its class\n"
+            "  legal: a converted model, compiled or not; that backend\n"
+            "  fix:   model = torch.compile(model, backend='amp_graph'); model(x); amp_graph.report(model)"
         )
     inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
     if inside:

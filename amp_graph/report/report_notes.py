@@ -13,9 +13,7 @@ import torch
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.optim.optimizers import OnePassOptimizer
 from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.native.triton_loader import why_failed
 from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
@@ -26,9 +24,6 @@ from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
 
-LEFT = "kept in the process for the next"
-WORD = "(keep_memory=)"
-
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
@@ -37,8 +32,7 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
         yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
         return
     for traced in captured.steps.values():
-        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
@@ -60,16 +54,12 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on the weights of calls without gradients, and a line for each graph whose memory is kept."""
+    """Yield a line on the weights of calls without gradients."""
     weights = found.captured.frozen
     if weights is not None:
         yield f"frozen: weights are cast, packed and folded once, {size_text(weights.bytes)} now"
     elif found.compile == "eager" and any(not graph.grad and _casts_weights(graph) for graph in found.graphs):
         yield "calls without gradients cast each weight; amp_graph.freeze(model) casts, packs and folds them once"
-    for i, graph in enumerate(found.graphs):
-        if graph.kept_bytes:
-            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
-            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
 
 
 def _casts_weights(graph: Captured) -> bool:
@@ -82,17 +72,8 @@ def notes_of_replay(found: Conversion) -> Iterator[str]:
         yield from found.captured.replays.lines(size_text)
 
 
-def notes_of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield a line on how ``optimizer`` updates."""
-    if isinstance(optimizer, OnePassOptimizer):
-        yield f"update: {optimizer.how}"
-
-
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:
-    """Yield the kernels that are unavailable on this machine, and why: C on the CPU, Triton's on CUDA."""
-    if any(p.device.type == "cuda" for p in model.parameters()):
-        for name, why in why_failed().items():
-            yield f"torch's kernels in place of {name.rpartition('.')[2].removesuffix('_source')}: {why}"
+    """Yield the kernels that are unavailable on this CPU, and why."""
     if all(p.device.type == "cpu" for p in model.parameters()):
         for why, names in why_refused().items():
             yield f"torch's kernels in place of {', '.join(names)}: {why}"

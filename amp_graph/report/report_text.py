@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from amp_graph.passes.precision.error_budget_planner import Budget
 from amp_graph.report.reasons import split_reason
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
@@ -138,9 +139,17 @@ def _budget(graph: GraphReport) -> list[str]:
     time = f"{told.picoseconds / told.of_autocast:.3f}" if told.of_autocast else "1"
     kept = "" if told.error <= told.multiple else ": no plan is that exact; this is the most exact one"
     return [
-        f"  error budget {told.multiple:g}: predicted error {told.error:.3f} ({told.origin}){kept}",
+        f"  error budget {told.multiple:g}: predicted error {told.error:.3f} ({_origin(told)}){kept}",
         f"    and predicted time {time}, as ratios to the plan of accuracy=autocast",
     ]
+
+
+def _origin(told: Budget) -> str:
+    """Say what the predicted error is worth."""
+    if told.origin != "measured":
+        return f"{told.origin}: an estimate, no bound; sample= measures"
+    left = f"; {told.unmeasured} operations without gradients stay as in autocast" if told.unmeasured else ""
+    return told.origin + left
 
 
 def _casts(graph: GraphReport) -> list[str]:
@@ -183,10 +192,8 @@ def predicted_lines(graph: GraphReport) -> list[str]:
             f"  left in full precision: low precision is not profitable on {found.machine}, {time}",
             "    a policy with a dtype and without skip_unprofitable=graphs lowers it all the same",
         ]
-    return [
-        f"  low precision is not profitable on {found.machine}: {time}",
-        "    policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in full precision",
-    ]
+    hint = found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32"
+    return [f"  low precision is not profitable on {found.machine}: {time}", f"    {hint}"]
 
 
 def _spared(graph: GraphReport) -> list[str]:

@@ -109,7 +109,7 @@ class CapturedSteps:
             return made
         gm = captured.rewritten.gm
         if LEFT_ALONE in gm.meta and not any(other.steps for other in self.captured):
-            warn_of_full_precision(self._builder.model, gm, captured.rewritten.dtype)
+            warn_of_full_precision(type(self._builder.model).__name__, gm, captured.rewritten.dtype)
         traced = self._builder.build(captured, args, self.last)
         self._laid_out(traced.updates)
         captured.steps[captured.bound.kind(self.last, self._state.pending)] = traced

@@ -111,7 +111,7 @@ def _phases(batch: int, fp16_batch: int) -> tuple[Phase, ...]:
     """Return the two races. With those of all models they end within five minutes, installation included."""
     if not has_bf16_arithmetic():
         batch //= 2
-    return Phase("bf16", 150, batch, 30), Phase("fp16", 20, fp16_batch, 10)
+    return Phase("bf16", 150, batch, 20), Phase("fp16", 20, fp16_batch, 10)
 
 
 def built(chosen: Task, seed: int = 0) -> nn.Module:

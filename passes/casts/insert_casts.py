@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.casts.saturation import is_added, out_of_range, within_range
 from amp_graph.passes.casts.user_copies import keep_copy
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.edit import OWN, set_value, take_over
 from amp_graph.passes.graph.fake_values import (
     captured,
     fake_mode_of,
@@ -63,7 +64,7 @@ class InsertCasts(Pass):
         mode = fake_mode_of(gm)
         if mode is None:
             return PassResult(gm)
-        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)))
+        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), out_of_range(gm, self.dtype))
         for node in gm.graph.nodes:
             if GIVEN in node.meta:
                 set_value(node, node.meta[GIVEN])
@@ -84,6 +85,7 @@ class _Insertion:
     mode: FakeTensorMode
     dtype: torch.dtype
     memory: Memory
+    large: set[Node]  # what may be outside the range of ``dtype``
     changes: list[Change] = field(default_factory=list)
     casts: dict[Any, Node] = field(default_factory=dict)
     # Full-precision values that replace low ones which are written later, in both directions: only they see the writes.
@@ -105,6 +107,9 @@ class _Insertion:
         if TAKES in node.meta:  # runs as captured, on the dtypes it was captured with
             return
         self._saturate(node)
+        if mark is not None and any(value(written).dtype == self.dtype for written in mark.written):
+            for source in self.large.intersection(_eligible(node)) - mark.written:
+                self._bound(source, node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
             node.kwargs = {**node.kwargs, "dtype": torch.float32}
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
@@ -155,7 +160,7 @@ class _Insertion:
         graph = self.gm.graph
         place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
         with place:
-            cast = self.gm.graph.call_method(METHODS[dtype], (source,))
+            cast = graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
         keep_trained(new, captured(source))
@@ -172,8 +177,17 @@ class _Insertion:
         takes = "low" if dtype == self.dtype else "full"
         reason = f"{reader.name} ({ops or reader.op}) takes {takes} precision"
         cast.meta[CAST] = reason
+        if dtype == self.dtype and source in self.large and is_added(source, reader):
+            self._bound(source, cast)
         self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
         return cast
+
+    def _bound(self, source: Node, reader: Node) -> None:
+        """Clamp what ``reader`` reads from ``source`` to the range of the low dtype."""
+        with self.gm.graph.inserting_before(reader):
+            bounded = self.gm.graph.call_function(within_range, (source, self.dtype))
+        reader.replace_input_with(source, take_over(bounded, reader, value(source), without=(*OWN, CAST)))
+        self.changes.append(Change("insert-casts", "saturated a value", source.name, f"beyond {self.dtype}"))
 
     def _saturate(self, node: Node) -> None:
         """Clamp constants that were captured for fp32 to the range of a low-precision operand.

@@ -28,7 +28,8 @@ class Budget:
 
     ``multiple``: the allowed error; the unit is the predicted error of the plan of accuracy "autocast". ``error``: the
     plan's predicted error in this unit. ``picoseconds``: the plan's time on the machine planned for; ``of_autocast``:
-    the time of that other plan. ``origin``: how the influence of roundings was found, "by rule" or "measured".
+    the time of that other plan. ``origin``: how the influence of roundings was found, "by rule" or "measured"; a rule
+    does not know the sizes of values, so its prediction is no bound. ``unmeasured``: operations without a measured one.
     """
 
     multiple: float
@@ -36,6 +37,7 @@ class Budget:
     picoseconds: int
     of_autocast: int
     origin: str
+    unmeasured: int = 0
 
 
 class ErrorBudget:
@@ -43,13 +45,15 @@ class ErrorBudget:
 
     The error is the square root of the summed harm of all roundings, relative to the plan of accuracy "autocast". Any
     free operation may be low and any matmul full, whatever "autocast" and "fast" permit; ``deny`` operations stay
-    full. Exactness: approximate (a first-order prediction for independent roundings).
+    full, and so does what ``conditioning`` keeps. A plan of error 1 or less makes no rounding that "autocast" does not
+    make: it is as exact, whatever the prediction is worth. Exactness: approximate (a first-order prediction for
+    independent roundings).
     """
 
     def __init__(self, problem: Problem, machine: Machine, dtype: str, influence: Influence | None = None) -> None:
-        self.problem = replace(problem, accuracy=1.0)
-        self.machine, self.dtype = machine, dtype
         self.influence = influence or influence_by_rule(problem)
+        self.problem = replace(problem, accuracy=1.0, unbounded=self.influence.unmeasured)
+        self.machine, self.dtype = machine, dtype
         self.made = formulate(self.problem, machine, dtype, skip=True)
         self.plans = Tradeoff(self.made.task(), harm_of(self.made, self.influence))
         self.autocast = self.painted("autocast")
@@ -75,7 +79,16 @@ class ErrorBudget:
         Searches the lower convex hull of time and squared error, and the plans of accuracy "autocast" and "fast". A
         faster plan above the hull may exist. A larger multiple never gives a slower plan.
         """
-        return self.plans.within(math.floor(multiple * multiple * self.autocast.harm), self.known)
+        bound = math.floor(multiple * multiple * self.autocast.harm)
+        exact = self._as_exact.within(bound)
+        exact = self.plans.point(exact.low)
+        return exact if multiple <= 1 else self.plans.within(bound, (exact, *self.known))
+
+    @cached_property
+    def _as_exact(self) -> Tradeoff:
+        """The plans whose roundings are among those of accuracy "autocast"."""
+        made = formulate(replace(self.problem, accuracy="autocast"), self.machine, self.dtype, skip=True)
+        return Tradeoff(made.task(), harm_of(made, self.influence))
 
     def error(self, plan: Point) -> float:
         """Return the predicted error of a plan as a multiple of that of accuracy "autocast"."""
@@ -89,7 +102,8 @@ class ErrorBudget:
 
     def budget(self, multiple: float, plan: Point) -> Budget:
         """Summarize a plan."""
-        return Budget(multiple, self.error(plan), plan.cost, self.autocast.cost, self.influence.origin)
+        unmeasured = len(self.influence.unmeasured)
+        return Budget(multiple, self.error(plan), plan.cost, self.autocast.cost, self.influence.origin, unmeasured)
 
     def choices(self, multiple: float, plan: Point) -> dict[Node, Choice]:
         """Return the choices of a plan, with reasons that give time and error."""

@@ -57,6 +57,11 @@ class Machine:
     keeps_weights: bool = False
 
 
+def is_faster_in(machine: Machine, dtype: str) -> bool:
+    """Return whether ``machine`` has arithmetic in ``dtype``: any product is faster than in float32."""
+    return any(machine.rates[family][dtype] > machine.rates[family]["float32"] for family in COUNTED)
+
+
 def machine_for(device: str) -> Machine:
     """Return the machine to plan for on ``device`` ("cpu", "cuda"): the calibrated one if its file exists.
 

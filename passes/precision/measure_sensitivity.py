@@ -38,8 +38,8 @@ class Measured:
     def of(self, problem: Problem) -> Influence | None:
         """Return the influence of the reads in ``problem``, or None if its graph has another skeleton.
 
-        Reads that no gradient reaches get their influence by rule, in the unit of the measured ones. Outputs that the
-        loss does not use, and nodes that only they need, get none.
+        Reads that no gradient reaches get their influence by rule, in the unit of the measured ones, and are named:
+        no plan may add a rounding to them. Outputs that the loss does not use, and nodes that only they need, get none.
         """
         if skeleton(problem.gm) != self.skeleton or not any(self.readings.values()):
             return None
@@ -55,7 +55,8 @@ class Measured:
             values[node] = sum_of_readings(node, readings, problem)
             if is_part(node):
                 readings[node.all_input_nodes[0], node] = values[node]
-        return Influence(readings, values, "measured")
+        unmeasured = frozenset(b for (a, b), part in rule.items() if part and (a, b) not in known and b is not end)
+        return Influence(readings, values, "measured", unmeasured)
 
     def _known(self, problem: Problem) -> dict[tuple[Node, Node], float]:
         """Return the measured influence of the reads that ``problem`` has too."""

@@ -19,10 +19,11 @@ from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.kept_full import kept_full, unmatched
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of, has_symbols, is_eligible, tensors, value
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
+    CAST,
     LEFT_ALONE,
     LOW_DTYPE,
     MARK,
@@ -33,8 +34,9 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     WISH,
 )
-from amp_graph.passes.precision import position_encodings, strided_views, transposed_weights
+from amp_graph.passes.precision import strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
+from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
 from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
 from amp_graph.passes.precision.error_budget_planner import plan_within
 from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
@@ -83,6 +85,7 @@ class PlanPrecision(Pass):
     is at most that many times the error of accuracy "autocast", whatever the rule-based planner permits.
     ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
     packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
+    ``compiled``: a compiler fuses its calls.
     ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of others that stay full.
     ``emulates``: what runs computes in fp32 and rounds, as another device would.
     """
@@ -98,6 +101,7 @@ class PlanPrecision(Pass):
     keeps_weights: bool = False
     counts: bool = False
     in_step: bool = False
+    compiled: bool = False
     calibration: Calibration | None = None
     keep_ops: tuple[str, ...] = ()
     emulates: bool = False
@@ -159,13 +163,14 @@ class PlanPrecision(Pass):
     def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
         """Return the plan, or an all-full plan if that is predicted to be as fast and the policy permits it.
 
-        Keeps the plan for symbolic sizes: other sizes may be profitable. Keeps it for a partial graph too, whose
-        neighbours run under autocast and round the values between them.
+        Symbolic sizes count as in the call at hand.
         """
         machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
+        if self.compiled:
+            machine = replace(machine, graph=0.0, call=0.0)
         found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
         leaves = self.leaves == "graphs" and self.counts and self.lists.unlisted == "opaque"
-        if not leaves or found.is_worth_it or has_symbols(problem.gm) or PIECE in problem.gm.meta:
+        if not leaves or found.is_worth_it:
             return chosen
         problem.gm.meta[LEFT_ALONE] = found
         return left_alone(problem, found, machine, dtype)
@@ -173,7 +178,7 @@ class PlanPrecision(Pass):
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""
         ours = self.lists.unlisted == "opaque"
-        held = position_encodings.protected(gm.graph.nodes, classes) if ours else frozenset()
+        held = carriers_of_positions(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
         restored = self.keep_outputs and PIECE not in gm.meta
@@ -193,7 +198,7 @@ class PlanPrecision(Pass):
             elif node in kept:
                 done[node] = replace(found, cls=OpClass.DENY, why=kept[node], listed=True)
             elif node in held:
-                done[node] = replace(found, cls=OpClass.DENY, why=position_encodings.WHY)
+                done[node] = replace(found, cls=OpClass.DENY, why=POSITIONS)
             elif node in exact:
                 done[node] = replace(found, cls=OpClass.DENY, why=RETURNED)
             elif node in strided:
@@ -280,14 +285,15 @@ def _wants(node: Node, found: Classification, choice: Choice) -> dict[Node, str]
 
 
 def refuse_mixed(node: Node) -> None:
-    """Raise TypeError if an ``allow`` operation has float operands of two dtypes.
+    """Raise TypeError if an ``allow`` operation has float operands of two dtypes, but for those that stay full.
 
     Its kernels need one dtype; fake tensors do not always check it (``linear`` and ``mm`` in torch 2.13).
     """
     mark: Mark | None = node.meta.get(MARK)
     if mark is None or mark.cls is not OpClass.ALLOW:
         return
-    given = [t for s in node.all_input_nodes for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
+    operands = [s for s in node.all_input_nodes if mark.wants.get(s.args[0] if CAST in s.meta else s) != FULL]
+    given = [t for s in operands for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
     found = sorted({str(t.dtype) for t in given})
     if len(found) > 1:
         raise TypeError(f"{', '.join(mark.ops)} takes operands of one dtype, not of {' and '.join(found)}")

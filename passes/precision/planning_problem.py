@@ -23,7 +23,8 @@ FREE = (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE)
 class Problem:
     """The input of a planner: the graph, each node's class, its memory, the lists and the accuracy.
 
-    ``accuracy``: "autocast", "fast", or a number. With a number, any free operation may be low.
+    ``accuracy``: "autocast", "fast", or a number. With a number, any free operation may be low, but for ``unbounded``
+    ones: nothing is known of the effect of rounding their operands.
     """
 
     gm: GraphModule
@@ -32,6 +33,7 @@ class Problem:
     lists: OpList
     accuracy: str | float
     keep_outputs: bool = True
+    unbounded: frozenset[Node] = frozenset()
 
 
 @dataclass(frozen=True)

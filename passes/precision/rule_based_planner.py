@@ -22,15 +22,11 @@ from amp_graph.passes.graph.fake_values import captured, has_eligible, is_eligib
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import GIVEN
 from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.conditioning import kept_as_in_autocast
 from amp_graph.passes.precision.lookahead import Lookahead, is_leaf
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FREE, FULL, LOW, Choice, Problem
-from amp_graph.passes.precision.position_encodings import exact
 
 ADDITIONS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
-# Rounding before these can make different elements equal, which moves whole gradients to other elements.
-SELECTIONS = frozenset(
-    f"aten.{name}" for name in ("amax", "amin", "max", "min", "argmax", "argmin", "median", "topk", "sort", "argsort")
-)
 # Their backward sums the gradients of elements that were read more than once, in the precision of the result.
 GATHERS = frozenset(
     f"aten.{name}"
@@ -60,7 +56,7 @@ class RuleBasedPlan:
         self.low = {node for node in problem.gm.graph.nodes if GIVEN in node.meta}
         self.tainted: set[Node] = set()  # full because a deny operation made it so
         self.ahead = Lookahead(problem)
-        self.exact = frozenset() if isinstance(problem.accuracy, str) else self._kept_exact()
+        self.kept = {} if problem.accuracy == "autocast" else self._kept()
 
     def run(self) -> dict[Node, Choice]:
         """Choose for the nodes in graph order."""
@@ -129,8 +125,8 @@ class RuleBasedPlan:
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
         if node in self.ahead.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
-        if self.fast and node in self.ahead.low and not self._selects(node, kind):
-            reason = self._fast_reason(kind, low, tainted, counted)
+        if self.fast and node not in self.kept and node in self.ahead.low:
+            reason = self._fast_reason(node, kind, low, tainted, counted)
             if reason and low and kind.mixed and set(kind.names) <= ADDITIONS:
                 self.low.add(node)  # the sum is rounded for its readers; rounding the operand too would round twice
                 return Choice(FULL, reason + ", rounded after the sum")
@@ -139,34 +135,43 @@ class RuleBasedPlan:
         if tainted and kind.cls is not OpClass.FP32_INSIDE:
             self.tainted.add(node)
         if low:
-            return self._set_full(kind, moved, "mixed operands promote to full precision", natively=kind.mixed)
-        return self._set_full(kind, [], "operands are full precision")
+            reason = "mixed operands promote to full precision" + self._why_kept(node)
+            return self._set_full(kind, moved, reason, natively=kind.mixed)
+        return self._set_full(kind, [], "operands are full precision" + self._why_kept(node))
 
-    def _kept_exact(self) -> frozenset[Node]:
-        """Return the nodes that lead to a steep function, except those that accuracy "fast" would round."""
-        fast = RuleBasedPlan(replace(self.problem, accuracy="fast"), widest=True).run()
-        steep = exact(self.problem.gm.graph.nodes, self.classes)
-        return frozenset(n for n in steep if fast[n].precision != LOW)
+    def _kept(self) -> dict[Node, str]:
+        """Return the nodes that what reads them keeps in full precision, each with the name of that reader."""
+        autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"), widest=self.widest)
+        autocast.run()
+        unmeasured = dict.fromkeys(self.problem.unbounded, "a reader without a measured gradient")
+        return {**unmeasured, **kept_as_in_autocast(self.problem, autocast.low)}
+
+    def _why_kept(self, node: Node) -> str:
+        return f", and {self.kept[node]} would magnify a rounding" if node in self.kept else ""
 
     def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
-        It may not before a selection or, beyond what "fast" rounds, before a steep function such as exp or sin. It may
-        not cast a whole input or parameter for a view of it or a gather from it.
+        It may not before what magnifies a rounding. It may not cast a whole input or parameter for a view of it or a
+        gather from it.
         """
-        if isinstance(self.problem.accuracy, str) or not has_eligible(node) or self._selects(node, kind):
+        if isinstance(self.problem.accuracy, str) or not has_eligible(node):
             return False
-        if node in self.exact:
+        if node in self.kept:
             return False
         moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
         return not moves or len(operands) != 1 or not is_leaf(operands[0])
 
-    def _fast_reason(self, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]) -> str:
+    def _fast_reason(
+        self, node: Node, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]
+    ) -> str:
         """Return why a free operation is low under accuracy "fast", or "" if it stays full."""
         if kind.cls is OpClass.FP32_INSIDE:  # a cast after it costs as much as one before it
             return ""
         if low and (not tainted or set(kind.names) <= ADDITIONS):
             return "accuracy=fast: joins a low-precision stream that feeds low-precision operations"
+        if self.problem.memory.is_written(node):  # a cast before it would break an alias
+            return ""
         if not low and not tainted and len(counted) == 1 and not is_leaf(counted[0]):
             return "accuracy=fast: feeds low-precision operations"
         return ""
@@ -201,11 +206,6 @@ class RuleBasedPlan:
         """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
         return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
 
-    def _selects(self, node: Node, kind: Classification) -> bool:
-        """Say whether ``node`` or one of its readers selects among elements (max, sort, ...)."""
-        kinds = [kind, *(self.classes[user] for user in node.users if user in self.classes)]
-        return any(not SELECTIONS.isdisjoint(k.names) for k in kinds)
-
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose accuracy that autocast keeps.
 
@@ -213,7 +213,7 @@ class RuleBasedPlan:
         if every reader rounds the result anyway. CPU autocast returns low precision itself. Accuracy "fast" needs full
         precision only from the last norm, which no low operation follows (one cast before it instead of after it).
         """
-        if self.fast:
+        if self.fast and node not in self.kept:
             return kind.partial and node not in self.ahead.low
         return kind.full_in_autocast and not all(self.ahead.takes_low(user, node) for user in node.users)
 

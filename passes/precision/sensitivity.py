@@ -25,12 +25,14 @@ from amp_graph.passes.precision.rule_based_planner import ADDITIONS
 class Influence:
     """The effect of rounding a value for one of its readers (``readings``), or for all of them (``values``).
 
-    The unit is arbitrary. ``origin``: "by rule" or "measured".
+    The unit is arbitrary. ``origin``: "by rule" or "measured". ``unmeasured``: nodes for which some rounding has no
+    measured effect, as no gradient reaches it.
     """
 
     readings: Mapping[tuple[Node, Node], float]
     values: Mapping[Node, float]
     origin: str = "by rule"
+    unmeasured: frozenset[Node] = frozenset()
 
 
 def influence_by_rule(problem: Problem, unused: Collection[Node] = ()) -> Influence:

@@ -118,6 +118,10 @@ class CompiledFrames:
         space = space if dynamo_listens() is None else function.__globals__
         return types.FunctionType(compiled, space, function.__code__.co_name, None, function.__closure__)
 
+    def forget_last(self) -> None:
+        """Look at all entries again in the next call."""
+        self._last = None
+
     def settled(self) -> Entry | None:
         """Return the entry whose code was found last, if it is known what its graph comes down to: see ``Entry``."""
         last = self._last
@@ -138,7 +142,7 @@ class CompiledFrames:
             guards = last.guards()
             if guards is not None and guards.cache_entry is not None and guards.root.check(local):
                 return last
-        for entry in self._entries(self._function.__code__):
+        for entry in reversed(self._entries(self._function.__code__)):  # those of fixed sizes are the older ones
             if entry.guard_manager.check(local):
                 self._last = self._entry_of(entry)
                 return self._last

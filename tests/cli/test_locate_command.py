@@ -20,6 +20,8 @@ def build():
     print("a word of the user's")
     torch.manual_seed(0)
     return Net(), (torch.ones(3, 8),)
+def bare():
+    return build()[0]
 def loss(out, y):
     return nn.functional.cross_entropy(out, y)
 def loud(out):
@@ -85,3 +87,20 @@ def test_what_is_no_batch_is_refused(locate, tmp_path, content, words, told):
     assert status == 1
     assert told in err
     assert "fix:" in err
+
+
+@pytest.mark.parametrize("batch", [("x", "y"), ["x", "y"], "x"], ids=["a tuple", "a list", "inputs alone"])
+def test_a_batch_serves_a_target_that_gives_no_inputs(tmp_path, capsys, batch):
+    (tmp_path / "bare_to_locate.py").write_text(SOURCE)
+    path, values = tmp_path / "batch.pt", {"x": torch.full((3, 8), 100.0), "y": torch.zeros(3, dtype=torch.long)}
+    torch.save(values["x"] if batch == "x" else type(batch)(values[name] for name in batch), path)
+    loss = () if batch == "x" else ("--loss", f"{tmp_path}/bare_to_locate.py:loss")
+    words = ["locate", f"{tmp_path}/bare_to_locate.py:bare", "--policy", "fp16", "--batch", str(path), *loss]
+    assert main(words) == 3
+    assert "* 1e4" in capsys.readouterr().out
+
+
+def test_without_a_batch_a_target_without_inputs_is_refused(tmp_path, capsys):
+    (tmp_path / "bare_to_locate.py").write_text(SOURCE)
+    assert main(["locate", f"{tmp_path}/bare_to_locate.py:bare"]) == 1
+    assert "--input" in capsys.readouterr().err

@@ -70,12 +70,11 @@ def devices_of(name):
         ("bf16,skip=attention", "fuse-attention", "cpu", Mode(), "skip=attention in the policy"),
         ("bf16,skip=backend", "gru-state", "cpu", Mode(), "skip=backend in the policy"),
         ("bf16,lists=autocast_cpu", "fuse-gelu", "cpu", Mode(), "reproduce torch.autocast"),
-        ("bf16", "fuse-add-norm", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
+        ("bf16", "fuse-cross-entropy", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
         ("bf16", "fold-batch-norms", "cpu", Mode(), "needs a frozen model"),
         ("bf16", "cast-weights", "cpu", Mode(gradients=False), "needs gradients"),
         ("bf16", "freeze-weights", "cpu", Mode(gradients=False), "needs a frozen model"),
-        ("bf16", "fuse-addmm-bias", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
-        ("bf16", "fuse-addmm-bias", "cpu", Mode(step=True), ""),
+        ("bf16", "lower-weight-gradients", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
         ("bf16", "cast-weights", "cpu", Mode(step=True), "a training step casts its weights"),
         ("O0", "insert-casts", "cpu", Mode(), "level O0"),
         ("fp16", "scale-loss", "cpu", Mode(), "only in a training step"),
@@ -88,8 +87,6 @@ def devices_of(name):
         ("bf16", "clip-gradients", "cpu", Mode(step=True), "only with clip_norm or clip_value"),
         ("bf16", "zero-sums", "cpu", Mode(step=True), "only with micro_batches"),
         ("bf16", "upcast-gradients", "cpu", Mode(step=True, compile="inductor"), "needs a step that runs eagerly"),
-        ("bf16", "update-in-one-pass", "cpu", Mode(step=True), "see update= of TrainStep"),
-        ("bf16", "update-in-one-pass", "cuda", Mode(step=True), "device cuda: for cpu only"),
     ],
 )
 def test_a_pass_that_is_off_says_why(policy, name, device, mode, reason):

@@ -254,3 +254,31 @@ def test_each_run_of_a_graph_is_compared_with_its_own_reference():
     linear = next(one for one in found.operations if one.key == "block.linear:linear")
     assert linear.fp32 < 1e-6 > linear.gradient_fp32
     assert 1e-4 < linear.error <= 1.05 * linear.autocast < 0.02
+
+
+SEVERAL = {
+    "chunk": lambda x: x.chunk(2, -1),
+    "split": lambda x: x.split([3, 5], -1),
+    "equal split": lambda x: x.split(4, -1),
+    "unbind": lambda x: x.unbind(-1)[:2],
+    "max": lambda x: (x.max(-1).values, x),
+    "a tuple of sizes": lambda x: x.tensor_split(2, -1),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_gradients_of_several_results_are_each_compared_with_their_own(name):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x):
+            one, other = SEVERAL[name](self.up(x))
+            return one.tanh().sum() + 3 * other.sigmoid().sum()
+
+    torch.manual_seed(0)
+    found = amp_graph.compare(Parts(), [(torch.randn(16, 8),)], lambda out: out, policy="bf16")
+    for one in found.operations:
+        assert (one.gradient_fp32 or 0.0) < 1e-5, one
+        assert (one.gradient_error or 0.0) < 0.05, one

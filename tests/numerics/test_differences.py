@@ -22,11 +22,11 @@ def test_a_gradient_is_kept_of_a_value_that_is_kept_and_has_its_shape():
     known, unknown = graph.placeholder("known"), graph.placeholder("unknown")
     kept = Reference()
     kept.value(known, torch.ones(2))
-    kept.gradient(known, torch.ones(3))
-    kept.gradient(unknown, torch.ones(2))
+    kept.gradient(known, torch.ones(3), 0)
+    kept.gradient(unknown, torch.ones(2), 0)
     assert kept.gradients == {}
     assert kept.largest_gradient() == 0.0
-    kept.gradient(known, torch.tensor([1.0, -4.0]))
+    kept.gradient(known, torch.tensor([1.0, -4.0]), 0)
     assert kept.gradients.keys() == {"known"}
     assert kept.largest_gradient() == 4.0
     assert kept.weight(["known", "unknown"]) == math.hypot(1.0, 4.0)

@@ -5,7 +5,7 @@ import torch
 
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import MARK
-from amp_graph.passes.precision import position_encodings
+from amp_graph.passes.precision.conditioning import POSITIONS
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten, run_step
 
@@ -42,7 +42,7 @@ CASES = [
 def test_the_product_that_carries_positions_stays_full(function, inputs, state, policy):
     graph = capture_function(function, *inputs, **state)
     gm, _ = graph.through(passes_until(PlanPrecision, policy))
-    held = [n for n in gm.graph.nodes if MARK in n.meta and n.meta[MARK].reason.endswith(position_encodings.WHY)]
+    held = [n for n in gm.graph.nodes if MARK in n.meta and n.meta[MARK].reason.endswith(POSITIONS)]
     assert held
     done = rewritten(graph, policy)
     step, plain = run_step(done, graph.given), run_step(graph.gm, graph.given)

@@ -1,6 +1,7 @@
 """The predicted time of a plan over full precision's, counted by hand; and what is left alone for it."""
 
 import os
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,12 @@ def plain(monkeypatch):
 @pytest.fixture
 def on(monkeypatch):
     """Plan for one of the machines that come with the package."""
-    return lambda name, **other: monkeypatch.setattr(PLAN, lambda device: replace(machine(name), **other))
+
+    def plan_for(name, **other):
+        for place in (PLAN, "amp_graph.policy.machine_for"):
+            monkeypatch.setattr(place, lambda device: replace(machine(name), **other))
+
+    return plan_for
 
 
 def predicted(model, x, policy="bf16", grad=True):
@@ -159,7 +165,7 @@ def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
     assert graph.operations[0].reason.startswith("not profitable: with bfloat16 the graph is predicted to take")
     text = amp_graph.report(model).text()
     assert "left in full precision: low precision is not profitable on cpu_bf16" in text
-    assert "note: calls for which bf16 is not profitable run uncaptured, in fp32" in text
+    assert "note: calls for which bf16 is not profitable run in fp32" in text
 
 
 @by_profit
@@ -233,21 +239,61 @@ def test_a_whole_step_is_left_alone(on):
 
 
 @by_profit
-def test_sizes_that_change_are_low(on):
-    """Of a graph for all sizes the first one says little."""
-    on("cpu_bf16")
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+@pytest.mark.parametrize(
+    ("name", "rows", "pays"), [("cpu", 512, False), ("cpu_bf16", 3, False), ("cpu_bf16", 512, True)]
+)
+def test_symbolic_sizes_are_judged_as_in_the_call_at_hand(on, name, rows, pays):
+    on(name)
     model = amp_graph.convert(mlp(), "auto", dynamic=True)
-    model(torch.randn(3, 256))
-    assert {n.precision for n in amp_graph.report(model).graphs[0].operations} == {"low"}
+    model(torch.randn(rows, 256))
+    report = amp_graph.report(model)
+    assert {n.precision for n in report.graphs[0].operations} == {"low" if pays else "full"}
+    assert ("leaves such graphs" in report.text()) is False
 
 
 @by_profit
-@pytest.mark.parametrize("compile", ["aot_eager"])
-def test_what_other_compilers_make_of_it_is_not_known(on, compile):
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_a_small_batch_in_fp32_does_not_take_the_large_ones_with_it(on):
     on("cpu_bf16")
+    model, many = mlp(), torch.randn(512, 256)
+    exact = model(many)
+    amp_graph.convert(model)
+    for rows in (512, 3, 512, 5, 512):
+        found = model(many[:rows])
+        assert torch.equal(found, exact[:rows]) == (rows < 512) or torch.allclose(found, exact[:rows], 1e-5, 1e-6)
+        assert (torch.dist(found, exact[:rows]) > 1e-4) == (rows == 512)
+
+
+COMPILERS = ["aot_eager", "eager", lambda gm, inputs: gm.forward]
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+@pytest.mark.parametrize("compile", COMPILERS, ids=["aot_eager", "eager", "a function"])
+@pytest.mark.parametrize(("name", "pays"), [("cpu", False), ("cpu_bf16", True)])
+def test_other_compilers_get_the_graph_that_is_predicted_to_be_faster(on, compile, name, pays):
+    on(name)
     model = amp_graph.convert(mlp(), "auto", compile=compile)
-    model(torch.randn(1, 256))
-    assert not amp_graph.report(model).graphs[0].predicted.left_alone
+    for rows in (512, 512, 300):
+        model(torch.randn(rows, 256))
+    assert {g.predicted.left_alone for g in amp_graph.report(model).graphs} == {not pays}
+    if compile != "eager" and not pays:
+        assert not conversion_of(model)._alone.kinds, "a compiler was asked for"
+
+
+@by_profit
+@pytest.mark.parametrize("policy", [None, "bf16"])
+def test_the_backend_says_what_it_chose(on, policy):
+    on("cpu")
+    x, model = torch.randn(4, 256), mlp()
+    options = {} if policy is None else {"options": {"policy": policy}}
+    compiled = torch.compile(model, backend="amp_graph", **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = compiled(x)
+    assert torch.equal(found, model(x)) == (policy is None)
+    assert any("a graph of torch.compile runs in fp32" in str(one.message) for one in own(said)) == (policy is None)
 
 
 @by_profit
@@ -321,24 +367,51 @@ def test_left_alone_a_model_is_not_traced_without_a_word(on):
         torch.export.export(model, (torch.randn(1, 256),))
 
 
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        h = self.one(x)
+        torch._dynamo.graph_break()
+        return self.two(h.relu())
+
+
+class Uncaptured(Broken):
+    def forward(self, x):
+        return self._two(self.one(x))
+
+    @torch._dynamo.disable
+    def _two(self, h):
+        return self.two(h.relu()) @ h.t()
+
+
 @by_profit
-def test_pieces_are_low(on):
-    """What goes between them is rounded, so that they would lose on both counts."""
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", [Broken, Uncaptured])
+def test_pieces_and_what_escapes_capture_stay_in_fp32_where_nothing_pays(on, kind, compile):
+    on("cpu")
+    model = kind()
+    for rows in (2, 7, 30):
+        x = torch.randn(rows, 64)
+        exact = model(x)
+        amp_graph.convert(model, compile=compile)
+        assert torch.equal(model(x), exact)
+        assert torch.equal(model(x), exact)
+        amp_graph.revert(model)
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+@pytest.mark.parametrize(("rows", "low"), [(2, False), (4096, True)])
+def test_each_piece_is_judged_where_low_precision_pays(on, rows, low):
     on("cpu_bf16")
-
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            h = self.one(x)
-            torch._dynamo.graph_break()
-            return self.two(h)
-
     model = amp_graph.convert(Broken())
-    model(torch.randn(2, 64))
-    assert not any(graph.predicted and graph.predicted.left_alone for graph in amp_graph.report(model).graphs)
+    model(torch.randn(rows, 64)).sum().backward()
+    first, *_ = amp_graph.report(model).graphs  # the second may have to take what code under autocast hands on
+    assert first.operations[0].precision == ("low" if low else "full")
 
 
 @pytest.mark.parametrize("sizes", [((0, 4, 8), (0, 8, 4)), ((3, 0, 8), (3, 8, 0)), ((2, 4, 0), (2, 0, 4))], ids=str)

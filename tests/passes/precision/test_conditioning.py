@@ -1,0 +1,156 @@
+"""A value that a steep function or a cancellation reads is rounded only where ``torch.autocast`` rounds it."""
+
+import math
+
+import pytest
+import torch
+
+import amp_graph
+from amp_graph.passes.precision import rule_based_planner
+from tests.random_chains import NAMES, errors, too_large, wrong_behind_chains
+
+POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=3")
+WIDTH = 64
+
+
+def positions(count=64, start=3000):
+    return torch.arange(start, start + count).float()[:, None]
+
+
+def rotary(s, x, t):
+    f = t * (1 / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH))
+    f = torch.cat((f, f), -1)
+    return x * f.cos() + x.roll(1, -1) * f.sin()
+
+
+def timesteps(s, x, t):
+    a = 1000 * t / 4000 * torch.exp(-torch.arange(WIDTH // 2) / 7)
+    return x + torch.cat((a.sin(), a.cos()), -1)
+
+
+def fourier_features(s, x, t):
+    a = (2 * math.pi * x) * s.frequencies
+    return torch.stack((a.sin(), a.cos()), -1).flatten(1)[:, :WIDTH]
+
+
+def nerf(s, x, t):
+    a = x[..., None] * (2.0 ** torch.arange(10)) * math.pi
+    return torch.cat((a.sin(), a.cos()), -1).flatten(1)[:, :WIDTH]
+
+
+def polar_angles(s, x, t):
+    a = (t * s.frequencies[:1]).expand(-1, WIDTH).contiguous()
+    return x * torch.tan(a / 7000)
+
+
+def dct(s, x, t):
+    k = torch.arange(WIDTH) / 1
+    return x @ torch.cos(math.pi / WIDTH * (k[:, None] + 0.5) * k[None])
+
+
+def log_near_its_pole(s, x, t):
+    p = 1 - 1e-3 * x.sigmoid()
+    return (p * 1.0).log() * 100 + torch.log1p(-(p * 1.0))
+
+
+def remainder(s, x, t):
+    return torch.remainder(t * 1.7, 1.0) * x
+
+
+def frac(s, x, t):
+    return (t * x).frac() + x
+
+
+def large_erf(s, x, t):
+    return torch.erf((x * 2) + 1.5)
+
+
+def large_lerp(s, x, t):
+    return torch.lerp((t * 1.0).expand_as(x), (t * 1.001).expand_as(x), x) - t
+
+
+def noise_schedule(s, x, t):
+    kept = torch.cumprod((1 - 1e-5 * s.frequencies.abs()) * 1.0, -1)
+    return x * (1 - kept).sqrt() * 30
+
+
+def segment_sums(s, x, t):
+    c = x.abs().cumsum(0) * 5
+    return (c[:, None] - c[None]).tril(-1).sum(1) * 0.01 + (-(c[1:] - c[:-1]).abs()).exp().sum(0)
+
+
+def small_temperature(s, x, t):
+    return ((x + s.frequencies) / 0.01).softmax(-1)
+
+
+def absolute_alibi(s, x, t):
+    scores = x @ s.w.T + t.T.abs() * -0.125
+    return scores.softmax(-1)
+
+
+def sum_that_cancels(s, x, t):
+    return torch.cat((x * 100, -x * 100 + 0.1), -1).reshape(len(x), WIDTH, -1).sum(-1)
+
+
+def added_negative(s, x, t):
+    return (t * 3.0).expand_as(x) + -(t * 3.0 - x)
+
+
+def through_a_norm(s, x, t):
+    return torch.sin(300 * torch.nn.functional.layer_norm(x + x @ s.w, (WIDTH,)))
+
+
+def through_a_product_with_low(s, x, t):
+    return torch.sin(torch.where(x > 0, x @ s.w, t) * 1.5)
+
+
+def variance_by_hand(s, x, t):
+    y = (x + 100) * 1.0
+    return y - y.mean(-1, keepdim=True)
+
+
+KINDS = [
+    rotary, timesteps, fourier_features, nerf, polar_angles, dct, log_near_its_pole, remainder, frac, large_erf,
+    large_lerp, noise_schedule, segment_sums, small_temperature, absolute_alibi, sum_that_cancels, added_negative,
+    through_a_norm, through_a_product_with_low, variance_by_hand,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+@pytest.mark.parametrize("function", KINDS)
+def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
+    torch.manual_seed(0)
+    state = {"w": torch.randn(WIDTH, WIDTH) / 8, "frequencies": torch.randn(WIDTH) * 10}
+    inputs = (torch.randn(64, WIDTH, requires_grad=True), positions())
+    assert not too_large(errors(lambda s, x, t: (function(s, x, t) @ s.w,), policy, inputs, state))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_operation_where_it_is_ill_conditioned(seed, policy):
+    assert not wrong_behind_chains(seed, policy)
+
+
+@pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=fast"])
+def test_a_control_without_the_rule_is_found(policy, monkeypatch):
+    monkeypatch.setattr(rule_based_planner, "kept_as_in_autocast", lambda problem, low: {})
+    assert len(wrong_behind_chains(0, policy)) > 3
+
+
+def test_every_elementwise_operation_and_reduction_of_the_lists_is_tried():
+    lists = amp_graph.Policy.parse("bf16").op_list("cpu")
+    listed = {rule.op.split(".")[1] for rule in lists if rule.cls in ("follow", "deny", "fp32_inside")}
+    assert {name for name in listed if _computes(name)} - set(NAMES) == OTHERS
+
+
+# Answers, counts and indices, a random slope, and the neighbour of a number in its own dtype.
+OTHERS = set(
+    "all any argmax argmin count_nonzero eq ge gt isfinite isinf isnan isneginf isposinf le logical_and logical_not"
+    " logical_or logical_xor lt ne signbit rrelu nextafter".split()
+)
+
+
+def _computes(name):
+    packet = getattr(torch.ops.aten, name, None)
+    tags = {tag for one in packet.overloads() for tag in getattr(packet, one).tags} if packet else set()
+    return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction})

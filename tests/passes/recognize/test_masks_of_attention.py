@@ -1,0 +1,162 @@
+"""Masks and biases of every kind x forms of attention x policies x lengths: at most 1.5 times autocast's error, or 3 %.
+
+The exact result is that of fp32: of the formula, or of torch's attention if that is nearer, whose gradients are
+others on a CPU where a row sees nothing. Where autocast's result is NaN, 3 % is the bound.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_graph
+from amp_graph.passes.backends.cpu.attention import attention_kernel
+
+HEADS, WIDTH, BATCH = 2, 16, 3
+SCALE = (WIDTH // HEADS) ** -0.5
+LEAST = {"min32": torch.finfo(torch.float32).min, "min_bf16": torch.finfo(torch.bfloat16).min}
+LEAST |= {"min_fp16": torch.finfo(torch.float16).min, "-1e4": -1e4, "-1e9": -1e9, "inf": -math.inf}
+POLICIES = ("bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "bf16,emulate=cuda", "fp16,emulate=cuda")
+
+
+def seen(length):
+    """Return what is seen in three texts: one without padding, one padded on the left, and one on the right."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    place, third = torch.arange(length), length // 3
+    return torch.stack([causal, causal & (place >= third), causal & (place < length - third)])[:, None]
+
+
+def hidden(length, number):
+    there = seen(length)
+    if number == -math.inf:  # a row that sees nothing would be NaN in fp32 as well
+        there = there | torch.eye(length, dtype=torch.bool)
+    return torch.zeros(BATCH, 1, length, length).masked_fill(~there, number)
+
+
+def alibi(length, *, relative):
+    place = torch.arange(length, dtype=torch.float32)
+    slopes = torch.tensor([0.5, 0.0625]).view(1, HEADS, 1, 1)
+    return slopes * (place - place[:, None] if relative else place)
+
+
+def random_bias(length):
+    return torch.randn(1, HEADS, length, length, generator=torch.Generator().manual_seed(7))
+
+
+MASKS = {name: (lambda n, number=number: hidden(n, number)) for name, number in LEAST.items()}
+MASKS |= {
+    "alibi_relative": lambda n: alibi(n, relative=True) + hidden(n, LEAST["min32"]),
+    "alibi_absolute": lambda n: alibi(n, relative=False) + hidden(n, LEAST["min32"]),
+    "t5": lambda n: 4 * random_bias(n) + hidden(n, LEAST["min32"]),
+    "swin": lambda n: random_bias(n) + hidden(n, -100.0),
+}
+
+
+def added(q, k, v, m):
+    return (q @ k.mT * SCALE + m).softmax(-1) @ v
+
+
+def added_in_fp32(q, k, v, m):
+    return F.softmax(m + q @ k.transpose(2, 3) / SCALE**-1, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def in_place(q, k, v, m):
+    scores = torch.matmul(q * SCALE, k.mT)
+    scores += m
+    return scores.softmax(-1) @ v
+
+
+def folded(q, k, v, m):
+    q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))
+    bias = m.expand(BATCH, HEADS, -1, -1).reshape(-1, *m.shape[2:]).to(q.dtype)
+    return torch.bmm(torch.baddbmm(bias, q, k.mT, alpha=SCALE).softmax(-1), v).unflatten(0, (BATCH, HEADS))
+
+
+def bart(q, k, v, m):
+    q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q * SCALE, k, v))
+    scores = torch.bmm(q, k.mT).view(BATCH, HEADS, q.shape[1], -1) + m
+    return torch.bmm(scores.view(*q.shape[:2], -1).softmax(-1), v).unflatten(0, (BATCH, HEADS))
+
+
+def with_chances(q, k, v, m):
+    chances = (q @ k.mT * SCALE + m).softmax(-1)
+    return chances @ v + 0.01 * chances.amax(-1, keepdim=True)
+
+
+def called(q, k, v, m):
+    return F.scaled_dot_product_attention(q, k, v, m)
+
+
+def filled(q, k, v, m):
+    return (q @ k.mT * SCALE).masked_fill(m < -50, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def chosen(q, k, v, m):
+    return torch.where(m > -50, q @ k.mT * SCALE, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+FORMS = (added, added_in_fp32, in_place, folded, bart, with_chances, called, filled, chosen)
+BOOLEAN = (filled, chosen)
+CASES = [(form, name) for form in FORMS for name in MASKS if form not in BOOLEAN or name == "min32"]
+
+
+class Attends(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        self.projected, self.out, self.form = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), form
+
+    def forward(self, x, mask):
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
+        return self.out(self.form(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def trained(form, mask, policy=""):
+    """Return the result, and the gradients of the input and of the parameters."""
+    model = Attends(form)
+    x = torch.randn(BATCH, mask.shape[-1], WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*scales losses")
+        if policy and not policy.startswith("autocast"):
+            model = amp_graph.convert(model, policy)
+        low = torch.float16 if "fp16" in policy else torch.bfloat16
+        with torch.autocast("cpu", low, enabled=policy.startswith("autocast")):
+            made = model(x, mask)
+        made.float().square().sum().mul(64).backward()
+    return [made.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def errors(found, exact):
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, exact, strict=True)]
+
+
+def compared(form, name, length, policies=POLICIES):
+    """Return by policy its worst error, and the worst of autocast."""
+    mask = MASKS[name](length)
+    exact = [trained(form, mask), *([trained(added, mask)] if form is called else [])]
+
+    def worst(policy):
+        found = trained(form, mask, policy)
+        return min(max(math.inf if math.isnan(e) else e for e in errors(found, fp32)) for fp32 in exact)
+
+    autocast = {low: worst(f"autocast {low}") for low in ("bf16", "fp16")}
+    return {policy: (worst(policy), autocast[policy[:4]]) for policy in policies}
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("length", [12, 130, 2000])
+@pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{form.__name__}-{name}" for form, name in CASES])
+def test_masks_survive_as_they_do_under_autocast(form, name, length):
+    found = compared(form, name, length)
+    assert {p: e for p, e in found.items() if e[0] > max(1.5 * e[1] if e[1] < math.inf else 0.0, 0.03)} == {}
+
+
+@pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
+def test_control_a_mask_that_is_rounded_is_found(monkeypatch):
+    kernels = attention_kernel._mask_of
+    monkeypatch.setattr(attention_kernel, "_mask_of", lambda mask: kernels(mask.bfloat16()))
+    with pytest.raises(AssertionError):
+        test_masks_survive_as_they_do_under_autocast(added, "alibi_absolute", 130)

@@ -68,12 +68,10 @@ __all__ = [
     "TrainStep",
     "convert",
     "freeze",
-    "frozen",
     "precision",
     "report",
     "revert",
     "rewrite",
-    "thaw",
 ]
 
 

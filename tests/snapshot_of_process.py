@@ -113,7 +113,7 @@ def stages(x):
     """Yield the name of each stage once it is through."""
     import amp_graph
 
-    for name in (*amp_graph.__all__, "memory"):
+    for name in amp_graph.__all__:
         getattr(amp_graph, name)
     yield "import"
     model, held_low = net(), net()

@@ -19,7 +19,7 @@ from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.report.metrics import metrics
 from amp_graph.report.report_text import size_text
-from amp_graph.rewrite import Rewritten, casts_of
+from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
@@ -63,7 +63,7 @@ def notes_of_memory(found: Conversion) -> Iterator[str]:
 
 
 def _casts_weights(graph: Captured) -> bool:
-    return any(map(casts_weight, casts_of(graph.rewritten.gm)))
+    return any(map(casts_weight, graph.rewritten.gm.graph.nodes))
 
 
 def notes_of_replay(found: Conversion) -> Iterator[str]:

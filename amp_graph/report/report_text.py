@@ -147,8 +147,8 @@ def _budget(graph: GraphReport) -> list[str]:
 def _origin(told: Budget) -> str:
     """Say what the predicted error is worth."""
     if told.origin != "measured":
-        return f"{told.origin}: an estimate, no bound; sample= measures"
-    left = f"; {told.unmeasured} operations without gradients stay as in autocast" if told.unmeasured else ""
+        return f"{told.origin}, no bound"
+    left = f"; {told.unmeasured} without gradients as in autocast" if told.unmeasured else ""
     return told.origin + left
 
 

@@ -23,6 +23,7 @@ from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpret
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.meta_keys import GIVEN, INPUT
+from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import (
     DEPENDS_ON_DATA,
     SYMBOLIC,
@@ -122,7 +123,13 @@ def _found(
     written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
 ) -> CastsUnderAutocast:
     try:
-        with warnings.catch_warnings(), tracing(None), outside_modes(), torch.inference_mode(False):
+        with (
+            warnings.catch_warnings(),
+            errors_not_logged(),
+            tracing(None),
+            outside_modes(),
+            torch.inference_mode(False),
+        ):
             warnings.simplefilter("ignore")
             return _counted(written, device, dtype, grad, is_weight)
     except DEPENDS_ON_DATA:

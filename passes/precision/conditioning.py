@@ -80,7 +80,7 @@ def kept_as_in_autocast(problem: Problem, low: Collection[Node]) -> dict[Node, s
     return kept
 
 
-def _magnifies(node: Node, kind: Classification | None, inexact: Collection[Node]) -> str:
+def _magnifies(node: Node, kind: Classification | None, inexact: set[Node]) -> str:
     """Return the name of what magnifies a rounding of its operands in ``node``, or ""."""
     if kind is None:
         return "" if is_part(node) or not node.op.startswith("call") else node.name

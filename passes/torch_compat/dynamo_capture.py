@@ -35,7 +35,13 @@ from amp_graph.passes.torch_compat.dynamo_patches import (
     record_reads_of_dtype,
     see_loops_to_their_end,
 )
-from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT, NO_RECORDS, NO_TAGS, ignored_logging
+from amp_graph.passes.torch_compat.dynamo_settings import (
+    NO_LIMIT,
+    NO_RECORDS,
+    NO_TAGS,
+    errors_not_logged,
+    ignored_logging,
+)
 from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.versions import torch_version
@@ -182,6 +188,7 @@ class _CompileTimeConfig:
         self._heard.begins(frame.f_code)
         with (
             _ONE_AT_A_TIME,
+            errors_not_logged(),
             collector_waits(self._collector_waits),
             dynamo_config.patch(
                 allow_rnn=True,

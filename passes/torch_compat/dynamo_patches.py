@@ -211,16 +211,20 @@ _ASK_IF_COMPILED = (
     torch._dynamo.external_utils.is_compiling,
     torch._utils.is_compiling,
 )
-_ASKS_FOR_OTHERS = "transformers.utils.import_utils"  # has helpers that ask, for the module that calls them
+# Modules with helpers that ask for the code that calls them, and what wraps such helpers.
+_ASK_FOR_OTHERS = {"transformers.utils.import_utils", "torch._dynamo.external_utils", "torch._utils", "torch.compiler"}
+_ASK_FOR_OTHERS |= {"typing_extensions", "warnings"}  # of ``@deprecated``
 
 
 def _is_told_of_capture(tx: Any) -> bool:
     """Return whether code that asks if it is compiled is told so; else it hears what it hears in eager mode.
 
-    torch's own code (and ours) is, as its traced branch computes the same by operators that can be traced; so are transformers'
-    mask helpers in the capture of a whole call, as eager mode reads the mask's values there.
+    torch's code and ours is, as its traced branch computes the same by operators that can be traced; so are the mask
+    helpers of transformers in the capture of a whole call, as eager mode reads the mask's values there.
     """
-    while tx.parent is not None and tx.f_globals.get("__name__") == _ASKS_FOR_OTHERS:
+    while tx.f_globals.get("__name__") in _ASK_FOR_OTHERS:
+        if tx.parent is None:  # a frame of its own, behind a graph break
+            return False
         tx = tx.parent
     name = str(tx.f_globals.get("__name__", ""))
     if name.startswith("transformers.") and not name.startswith("transformers.models."):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,3 +72,25 @@ def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)
     return found
+
+
+# What torch logs beside an error that it raises: of an operation on fake tensors, of a guard; 2.11 - 2.13.
+_LOG_ERRORS = ("torch._subclasses.fake_tensor", "torch._guards", "torch.fx.experimental.symbolic_shapes")
+
+
+@contextlib.contextmanager
+def errors_not_logged() -> Iterator[None]:
+    """Keep torch from logging errors in this thread: who catches them reports those that matter."""
+    here = threading.get_ident()
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != here or record.levelno < logging.WARNING
+
+    loggers = [logging.getLogger(name) for name in _LOG_ERRORS]
+    for logger in loggers:
+        logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_kept)

@@ -1,0 +1,133 @@
+"""A model that asks whether it is compiled runs the branch of eager mode."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import amp_graph
+
+transformers = pytest.importorskip("transformers")
+
+
+def library_asks():
+    return transformers.utils.is_torchdynamo_compiling()
+
+
+def own_asks():
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.layer, self.question = nn.Linear(8, 8), question
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * 100 if self.question() else y
+
+
+class AsksBehindABreak(Asks):
+    def forward(self, x):
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        return y * 100 if self.question() else y
+
+
+QUESTIONS = [
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch._dynamo.is_compiling,
+    library_asks,
+    own_asks,
+]
+
+
+def far(found, want):
+    return float((found - want).detach().norm() / want.detach().norm())
+
+
+@pytest.mark.parametrize("kind", [Asks, AsksBehindABreak])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_it_hears_that_it_is_not(kind, question):
+    model, x = kind(question), torch.randn(4, 8)
+    want = model(x)
+    converted = amp_graph.convert(model, "bf16")
+    assert far(converted(x), want) < 0.01
+    assert amp_graph.report(converted).graphs
+
+
+def test_another_capture_of_the_same_process_hears_that_it_is():
+    model, x = Asks(torch.compiler.is_compiling), torch.randn(4, 8)
+    amp_graph.convert(model, "bf16")(x)
+    amp_graph.revert(model)
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x) * 100)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("grad", [False, True])
+def test_padded_rows_of_an_encoder_are_eagers(grad):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, x, mask = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    with torch.set_grad_enabled(grad):
+        want = model(x, src_key_padding_mask=mask)
+        found = amp_graph.convert(model, "bf16")(x, src_key_padding_mask=mask)
+    assert far(found, want) < 0.02
+
+
+def tiny(name, **sizes):
+    config = getattr(transformers, f"{name}Config")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, **sizes}
+    return getattr(transformers, f"{name}Model")(config(vocab_size=100, **sizes)).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Nystromformer", {"max_position_embeddings": 256, "num_landmarks": 16, "segment_means_seq_len": 128}),
+        ("Bert", {}),
+    ],
+)
+def test_masks_of_a_library_that_asks(name, sizes, masked):
+    model, ids = tiny(name, **sizes), torch.randint(0, 100, (2, 128))
+    given = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    want = model(ids, **given)[0]
+    converted = amp_graph.convert(model, "bf16")
+    assert far(converted(ids, **given)[0], want) < 0.02
+    if name == "Bert":
+        assert len(amp_graph.report(converted).graphs) == 1
+
+
+QUIET = """
+import torch, amp_graph
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        y = self.layer(x)
+        return {body}
+model = amp_graph.convert(Model(), "bf16")
+model(torch.randn(4, 16)).sum().backward()
+amp_graph.report(model).text()
+"""
+BODIES = {
+    "scatter_reduce": "torch.zeros(4, 16).scatter_reduce(0, torch.zeros(4, 16, dtype=torch.long), y, 'mean')",
+    "pinv": "torch.linalg.pinv(y @ y.T) @ y",
+    "jagged": "torch.nested.as_nested_tensor([y[:1], y[1:]], layout=torch.jagged).values()",
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_torch_logs_no_error_of_a_model_that_runs(body):
+    code = QUIET.format(body=body)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert not [line for line in run.stderr.splitlines() if line.startswith(("E1", "E0", "W1", "W0", "Traceback"))]

@@ -13,10 +13,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amp_graph import memory as memory
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
+    from amp_graph.freeze import freeze as freeze
+    from amp_graph.freeze import frozen as frozen
+    from amp_graph.freeze import thaw as thaw
     from amp_graph.numerics.bisect import bisect as bisect
     from amp_graph.numerics.calibrate import calibrate as calibrate
     from amp_graph.numerics.compare import compare as compare
@@ -43,11 +45,13 @@ _HOME |= {
     "Calibration": "passes.calibration.calibration",
     "TrainStep": "step.train_step",
     "bisect": "numerics.bisect",
+    "freeze": "freeze",
+    "frozen": "freeze",
+    "thaw": "freeze",
     "calibrate": "numerics.calibrate",
     "compare": "numerics.compare",
     "Locator": "numerics.overflow.locator",
     "locate": "numerics.overflow.locate",
-    "memory": "",  # a module
     "metrics": "report.metrics",
     "report": "report.model_report",
     "revert": "convert",
@@ -63,6 +67,7 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
+    "freeze",
     "precision",
     "report",
     "revert",

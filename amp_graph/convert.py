@@ -13,6 +13,7 @@ import torch
 
 from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of, whole_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
+from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
@@ -144,6 +145,9 @@ def revert(model: Model) -> Model:
             f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted forward\n"
             "  fix:   undo that replacement first, then amp_graph.revert(model)"
         )
+    if isinstance(found, FrozenConversion):
+        found.thaw()
+        found = found.thawed
     with restore_parameters(model):
         found.detach()
     narrow_parameters(model, found.narrows_to)

@@ -25,7 +25,6 @@ from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
     BOOLEAN_WORDS,
-    COPIES,
     DTYPES,
     ESCAPED,
     LEVELS,
@@ -44,8 +43,9 @@ from amp_graph.policy_words import (
 )
 
 if TYPE_CHECKING:
+    from amp_graph.passes.memory.gradient_buffers import GradientMemory
     from amp_graph.passes.precision.measure_sensitivity import Measured
-    from amp_graph.passes.weights.cast_cache import WeightCopies
+    from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,6 @@ class Policy:
     remove: operations whose list entries are ignored.
     keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
     keep_outputs: cast outputs back to their captured dtype (true), or leave them as computed.
-    weight_copies: cast each weight once per optimizer step, and keep the copy until the next one ("true"); or, in
-    training, until its last reader has run backward, unless keeping it adds nothing to the peak of memory ("auto"); or
-    cast each weight at each call ("false"). See docs/weight-copies.md.
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
     group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
@@ -106,7 +103,6 @@ class Policy:
     remove: tuple[str, ...] = ()
     keep_fp32: str = ""
     keep_outputs: bool = True
-    weight_copies: str = "auto"
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -131,7 +127,6 @@ class Policy:
         check("recompute", self.recompute, ("", *RECOMPUTED))
         check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
-        check("weight_copies", self.weight_copies, COPIES)
         check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         check("escaped", self.escaped, ("", *ESCAPED))
         check("replay", self.replay, ("", *REPLAY))
@@ -324,7 +319,8 @@ class Policy:
         in_step: bool = False,
         portable: bool = False,
         measured: tuple[Measured, ...] = (),
-        copies: WeightCopies | None = None,
+        frozen: FrozenWeights | None = None,
+        gradients: GradientMemory | None = None,
         user: object = None,
     ) -> PipelineOptions:
         """Return the options that select passes for a graph on ``device``, with gradients if they are enabled now."""
@@ -344,7 +340,6 @@ class Policy:
             planner=self.plans_by,
             leaves=self.leaves,
             recompute=self.recomputes,
-            weight_copies=self.weight_copies != "false" and not self.emulate,
             skip=skip,
             eager=eager,
             inductor=inductor,
@@ -354,7 +349,8 @@ class Policy:
             measured=measured,
             calibration=self.measured_ranges(),
             keep_ops=self.keep_ops,
-            copies=copies,
+            frozen=frozen,
+            gradients=gradients,
             user=user,
         )
 

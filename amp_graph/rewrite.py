@@ -47,6 +47,7 @@ from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.modules import is_exported
 from amp_graph.passes.torch_compat.versions import tell_of_newer_torch
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
 
 
@@ -147,6 +148,7 @@ def rewrite_in_place(
     in_step: bool = False,
     portable: bool = False,
     measured: tuple[Measured, ...] = (),
+    frozen: FrozenWeights | None = None,
     strict: bool | None = None,
 ) -> Rewritten:
     """Rewrite ``gm`` in place with the passes of ``policy``, then ``last``; return the changes.
@@ -156,7 +158,8 @@ def rewrite_in_place(
 
     ``eager``: the graph will run eagerly, not through a compiler; ``inductor``: through Inductor, with these options
     of the user; ``in_step``: as part of a whole-step graph; ``portable``: other programs will load it.
-    ``measured``: measured rounding sensitivities of such graphs, for an error budget.
+    ``measured``: measured rounding sensitivities of such graphs, for an error budget. ``frozen``: what a frozen model
+    keeps in place of its weights.
 
     Raises PassError and VerifyError (if strict or portable, and for a partial graph, which the caller then runs as
     captured), ListError and PolicyError.
@@ -175,7 +178,7 @@ def rewrite_in_place(
         written = Written.of(gm)
         bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
-        how["portable"] = portable
+        how |= {"portable": portable, "frozen": frozen}
         given = _for_piece(gm, policy).pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict, portable)

@@ -37,7 +37,6 @@ from amp_graph.passes.pipeline import why_off
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.torch_compat.fake import make_fx
-from amp_graph.passes.weights.cast_cache import WeightCopies
 
 RESULTS = Path(__file__).parent / "results" / "launch_counts"
 # Operation by operation, without what autocast does not do.
@@ -89,8 +88,8 @@ def capture(step: Callable[..., Tensor], batch: Sequence[Tensor]) -> tuple[Graph
 def planned(gm: GraphModule, policy: str, device: str = "cuda") -> GraphModule:
     """Run the passes over ``gm`` that a graph on ``device`` goes through; autocast's lists as autocast does."""
     read = Policy.parse(f"{policy},device={device}" + (CUDNN if device == "cuda" else ""))
-    options = read.pipeline_options(device, eager=True, copies=WeightCopies(read.torch_dtype(device)))
-    rows = [(row, phase) for phase in (Phase.CAPTURED, Phase.COPIES) for row in TABLE if phase in row.phases]
+    options = read.pipeline_options(device, eager=True)
+    rows = [(row, phase) for phase in (Phase.CAPTURED, Phase.CALLS) for row in TABLE if phase in row.phases]
     passes = [row.built(options) for row, phase in rows if device in row.devices and not why_off(row, phase, options)]
     adopt_values(gm)
     mark_regions(gm)

@@ -4,7 +4,7 @@
         [--steps 2] [--device cpu] [--again] [--output PATH]
 
 A row is a model with an optimizer of torch (fused), in bf16; a column a way to train it: fp32, autocast, ``convert``
-with each ``weight_copies``, and ``TrainStep``. Its figures, in bytes:
+and ``TrainStep``. Its figures, in bytes:
 
     whole       VmHWM of the process at the end, over what was resident before the first step: with capture
     steps       the same of the steps behind the first two alone, over the same
@@ -41,7 +41,7 @@ MODELS = [*MEMORY, "lstm"]
 HOW: dict[str, dict[str, Any]] = {
     "fp32": {},
     "autocast": {"autocast": True},
-    **{f"convert, {word}": {"policy": f"bf16,weight_copies={word}"} for word in ("auto", "true", "false")},
+    "convert": {"policy": "bf16"},
     "TrainStep": {"policy": "bf16", "whole": True},
 }
 WARM_UP = 2

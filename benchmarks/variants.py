@@ -118,13 +118,13 @@ class Prepared:
         if self.step is not None:
             return self.step.weight_copies()
         found = conversion_of(self.converted) if self.converted is not None else None
-        return found.copies.tensors if found is not None and found.copies is not None else []
+        return found.captured.frozen.tensors if found is not None and found.captured.frozen is not None else []
 
     def gradient_memory(self) -> list[Tensor]:
         """Return the memory that is held from step to step for gradients of tables."""
         found = conversion_of(self.converted) if self.converted is not None else None
-        if found is not None and found.copies is not None:
-            return found.copies.gradients.tensors
+        if found is not None and found.captured.gradients.tensors:
+            return found.captured.gradients.tensors
         owner = self.step or found
         return POOL.tensors if owner is not None and owner.compile == "inductor" else []
 

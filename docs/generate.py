@@ -26,7 +26,7 @@ LEAST = 0.01  # smaller gains are noise
 # A line of the diagram: what is run over, and how that graph came about.
 DIAGRAM = {
     Phase.CAPTURED: "every graph, when it has been captured",
-    Phase.COPIES: "then, where it runs eagerly in calls",
+    Phase.CALLS: "then, where it runs eagerly in calls",
     Phase.COMPILED: "then, where Inductor compiles it for a CPU",
     Phase.HANDOVER: "then, before any compiler gets it",
     Phase.INDUCTOR: "inside Inductor, the flat graphs of forward and backward",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from amp_graph.passes.base import Pass
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.pipeline_row import PHASE_NEEDS, Phase, Row
+from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_table import TABLE
 
 
@@ -24,5 +24,4 @@ def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
     for name in (row.name, *row.joins):
         if name in options.skip:
             return f"skip={options.skip[name]} in the policy"
-    needs = (*PHASE_NEEDS.get(phase, ()), *row.conditions)
-    return next((need.otherwise for need in needs if not need.holds(options)), "")
+    return next((need.otherwise for need in row.conditions if not need.holds(options)), "")

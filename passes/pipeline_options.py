@@ -15,8 +15,9 @@ from amp_graph.lists import OpList
 
 if TYPE_CHECKING:  # only types of fields: creating a policy does not load the passes
     from amp_graph.passes.calibration.calibration import Calibration
+    from amp_graph.passes.memory.gradient_buffers import GradientMemory
     from amp_graph.passes.precision.measure_sensitivity import Measured
-    from amp_graph.passes.weights.cast_cache import WeightCopies
+    from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class PipelineOptions:
     portable: other programs will load the graph: ATen operators and plain casts only.
     measured: the measured influence of roundings in graphs like this one, for an error budget.
     calibration: the measured ranges of values. keep_ops: keys of operations that stay in full precision.
-    copies: the cached low-precision copies of weights; None if there are none.
+    frozen: what a frozen model keeps in place of its weights; None of one that is not frozen.
+    gradients: memory of the model for the gradients of its embedding tables.
     user: the owner of the memory that compiled graphs keep.
     """
 
@@ -49,7 +51,6 @@ class PipelineOptions:
     planner: str = "mincut"
     leaves: str = "false"
     recompute: str = "some"
-    weight_copies: bool = True
     emulates: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False
@@ -60,5 +61,6 @@ class PipelineOptions:
     measured: tuple[Measured, ...] = ()
     calibration: Calibration | None = None
     keep_ops: tuple[str, ...] = ()
-    copies: WeightCopies | None = None
+    frozen: FrozenWeights | None = None
+    gradients: GradientMemory | None = None
     user: object = None

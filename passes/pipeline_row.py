@@ -37,7 +37,7 @@ class Phase(str, enum.Enum):
     """The graph that a pass runs over."""
 
     CAPTURED = "captured"  # the graph that was captured, with torch-level calls
-    COPIES = "copies"  # the same, afterwards, where low-precision copies of its weights outlive the call
+    CALLS = "calls"  # the same, afterwards, where it runs eagerly in calls of its model
     COMPILED = "compiled"  # the same, afterwards, where Inductor will compile it
     HANDOVER = "handover"  # the rewritten graph, just before any compiler takes it apart
     INDUCTOR = "inductor"  # the flat graphs inside Inductor, forward and backward
@@ -94,12 +94,9 @@ PADS_MATMULS = Condition(
     lambda options: options.inductor is None or not pads_matmuls(options.inductor),
 )
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
-INFERENCE = Condition("inference", "needs a graph without gradients", lambda options: not options.training)
-WEIGHT_COPIES = Condition("weight copies", "weight_copies=false in the policy", lambda options: options.weight_copies)
-HAS_COPIES = Condition(
-    "weight copies", "no low-precision copy of a weight outlives the call", lambda options: options.copies is not None
+FROZEN = Condition(
+    "frozen", "needs a frozen model: amp_graph.freeze(model)", lambda options: options.frozen is not None
 )
-PHASE_NEEDS = {Phase.COPIES: (HAS_COPIES,), Phase.COMPILED: (WEIGHT_COPIES,)}
 PORTABLE = Condition(
     "portable", "only in a portable graph, which other programs load", lambda options: options.portable
 )

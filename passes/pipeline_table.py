@@ -37,7 +37,7 @@ from amp_graph.passes.pipeline_row import (
     EAGER,
     EAGER_OR_STEP,
     EMULATES,
-    INFERENCE,
+    FROZEN,
     NOT_EMULATING,
     NOT_PORTABLE,
     OPAQUE,
@@ -64,28 +64,28 @@ from amp_graph.passes.recognize.matmul_to_linear import MatmulToLinear
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
 from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
-from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
-from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.cast_weights import CastWeights
+from amp_graph.passes.weights.frozen_weights import FreezeWeights, FrozenWeights
 
 CPU, CUDA = ("cpu",), ("cuda",)
 RECOGNIZE, PRECISION, CASTS, LAYOUT = Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS, Stage.LAYOUT
 MEMORY, WEIGHTS, BACKEND = Stage.MEMORY, Stage.WEIGHTS, Stage.BACKEND
-COPIES, COMPILED, HANDOVER, INDUCTOR, STEP = (
-    (Phase.COPIES,), (Phase.COMPILED,), (Phase.HANDOVER,), (Phase.INDUCTOR,), (Phase.STEP,)
+CALLS, COMPILED, HANDOVER, INDUCTOR, STEP = (
+    (Phase.CALLS,), (Phase.COMPILED,), (Phase.HANDOVER,), (Phase.INDUCTOR,), (Phase.STEP,)
 )  # fmt: skip
 # Lists that reproduce torch.autocast run what the user wrote, operation by operation: conditions without OPAQUE are of
 # passes that make the plan and its casts, and no more.
-OURS, RUNS, TRAINS, INFERS = (OPAQUE,), (OPAQUE, EAGER), (OPAQUE, TRAINING), (OPAQUE, INFERENCE)
+OURS, RUNS, TRAINS, FREEZES = (OPAQUE,), (OPAQUE, EAGER), (OPAQUE, TRAINING), (OPAQUE, FROZEN)
 
 
 def _folds(options: PipelineOptions) -> bool:
     """Say whether batch norms in evaluation will be folded into convolutions."""
-    return options.weight_copies and not options.training and "fold-batch-norms" not in options.skip
+    return options.frozen is not None and not options.emulates and "fold-batch-norms" not in options.skip
 
 
 def _plan(o: PipelineOptions) -> Pass:
     on_cpu = o.planned_for == "cpu"
-    keeps_weights = o.eager and on_cpu and o.weight_copies and not o.training
+    keeps_weights = o.eager and on_cpu and o.frozen is not None
     measured = on_cpu or machine_for(o.device) is not class_of(o.device)  # rates of GPUs were read only
     counts = measured and not o.portable  # which another machine runs
     return PlanPrecision(
@@ -105,12 +105,12 @@ def _layout(o: PipelineOptions) -> Pass:
 
 
 def _gradient_memory(o: PipelineOptions) -> Pass:
-    return ReuseEmbeddingGradients(user=o.user) if o.copies is None else ReuseEmbeddingGradients(o.copies.gradients)
+    return ReuseEmbeddingGradients(user=o.user) if o.gradients is None else ReuseEmbeddingGradients(o.gradients)
 
 
-def _copies(options: PipelineOptions) -> WeightCopies:
-    assert options.copies is not None, "the phase has copies"
-    return options.copies
+def _frozen(options: PipelineOptions) -> FrozenWeights:
+    assert options.frozen is not None, "the row needs a frozen model"
+    return options.frozen
 
 
 TABLE = checked((
@@ -177,18 +177,18 @@ TABLE = checked((
     Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("share-casts",), skippable=False),
     Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), after=("use-portable-ops",), skippable=False),
     Row(CheckPortable, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("uniform-operands",), skippable=False),
-    # Weights whose copies outlive the call.
-    Row(CacheWeightCasts, WEIGHTS, BIT_EXACT, lambda o: CacheWeightCasts(_copies(o), o.training), COPIES, CPU,
+    # Graphs that run eagerly in calls of a model; a training step casts its weights inside.
+    Row(FreezeWeights, WEIGHTS, BIT_EXACT, lambda o: FreezeWeights(_frozen(o)), CALLS, needs=(FROZEN,),
         skippable=False),
-    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(_copies(o), o.device), COPIES, CUDA,
-        after=("cache-weight-casts",),
+    Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,)),
+    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(o.dtype, o.device), CALLS, CUDA,
+        after=("freeze-weights",),
         worth="not measured: CUDA"),
-    Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*COPIES, *COMPILED), CPU, TRAINS),
+    Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*CALLS, *COMPILED), CPU, TRAINS),
     Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"),
-        lambda o: FoldBatchNorms(_copies(o)), COPIES,
-        CPU, INFERS, after=("cache-weight-casts",)),
-    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, lambda o: PrepackWeights(_copies(o)), COPIES, CPU, INFERS,
-        after=("cache-weight-casts", "fold-batch-norms")),
+        lambda o: FoldBatchNorms(_frozen(o)), CALLS, CPU, FREEZES, after=("freeze-weights",)),
+    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, lambda o: PrepackWeights(_frozen(o)), CALLS, CPU, FREEZES,
+        after=("freeze-weights", "fold-batch-norms")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER,
         worth="capability: Inductor does not compile an LSTM of 64 steps within ten minutes"),
     # Flat graphs: those inside Inductor, and those of whole steps.

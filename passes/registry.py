@@ -61,17 +61,17 @@ ONE_WEIGHT_GRADIENT: set[str] = {
 _NONE = Traits()
 _traits: dict[Any, Traits] = {}
 _own: set[str] = set()  # modules whose functions are ours; by module, as closures are made for each model
-_cached: set[str] = set()
+_frozen: set[str] = set()
 
 
-def own_functions(module: str, *, cached_weights: bool = False) -> None:
+def own_functions(module: str, *, frozen_weights: bool = False) -> None:
     """Declare that the functions of ``module`` have no ATen identity; the checker does not run them on fake tensors.
 
-    ``cached_weights``: a call that replaces a cast reads a cached low-precision copy of a weight.
+    ``frozen_weights``: a call that replaces a cast reads what a frozen model keeps of a weight.
     """
     _own.add(module)
-    if cached_weights:
-        _cached.add(module)
+    if frozen_weights:
+        _frozen.add(module)
 
 
 def declare(function: Function, **traits: Any) -> None:
@@ -89,6 +89,6 @@ def is_own(target: Any) -> bool:
     return getattr(target, "__module__", "") in _own
 
 
-def reads_cached_weight(target: Any) -> bool:
-    """Say whether ``target``, which replaces a cast, reads a cached copy of a weight."""
-    return getattr(target, "__module__", "") in _cached
+def reads_frozen_weight(target: Any) -> bool:
+    """Say whether ``target``, which replaces a cast, reads what a frozen model keeps of a weight."""
+    return getattr(target, "__module__", "") in _frozen

@@ -93,9 +93,7 @@ def _freeze():
 
 # Thresholds of calls, for which the tests' tensors are too small, and the values at which everything is rewritten.
 ALWAYS_PROFITABLE = {
-    "FEWEST_KEPT": 0,
     "MOST_BEHIND_RECURRENCE": -1,
-    "MOST_CAST": -1,
     "FEWEST_SHARED": 0,
     "MOST_SCORES_OF_TORCH": -1,
     "LEAST_RECURRENT": 0,

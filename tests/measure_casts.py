@@ -187,8 +187,8 @@ def saved_bytes(fn: Callable[[], Any], model: nn.Module, *, weight_copies: bool 
     """
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     converted = conversion_of(model)
-    if not weight_copies and converted is not None and converted.copies is not None:
-        known |= {_storage(t) for t in converted.copies.tensors if t.layout is torch.strided}
+    if not weight_copies and converted is not None and converted.captured.frozen is not None:
+        known |= {_storage(t) for t in converted.captured.frozen.tensors if t.layout is torch.strided}
     sizes: dict[StorageWeakRef, int] = {}
 
     @torch._dynamo.disable

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import types
 import warnings
 
 import torch
@@ -23,13 +24,28 @@ FLAGS = (
     "cuda.matmul.allow_bf16_reduced_precision_reduction", "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic",
     "cudnn.allow_tf32", "mkldnn.enabled", "opt_einsum.enabled",
 )  # fmt: skip
-OWNERS = {
-    "torch": torch, "torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage, "torch._C": torch._C,
-    "torch.cuda.CUDAGraph": torch.cuda.CUDAGraph,
-    "torch._C._nn": torch._C._nn, "torch.utils.dlpack": torch.utils.dlpack, "torch.nn.functional": nn.functional,
-    "torch.nn.Module": nn.Module, "torch.optim.Optimizer": torch.optim.Optimizer, "torch.optim.SGD": torch.optim.SGD,
-    "torch.optim.AdamW": torch.optim.AdamW, "torch.autograd.Function": torch.autograd.Function,
-}  # fmt: skip
+
+
+def owners():
+    """Yield every module of torch, and every class in one, by name."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            yield name, module
+            for key, value in list(vars(module).items()):
+                if issubclass(type(value), type) and value.__module__ == name:
+                    yield f"{name}.{key}", value
+
+
+def attributes():
+    """Return the identity of every function and class that is an attribute of one, by name."""
+    kinds = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
+    kinds += (types.MethodDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
+    return {
+        f"{name}.{key}": id(value)
+        for name, owner in owners()
+        for key, value in list(vars(owner).items())
+        if issubclass(type(value), kinds)  # isinstance reads ``__class__``, which some deprecated values warn of
+    }
 
 
 def snapshot():
@@ -44,8 +60,7 @@ def snapshot():
         for part in flag.split("."):
             value = getattr(value, part)
         found[f"torch.backends.{flag}"] = repr(value)
-    for name, owner in OWNERS.items():
-        found |= {f"{name}.{k}": id(v) for k, v in vars(owner).items()}
+    found |= attributes()
     for module in (optimizers, nn.modules.module):
         tables = {k: v for k, v in vars(module).items() if k.startswith("_global_") and isinstance(v, dict)}
         found |= {f"{module.__name__}.{k}": len(v) for k, v in tables.items()}
@@ -70,7 +85,10 @@ def snapshot():
 
 def changed(before, after):
     """Return the names of what is not the same."""
-    return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    new = {name.rpartition(".")[0] for name in {*after} - {*before}}  # modules imported meanwhile, and their classes
+    known = {name.rpartition(".")[0] for name in before}
+    names = ({*before, *after}) - {name for name in {*after} - {*before} if name.rpartition(".")[0] in new - known}
+    return sorted(name for name in names if before.get(name) != after.get(name))
 
 
 def net():
@@ -85,6 +103,9 @@ def steps(model, x, optimizer):
     model.eval()
     with torch.no_grad():
         model(x)
+        if hasattr(model, "_amp_graph"):
+            with sys.modules["amp_graph"].frozen(model):
+                model(x)
     model.train()
 
 
@@ -92,7 +113,7 @@ def stages(x):
     """Yield the name of each stage once it is through."""
     import amp_graph
 
-    for name in (*amp_graph.__all__, "memory"):
+    for name in amp_graph.__all__:
         getattr(amp_graph, name)
     yield "import"
     model, held_low = net(), net()
@@ -130,7 +151,7 @@ def by_hand():
     optimizers.register_optimizer_step_pre_hook(lambda *given: None)
     yield "torch.optim.optimizer._global_optimizer_pre_hooks"
     nn.Module.half = lambda self: self
-    yield "torch.nn.Module.half"
+    yield "torch.nn.modules.module.Module.half"
     gc.disable()
     yield "gc"
     warnings.filterwarnings("ignore", "nobody says this")

@@ -44,9 +44,9 @@ CALLABLES = list(callables())
 
 
 def test_every_public_name_is_in_the_reference():
-    names = {path.rpartition(".")[2] for path in SHOWN} | {"AmpGraphError", "memory"}
+    names = {path.rpartition(".")[2] for path in SHOWN} | {"AmpGraphError"}
     assert not set(amp_graph.__all__) - names
-    assert not {*amp_graph.memory.__all__, "metrics", "export", "to_onnx", "to_aoti"} - names
+    assert not {"metrics", "export", "to_onnx", "to_aoti"} - names
     assert {"AmpGraphPrecision", "AmpGraphMetrics", "AmpGraphCallback", "prepare"} <= names
 
 
@@ -76,10 +76,10 @@ def test_links_out_of_docs_lead_to_pages_of_the_site():
         class file:
             src_uri = "api/memory.md"
 
-    text = "[a](../../amp_graph/memory.py) [b](../memory.md#x) `[c](../../README.md)` [`d`](../../examples)"
+    text = "[a](../../amp_graph/freeze.py) [b](../memory.md#x) `[c](../../README.md)` [`d`](../../examples)"
     moved = HOOKS["on_page_markdown"](text, Page)
     assert moved == (
-        "[a](../repository/amp_graph/memory.py.md) [b](../memory.md#x) `[c](../../README.md)` "
+        "[a](../repository/amp_graph/freeze.py.md) [b](../memory.md#x) `[c](../../README.md)` "
         "[`d`](../repository/examples.md)"
     )
 

@@ -25,7 +25,6 @@ OTHER = {
     "remove": ("aten.log",),
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
-    "weight_copies": False,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
     "recompute": "all",
@@ -39,16 +38,6 @@ OTHER = {
     "emulate": "cuda",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
-
-
-@pytest.mark.parametrize("copies", [True, False])
-def test_a_pickle_of_a_version_with_booleans_keeps_their_meaning(copies):
-    before = Policy()
-    before.__dict__.update(weight_copies=copies)  # as it was stored
-    before.__dict__.pop("replay")  # a word that there was not
-    found = pickle.loads(pickle.dumps(before))
-    assert found == Policy(weight_copies=copies)
-    assert found.pipeline_options("cpu").weight_copies == copies
 
 
 def test_every_field_has_another_value_here():
@@ -268,7 +257,6 @@ WRONG = {
     "skip": {"skip": None},
     "keep_fp32": {"keep_fp32": ["norm"]},
     "keep_outputs": {"keep_outputs": "false"},
-    "weight_copies": {"weight_copies": 1},
     "an array": {"planner": torch.ones(2)},
 }
 

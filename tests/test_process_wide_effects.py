@@ -31,8 +31,15 @@ def test_only_what_the_page_lists_is_changed(told):
     stages = told["stages"]
     assert {name for changed in stages.values() for name in changed} <= listed(PAGE.read_text())
     assert stages["import"] == ["torch.ops.amp_graph"]
-    assert stages["convert"] == []
-    assert stages["TrainStep and GradScaler"] == []  # what they need was there
+    assert all(name.startswith("torch._dynamo.") for name in (*stages["convert"], *stages["steps"]))
+    assert stages["TrainStep and GradScaler"] == ["torch._opaque_base._FakeScriptObject_cls"]
+
+
+def test_nothing_of_tensors_storages_and_optimizers_is_replaced_or_hooked_at_o1(told):
+    names = {name for stage, changed in told["stages"].items() if stage not in ("O2", "in all") for name in changed}
+    assert not [
+        n for n in names if n.startswith(("torch._tensor", "torch.storage", "torch._C", "torch.optim", "torch.cuda"))
+    ]
 
 
 def test_all_that_the_page_lists_is_changed(told):

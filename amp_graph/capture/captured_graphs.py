@@ -30,21 +30,19 @@ from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.graph_breaks.run_under_autocast import without_autocast
 from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
 from amp_graph.passes.autocast_regions.user_casts import conversions
-from amp_graph.passes.base import PassError, VerifyError
+from amp_graph.passes.base import Pass, PassError, VerifyError
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
-from amp_graph.passes.manager import is_strict, is_verifying
+from amp_graph.passes.manager import is_strict
+from amp_graph.passes.memory.gradient_buffers import GradientMemory
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.dtype_reads import has_raised
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
-from amp_graph.passes.weights.cast_cache import WeightCopies
-from amp_graph.passes.weights.copy_lifetimes import CopyPlan, Lifetimes
-from amp_graph.passes.weights.plan_copy_lifetimes import plan_of
-from amp_graph.passes.weights.watched_memory import look_at_parts_of
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.replay.recorder import RECORDERS
@@ -63,7 +61,6 @@ class Captured:
     grad: bool
     break_reason: str = ""
     break_line: str = ""
-    copies: CopyPlan | None = None  # in training: which weight copies outlive their last reader in backward
 
 
 @dataclass(eq=False)
@@ -84,12 +81,16 @@ class CapturedGraphs:
     runs_left_alone: int = 0  # of graphs all in fp32, under a policy that leaves graphs so
     budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
-    copies: WeightCopies | None = None  # the low-precision weight cache; None: cast at each call
+    freezes: bool = False  # whether its graphs read frozen weights
+    frozen: FrozenWeights | None = None  # those, from the first capture on
+    gradients: GradientMemory = field(default_factory=GradientMemory)  # of embedding tables
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
         """Set up the underflow check; nothing is captured yet."""
         self._underflow = UnderflowWatch(self.said)
+        # Dynamo may keep compiled code, and all that it references, longer than the model lives.
+        weakref.finalize(self, self.gradients.drop).atexit = False
         if self.policy.replays != "false":
             self.replays = Replays(self.model, self.policy.replays)
 
@@ -121,15 +122,18 @@ class CapturedGraphs:
         policy = self.policy
         if break_of(gm) is not None:  # Python between graphs expects fp32
             policy = replace(policy, keep_outputs=True)
-        self.copies = self.copies or self._new_copies()  # not earlier: an unpickled model has no parameters yet
         device, eager = device_of_model(self.model), self.compile == "eager"
         if eager and torch.is_grad_enabled():  # which are needed if the model was converted in eval mode
             compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
-        last = pipeline(Phase.COPIES, policy.pipeline_options(device or "cpu", copies=self.copies))
+        self.frozen = self.frozen or self._new_frozen(device)  # not earlier: an unpickled model has no parameters yet
+        how: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
+        last: list[Pass] = []
+        if eager and self.policy.level != "O0" and not self._is_recorded(device):  # casts are recorded with the rest
+            last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", gradients=self.gradients, **how))
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None
-        how: dict[str, Any] = {"eager": eager, "inductor": self.options if self.compile == "inductor" else None}
+        how["inductor"] = self.options if self.compile == "inductor" else None
         return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
 
     def _recorded(
@@ -141,7 +145,6 @@ class CapturedGraphs:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
         self.budget.nodes += len(rewritten.gm.graph.nodes)
-        record.copies = self._plan_of_copies(record)
         run = self._lowered(rewritten, example_inputs, as_captured)
         if self.replays is not None:
             device = device_of(rewritten.gm)
@@ -149,7 +152,7 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         tell_of_missing_kernels()
-        run = self._counted(run, _is_all_fp32(rewritten), record.copies)
+        run = self._counted(run, _is_all_fp32(rewritten))
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
@@ -186,14 +189,6 @@ class CapturedGraphs:
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
-
-    def _plan_of_copies(self, record: Captured) -> CopyPlan | None:
-        """Return which weight copies stay in memory; none do if this is a piece of a forward, whose peak is unknown."""
-        if self.copies is None or self.copies.when is None or not record.grad:
-            return None
-        found = plan_of(record.rewritten.gm)
-        is_piece = any(graph.break_reason for graph in self.graphs)
-        return replace(found, fresh=frozenset(), adding=frozenset(), staying=0) if is_piece else found
 
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one partial graph, captured under autocast; inside the user's own region it runs as captured."""
@@ -233,12 +228,10 @@ class CapturedGraphs:
         self,
         run: Runner,
         alone: bool = False,
-        copies: CopyPlan | None = None,
     ) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``copies`` is obeyed from the first run on. What it settles as counts
-        nothing: the conversion, which calls it, does.
+        What it settles as counts nothing: the conversion, which calls it, does.
         """
         first, owner = True, weakref.ref(self)
 
@@ -249,29 +242,22 @@ class CapturedGraphs:
                 if first:
                     first = False
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
-                    if copies is not None and counts.copies is not None and counts.copies.when is not None:
-                        counts.copies.when.obey(copies, args)
                 counts.runs += 1
                 counts.runs_left_alone += alone
             return run(*args)
 
         return settling(counted, lambda: None if first or alone else settled(run))
 
-    def _new_copies(self) -> WeightCopies | None:
-        """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""
-        recorded = self.replays is not None and device_of_model(self.model) in RECORDERS  # with the casts
-        if self.compile != "eager" or self.policy.level == "O0" or self.policy.weight_copies == "false" or recorded:
+    def _is_recorded(self, device: str | None) -> bool:
+        return self.replays is not None and device in RECORDERS
+
+    def _new_frozen(self, device: str | None) -> FrozenWeights | None:
+        """Return what a frozen model keeps; None for one that is not, and where recordings read weights unseen."""
+        if not self.freezes or self.policy.level == "O0" or self._is_recorded(device):
             return None
-        when = Lifetimes() if self.policy.weight_copies == "auto" else None
-        made = WeightCopies(self.escaped.kind()[1], weakly(self._held), is_verifying(), when)
-        look_at_parts_of(self.model)
-        # Dynamo may keep compiled code, and all that it references, longer than the model lives.
+        made = FrozenWeights(self.model, self.escaped.kind()[1])
         weakref.finalize(self, made.drop).atexit = False
         return made
-
-    def _held(self, weight: torch.Tensor, why: str) -> None:
-        name = next((name for name, p in self.model.named_parameters() if p is weight), "a parameter")
-        self.said.note(f"{name} is cast at each call: {why}")
 
 
 def _is_all_fp32(rewritten: Rewritten) -> bool:

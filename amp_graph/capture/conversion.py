@@ -52,7 +52,6 @@ from amp_graph.passes.torch_compat.dynamo_frames import (
 )
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
-from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 
@@ -100,6 +99,7 @@ class Conversion:
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
+        self.frozen: Any = None  # the conversion that runs while the model is frozen
 
     @property
     def graphs(self) -> list[Captured]:
@@ -110,11 +110,6 @@ class Conversion:
     def runs(self) -> int:
         """How many times a graph ran."""
         return self.captured.runs
-
-    @property
-    def copies(self) -> WeightCopies | None:
-        """The weight cache; None before the first capture, and where weights are cast at each call."""
-        return self.captured.copies
 
     @property
     def escaped_runs(self) -> str:
@@ -140,8 +135,7 @@ class Conversion:
 
     def detach(self) -> None:
         """Restore the model's own forward."""
-        if self.copies is not None:
-            self.copies.drop()
+        self.captured.gradients.drop()
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)

@@ -31,7 +31,6 @@ from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.weights.memory_access_hooks import have_data_noticed
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
@@ -144,7 +143,6 @@ def _lowered(
         outline_checkpoints(gm)
         _run_selective_checkpoints(gm)
         call_custom_functions(gm)
-        have_data_noticed(gm)
         return direct_calls(gm)
     tag_checkpoints(gm)
     device = device_of(gm)

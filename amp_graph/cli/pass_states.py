@@ -13,7 +13,6 @@ import torch
 from amp_graph.passes.pipeline import why_off
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
@@ -80,7 +79,6 @@ def states(policy: Policy, device: str, mode: Mode) -> list[State]:
             eager=mode.compile == "eager",
             inductor={} if mode.compile == "inductor" else None,
             in_step=mode.step,
-            copies=WeightCopies(policy.torch_dtype(device)),
         )
     if policy.level == "O0":  # nothing is lowered, whatever dtype the policy names: no loss is scaled
         options = replace(options, dtype=torch.float32)
@@ -109,8 +107,10 @@ def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
         return "" if mode.step else "only in a training step"
     if policy.level == "O0" and phase not in (Phase.HANDOVER, Phase.INDUCTOR):
         return "level O0 runs the model unchanged"
-    if phase is Phase.COPIES:
-        return _copies_off(policy, mode)
+    if phase is Phase.CALLS and mode.step:
+        return "needs amp_graph.convert; a training step casts its weights inside its graph"
+    if phase is Phase.CALLS:
+        return "needs a graph that runs eagerly" if compiler else ""
     if phase is Phase.COMPILED:
         return "needs Inductor for a model on the CPU" if not compiler or device != "cpu" else ""
     if phase is Phase.STEP:
@@ -118,11 +118,3 @@ def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
     if phase in (Phase.HANDOVER, Phase.INDUCTOR):
         return "" if compiler else "needs a compiler"
     return ""
-
-
-def _copies_off(policy: Policy, mode: Mode) -> str:
-    if mode.step:
-        return "needs amp_graph.convert; a training step casts its weights inside its graph"
-    if mode.compile != "eager":
-        return "needs a graph that runs eagerly"
-    return "" if policy.weight_copies != "false" else "weight_copies=false in the policy"

@@ -23,8 +23,6 @@ from amp_graph.passes.graph.node_info import matches_path
 from amp_graph.passes.torch_compat.module_attributes import plain_attribute
 from amp_graph.passes.torch_compat.modules import with_parameters
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, address_of, storage_key, storage_of
-from amp_graph.passes.weights.update_tracking import hear_of_updates
-from amp_graph.passes.weights.watched_memory import watch_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
 
@@ -52,7 +50,6 @@ class Master:
 
     full: its fp32 value, which optimizers update, or None if none is kept (O3, frozen or converted in eval mode).
     version, memory: the parameter's version counter and memory when it was last equal to the rounded ``full``.
-    mark: changes with other writes to the parameter; None if writes may be invisible, so that values are compared.
     late: whether the master is created at the parameter's first update (O2).
     """
 
@@ -61,7 +58,6 @@ class Master:
     memory: Memory | None = None
     of: weakref.ref[Tensor] | None = None
     late: bool = False
-    mark: object = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the value; the unpickled master counts as equal to its parameter."""
@@ -202,7 +198,11 @@ def _is_norm(module: Module) -> bool:
 
 
 def master_of(parameter: Tensor) -> Tensor | None:
-    """Return the fp32 master of ``parameter``, updated after writes to the parameter, or None."""
+    """Return the fp32 master of ``parameter``, updated after writes to the parameter, or None.
+
+    On the CPU values are compared, as writes through ``.data`` and by torch's fused optimizers count no version; on
+    other devices, where a comparison would wait for the device, such a write is not seen.
+    """
     master: Master | None = getattr(parameter, MASTER, None)
     if master is None or master.full is None:
         return None
@@ -212,8 +212,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
         parameter._version != master.version  # the user wrote the parameter
         or master.memory is None
         or not master.memory.is_of(parameter)  # ``p.data = ...``, which bumps no counter
-        or master.mark is None
-        or master.mark is not watch_of(parameter).mark  # ``p.data.mul_``, maybe
+        or (parameter.is_cpu and not torch.equal(master.full.to(parameter.dtype), parameter))  # ``p.data.mul_``
     ):
         _follow_changed(parameter, master)
     return master.full
@@ -246,21 +245,13 @@ def _follow_changed(parameter: Tensor, master: Master) -> None:
 
 
 def _note_equal(parameter: Tensor, master: Master) -> None:
-    master.version, master.mark = parameter._version, _mark(parameter)
+    master.version = parameter._version
     if master.memory is None or not master.memory.is_of(parameter):
         master.memory = Memory(parameter)
 
 
-def _mark(parameter: Tensor) -> object:
-    watch = watch_of(parameter)
-    mark = watch.mark  # before the check for other holders of the memory
-    return None if watch.why_not_free(parameter) else mark
-
-
 def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
-    hear_of_updates()
-    mark = None if full is None else _mark(parameter)
-    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late, mark)
+    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late)
     setattr(parameter, MASTER, made)
 
 

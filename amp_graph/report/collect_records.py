@@ -23,7 +23,6 @@ from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
-    CASTS_INSIDE,
     INPUT,
     LEFT_ALONE,
     MARK,
@@ -35,8 +34,9 @@ from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.precision.op_cost import PICOSECONDS
 from amp_graph.passes.precision.plan_precision import Mark
-from amp_graph.passes.weights.cache_weight_casts import is_kept
-from amp_graph.passes.weights.foreach_casts import low_weight
+from amp_graph.passes.weights.batch_weight_casts import low_weight
+from amp_graph.passes.weights.cast_weights import cast_weight
+from amp_graph.passes.weights.frozen_weights import is_frozen
 from amp_graph.report.records import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
 from amp_graph.rewrite import Rewritten
 
@@ -127,7 +127,8 @@ def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    return CAST in node.meta and (node.op == "call_method" or node.target in (low_weight, shared_cast) or is_kept(node))
+    ours = node.target in (low_weight, cast_weight, shared_cast) or is_frozen(node)
+    return CAST in node.meta and (node.op == "call_method" or ours)
 
 
 def cast_dtype(node: Node) -> torch.dtype:
@@ -210,14 +211,9 @@ def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Nod
         source = node.args[0]
         of = WEIGHT if source in held else ACTIVATION
         name, number = part.path + node.name, part.path + numbers[node]
-        kept = is_kept(node)
+        kept = is_frozen(node)
         told = CastReport(name, number, shown_name(source), of, SHORT[cast_dtype(node)], node.meta[CAST], kept)
         yield source, node, told
-    for node in part.gm.graph.nodes:  # its parameters are cast inside
-        for weight, reason in node.meta.get(CASTS_INSIDE, {}).items():
-            name, number = part.path + node.name, part.path + numbers[node]
-            told = CastReport(name, number, shown_name(weight), WEIGHT, SHORT[value(node).dtype], reason, True)
-            yield weight, node, told
 
 
 def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:

@@ -71,7 +71,7 @@ def _of(source: Any) -> Iterator[tuple[str, Value]]:
 
 def _of_conversion(found: Conversion) -> Iterator[tuple[str, Value]]:
     yield "casts", sum(_casts(graph.rewritten) for graph in found.graphs)
-    copies = 0 if found.copies is None else sum(t.numel() * t.element_size() for t in found.copies.tensors)
+    copies = 0 if found.captured.frozen is None else found.captured.frozen.bytes
     recorded = 0 if found.captured.replays is None else found.captured.replays.bytes
     yield "held_bytes", copies + recorded + _bytes_of_masters(found.model)
 

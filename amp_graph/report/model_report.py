@@ -185,7 +185,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
             *notes_of_scale(optimizer),
             *notes_of_kernels(found.model),
         ),
-        memory=memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
+        memory=memory_of(found.model, optimizer, found.captured.frozen.tensors if found.captured.frozen else ()),
         escaped=found.escaped_runs,
         breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
         **_graphs(found.graphs, found.model),

@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator
 
 import torch
 
+from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.weights.copy_lifetimes import CopyPlan
+from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.report.metrics import metrics
@@ -53,27 +54,16 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on weight copies in training."""
-    for i, graph in enumerate(found.graphs):
-        if (plan := graph.copies) is not None and plan.copies:
-            yield f"weight copies of graph {i}: {_of_copies(plan)}"
-    if found.copies is not None and found.copies.when is None and any(graph.grad for graph in found.graphs):
-        yield (
-            f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
-            "weight_copies=auto frees those that raise the peak of memory in training"
-        )
+    """Yield a line on the weights of calls without gradients."""
+    weights = found.captured.frozen
+    if weights is not None:
+        yield f"frozen: weights are cast, packed and folded once, {size_text(weights.bytes)} now"
+    elif found.compile == "eager" and any(not graph.grad and _casts_weights(graph) for graph in found.graphs):
+        yield "calls without gradients cast each weight; amp_graph.freeze(model) casts, packs and folds them once"
 
 
-def _of_copies(plan: CopyPlan) -> str:
-    """Say which copies a training step frees, why, and what keeping them would cost."""
-    freed = plan.copies - plan.staying
-    why = f"backward frees {size_text(plan.saved)} of activations, allocates {size_text(plan.gradients)} of gradients"
-    if not freed:
-        return f"all {size_text(plan.copies)} stay until the next update and do not raise the peak of memory ({why})"
-    return (
-        f"{size_text(freed)} of {size_text(plan.copies)} are freed when backward needs them no more, as they would "
-        f"raise the peak of memory ({why}); weight_copies=true keeps them: fewer casts, more memory"
-    )
+def _casts_weights(graph: Captured) -> bool:
+    return any(map(casts_weight, graph.rewritten.gm.graph.nodes))
 
 
 def notes_of_replay(found: Conversion) -> Iterator[str]:

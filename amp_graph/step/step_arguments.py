@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.model_state import unchanged
@@ -34,6 +35,8 @@ def policy_of(model: Any, policy: Policy | str | None) -> Policy:
     found = conversion_of(model)
     if found is None:
         return Policy.parse(policy)
+    if isinstance(found, FrozenConversion):
+        raise CaptureError("TrainStep: the model is frozen for inference\n  fix:   amp_graph.thaw(model)")
     if policy is not None and Policy.parse(policy) != found.policy:
         raise CaptureError(
             f"TrainStep: the model is converted with policy='{found.policy}', and this step asks for "

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.autograd.graph import increment_version
 from torch.fx import GraphModule
 
 from amp_graph.capture.recapture_limits import Budget
@@ -18,7 +19,6 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
-from amp_graph.passes.weights.update_tracking import note_step
 from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.step.step_graph import StepGraph
 from amp_graph.step.trace_step import StepBuilder
@@ -132,15 +132,15 @@ class CapturedSteps:
         self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
 
     def _was_updated(self, graph: StepGraph | PlainStep) -> None:
-        """Tell all weight caches of an update; this step's own copies were written by it."""
+        """Let version counters show an update, which fused kernels do not count; it wrote this step's own copies."""
         self._state.pending.clear()
+        trained = (p for group in self._watched.optimizer.param_groups for p in group["params"])
+        increment_version([p for p in trained if p.requires_grad and p.itemsize > 2])  # masters are written back
         if isinstance(graph, PlainStep):
             if not self._watched.why_outside:
-                note_step(self._watched.optimizer)
                 self._state.was_updated(())
             return
         if graph.after is None:
-            note_step(self._watched.optimizer)  # fused operators do not change version counters
             beside = {id(p) for p in graph.absent.values()}
             self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
 

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from amp_graph.optim.master_weights import follow, master_of, updated_master, were_written_back
 from amp_graph.passes.torch_compat.storage import address_of
-from amp_graph.passes.weights.cache_entry import Signs, signs_of
-from amp_graph.passes.weights.update_tracking import hear_of_updates
-from amp_graph.passes.weights.watched_memory import watch_of
 
 
 @dataclass
@@ -25,7 +22,7 @@ class Copy:
 
     parameter: Tensor
     low: Tensor
-    seen: tuple[int, Signs]
+    seen: tuple[int, int]
 
 
 @dataclass
@@ -40,15 +37,11 @@ class StepState:
     read: dict[int, float] = field(default_factory=dict)  # the values last written to ``rates``
     norm: Tensor | None = None  # of the last update's gradients before they were clipped; 0-d fp32
 
-    def __post_init__(self) -> None:
-        """Subscribe to weight writes that version counters do not show."""
-        hear_of_updates()
-
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
         """Return the copy of ``parameter`` in ``dtype``; create it if needed."""
         key = (id(parameter), dtype)
         if key not in self.copies or not _fits(self.copies[key].low, parameter):
-            seen = _signs(parameter)
+            seen = _seen(parameter)
             low = parameter.detach().to(dtype)
             self.copies[key] = Copy(parameter, low, seen)
         return self.copies[key]
@@ -103,15 +96,14 @@ class StepState:
     def refresh(self, copies: Iterable[Copy]) -> None:
         """Update ``copies`` and all masters after writes to parameters by other code.
 
-        Writes are detected by version counter, address, access to the memory from Python, and optimizers' steps. A
-        parameter whose memory other code may hold is cast at each step.
+        Writes are seen by version counter and address, not those through ``.data``, numpy or a fused optimizer.
         """
         for parameter in self.held.values():
             master_of(parameter)
         for copy in copies:
-            now = signs_of(copy.parameter, watch_of(copy.parameter))
-            if copy.seen != (address_of(copy.parameter), now):
-                copy.seen = _signs(copy.parameter)  # before the values: a write in between marks the copy stale
+            now = _seen(copy.parameter)
+            if copy.seen != now:
+                copy.seen = now  # before the values: a write in between marks the copy stale
                 with torch.no_grad():
                     copy.low.copy_(copy.parameter)
 
@@ -119,7 +111,7 @@ class StepState:
         """Record that a step has written parameters, these ``copies`` of them, and masters."""
         were_written_back(list(self.held.values()))
         for copy in copies:
-            copy.seen = _signs(copy.parameter)
+            copy.seen = _seen(copy.parameter)
 
     def forget_copies(self) -> None:
         """Mark every copy as stale, whatever the counters say."""
@@ -153,8 +145,6 @@ def _fits(kept: Tensor, parameter: Tensor) -> bool:
     return (kept.shape, kept.device) == (parameter.shape, parameter.device)
 
 
-def _signs(parameter: Tensor) -> tuple[int, Signs]:
-    """Return a mark that changes when ``parameter`` is written; an always new one if writes may be invisible."""
-    watch = watch_of(parameter)
-    signs = signs_of(parameter, watch)
-    return address_of(parameter), signs._replace(mark=None) if watch.why_not_free(parameter) else signs
+def _seen(parameter: Tensor) -> tuple[int, int]:
+    """Return what changes with a write to ``parameter``."""
+    return address_of(parameter), parameter._version

@@ -29,7 +29,6 @@ from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
-from amp_graph.passes.weights.watched_memory import look_at_parts_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import LossScale, check_at_floor
@@ -176,7 +175,6 @@ class TrainStep:
             compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
         self._watches: tuple[StepWatch, ...] = ()
-        look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
         how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)

@@ -52,12 +52,6 @@ WRITTEN_OUT = "amp_written_out"
 """This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass."""
 SPARED = "amp_spared"
 """The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports."""
-TURNED = "amp_turned"
-"""Whether the packed weight is [inputs, outputs]. Written by prepack_weights."""
-ASKED = "amp_asked"
-"""Whether the finiteness of a packed weight is recorded. Written by prepack_weights."""
-CASTS_INSIDE = "amp_casts_inside"
-"""Why a call casts its parameters itself, by node. Written by fuse_casts_into_linears; read by reports."""
 
 # -- of a graph -------------------------------------------------------------------------------------------
 

@@ -10,26 +10,6 @@ from __future__ import annotations
 from amp_graph.passes.profitability.gemm_thresholds import LEAST_OF_LIBRARY
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx
 
-# Elements of a weight below which one more cast takes no longer than the check whether its copy is current.
-FEWEST_KEPT = 1 << 15
-# Multiplications up to which a linear without gradients is torch's own loop, and its casts are no longer than a check.
-MOST_CAST = LEAST_OF_LIBRARY
-
-
-def keeping_a_copy_is_profitable(elements: int, trained: bool, products: int | None = None) -> bool:
-    """Say whether a low-precision copy of a weight of so many ``elements`` should outlive the call.
-
-    Reading a copy takes this much longer than a cast: with an update before each call 7 us up to 16,384 elements, 9 at
-    32,768; -23 at 131,072 with four calls per update; without any update 0 to 4 up to 4,096, -3 to 1 at 16,384, -6 at
-    32,768. Without gradients (``trained``) nothing has to lead back to the weight, and copies are packed: profitable
-    but for linears of so few multiplications (``products``, None if others read it) that torch calls no library. 4 rows
-    of 32 x 32: the call of our kernel and two checks take 14 us, torch's linear and its casts 9.
-    """
-    if not trained:
-        return products is None or products > MOST_CAST
-    return elements >= FEWEST_KEPT
-
-
 # Elements of a value below which one cast per reader is faster than one that all readers share.
 FEWEST_SHARED = 1 << 15
 

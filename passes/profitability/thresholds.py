@@ -24,21 +24,6 @@ def few_calls_are_profitable(device: str) -> bool:
     return device == "cuda"
 
 
-# Bytes of casts below which they take no longer than the checks of their weights on the host: 0.1 ms of an H100.
-LEAST_CAST = 1 << 28
-
-
-def keeping_between_updates_is_profitable(device: str, casts: int, activations: int, arriving: int) -> bool:
-    """Say whether copies of weights are kept between the micro-batches of an update.
-
-    casts: bytes that the casts of a call move. activations: bytes that backward frees, a lower bound. arriving: bytes
-    that the last gradients take as they arrive. CUDA, by estimates alone: a micro-batch of Llama 1B is 7 % casts, one
-    of GPT-2 medium with 8 x 1,024 tokens 1.6 %. Where activations free less than arrives, copies that are alive at the
-    end of backward would add to its peak.
-    """
-    return device == "cuda" and casts >= LEAST_CAST and arriving <= activations <= 4 * casts
-
-
 def explicit_backward_is_profitable(device: str, dtype: torch.dtype, queries: int, keys: int) -> bool:
     """Say whether attention's backward by matmuls beats torch's kernel on ``device``.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # 2.11 - 2.13
 
-# torch's own accesses to a tensor's memory, which ``watched_memory`` overrides for all other code; 2.11 - 2.13.
+# Hidden from subclasses; 2.11 - 2.13.
 _BASE: Any = torch._C.TensorBase
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _BASE.untyped_storage
 address_of: Callable[[torch.Tensor], int] = _BASE.data_ptr

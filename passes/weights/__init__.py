@@ -1,5 +1,4 @@
-"""Low-precision copies of parameters: each weight is cast once per optimizer step.
+"""Weights in low precision: cast once a forward in training; cast, packed and folded once in a frozen model.
 
-The cache, detection of writes that the version counter misses, and the passes that read cached copies. Imports
-``memory`` and what is below it.
+Imports ``memory`` and what is below it.
 """

@@ -1,6 +1,9 @@
 """Batch the casts of many parameters into few calls.
 
-Before: ``a = w1.bfloat16(); b = w2.bfloat16()``. After: ``low = low_weights(w1, w2); a, b = low``.
+Before: ``a = w1.bfloat16(); b = w2.bfloat16()``, one kernel and one autograd node each. After: ``low =
+low_weights((w1, w2), torch.bfloat16, formats); a, b = low``: one kernel for all, and one for their gradients. Only on
+devices where a call costs more than a cast: GPUs.
+Source of the kernels: aten/src/ATen/native/cuda/ForeachBinaryOpList.cu.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
@@ -21,18 +25,13 @@ from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, REGION
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.thresholds import (
-    few_calls_are_profitable,
-    keeping_between_updates_is_profitable,
-)
-from amp_graph.passes.torch_compat.dispatch import is_wrapper
-from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.profitability.thresholds import few_calls_are_profitable
+from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.dispatch import is_batched, is_wrapper
 from amp_graph.passes.torch_compat.storage import bytes_of
-from amp_graph.passes.weights.cache_weight_casts import casts_of_parameters
-from amp_graph.passes.weights.cast_cache import WeightCopies
-from amp_graph.passes.weights.foreach_casts import Format, WeightGroup, low_weight
-from amp_graph.passes.weights.group_copies import GroupCopies
-from amp_graph.passes.weights.plan_copy_lifetimes import saved_bytes
+from amp_graph.passes.weights.cast_weights import casts_of_parameters
+
+own_functions(__name__)
 
 # Casts: one call for fewer takes the host as long, because with gradients it is an autograd node written in Python.
 # Estimated from a CPU's times without the copies, forward and backward: 15 us a cast and 60 us + 15 us a cast of a
@@ -55,7 +54,7 @@ class BatchWeightCasts(Pass):
     gradients become available only when its last one does.
     """
 
-    copies: WeightCopies
+    dtype: torch.dtype
     device: str
     name: ClassVar[str] = "batch-weight-casts"
 
@@ -64,42 +63,23 @@ class BatchWeightCasts(Pass):
         if not few_calls_are_profitable(self.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
             return PassResult(gm)
         may: dict[torch.device, list[Node]] = {}
-        for node, reason in casts_of_parameters(gm, self.copies.dtype):
+        for node, reason in casts_of_parameters(gm, self.dtype):
             if not reason and _fits(node):
                 may.setdefault(value(node).device, []).append(node)
         changes = []
         reached = outputs_reached(gm, observe(gm, marks(gm))) if may and torch.is_grad_enabled() else {}
-        groups = list(chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()))
-        keeps, why = self._keeps(gm, groups) if torch.is_grad_enabled() else (False, "")
-        for together in groups:
+        for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
             trains = torch.is_grad_enabled() and any(map(is_trained, together))
             if len(together) >= (LEAST_TRAINED if trains else LEAST):
-                self._group(gm, together, keeps and trains)
-                told = f"with {len(together) - 1} others{why if trains else ''}"
+                self._group(gm, together)
+                told = f"with {len(together) - 1} others"
                 changes += [Change(self.name, "grouped", n.name, told) for n in together]
         return PassResult(gm, tuple(changes))
 
-    def _keeps(self, gm: GraphModule, groups: list[list[Node]]) -> tuple[bool, str]:
-        """Say whether the copies of groups that train are kept between the micro-batches of an update, and why."""
-        trained = [g for g in groups if len(g) >= LEAST_TRAINED and any(map(is_trained, g))]
-        if not trained:
-            return False, ""
-        sizes = [sum(concrete_size(bytes_of(captured(n.all_input_nodes[0]))) for n in group) for group in trained]
-        casts, arriving = sum(sizes) * 3 // 2, max(sizes) * 3 // 2
-        if self.copies.when is None:
-            return True, "; kept between the micro-batches of an update: weight_copies=true"
-        saved = saved_bytes(gm, {n for group in groups for n in group})
-        keeps = keeping_between_updates_is_profitable(self.device, casts, saved, arriving)
-        told = "kept between the micro-batches of an update" if keeps else "cast at each call"
-        return keeps, f"; {told}: {casts / 2**20:.4g} MB of casts, {saved / 2**20:.4g} MB of activations"
-
-    def _group(self, gm: GraphModule, together: list[Node], keeps: bool) -> None:
-        group = WeightGroup(self.copies.dtype, [_format(n) for n in together])
-        if keeps:
-            group.between = GroupCopies(self.copies.check if self.copies.checked else None)
-        self.copies.groups.add(group)
+    def _group(self, gm: GraphModule, together: list[Node]) -> None:
+        formats = tuple(n.kwargs.get("memory_format") for n in together)
         with gm.graph.inserting_before(together[0]):
-            made = gm.graph.call_function(group.read, tuple(n.args[0] for n in together))
+            made = gm.graph.call_function(low_weights, (tuple(n.args[0] for n in together), self.dtype, formats))
         made.meta["val"] = tuple(value(n) for n in together)
         for i, node in enumerate(together):
             node.op, node.target = "call_function", low_weight
@@ -168,10 +148,64 @@ def _fits(cast: Node) -> bool:
     return not elsewhere and set(cast.kwargs) <= {"memory_format"}
 
 
-def _format(cast: Node) -> Format:
-    found: Format = cast.kwargs.get("memory_format")  # type: ignore[assignment]
-    return found
-
-
 def _switches_gradients(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "_set_grad_enabled"
+
+
+def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
+    """Return the cast of ``weight`` from a group; the call names the weight in printed graphs."""
+    return group[place]
+
+
+def low_weights(weights: Sequence[Tensor], dtype: torch.dtype, formats: Sequence[Any]) -> Sequence[Tensor]:
+    """Cast ``weights`` to ``dtype``, each into its format, where that is not None; all train, or none does."""
+    if torch.is_grad_enabled() and weights[0].requires_grad:
+        found: tuple[Tensor, ...] = _LowWeights.apply(dtype, formats, *weights)
+        return found
+    return _cast(weights, dtype, formats)
+
+
+def _cast(weights: Sequence[Tensor], dtype: torch.dtype, formats: Sequence[Any]) -> list[Tensor]:
+    low = [
+        torch.empty_like(w, dtype=dtype, requires_grad=False, **({} if f is None else {"memory_format": f}))
+        for w, f in zip(weights, formats, strict=True)
+    ]
+    return _copy_all(low, weights)
+
+
+class _LowWeights(torch.autograd.Function):
+    """One cast of several weights, and of their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, formats: Sequence[Any], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.weights = weights  # for their layout only
+        return tuple(_cast(weights, dtype, formats))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = [g for g in grads if g is not None]
+        if not given or torch.is_grad_enabled() or any(map(is_batched, given)):
+            wide = [None if g is None else g.to(w.dtype) for g, w in zip(grads, ctx.weights, strict=True)]
+            return None, None, *wide
+        pairs = zip(ctx.weights, grads, strict=True)
+        rest = iter(_copy_all([torch.empty_like(w, requires_grad=False) for w, g in pairs if g is not None], given))
+        return None, None, *(None if g is None else next(rest) for g in grads)
+
+
+def _copy_all(into: list[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+    """Copy each of ``given`` into its destination: one call for those of equal layout, and one for the others.
+
+    torch compares all strides, also of dimensions of size 1, as those of a 1 x 1 convolution in channels_last.
+    """
+    alike: tuple[list[Tensor], list[Tensor]] = ([], [])
+    others: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for a, b in zip(into, given, strict=True):
+        same = all(x == y for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size != 1)
+        first, second = alike if same else others
+        first.append(a)
+        second.append(b.as_strided(b.shape, a.stride()) if same and a.stride() != b.stride() else b)
+    for part in (alike, others):
+        if part[0]:
+            torch._foreach_copy_(*part)
+    return into

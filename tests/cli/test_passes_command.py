@@ -15,7 +15,6 @@ from amp_graph.lists.read_toml import tomllib
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_skips import GROUPS
-from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.step.step_table import EVERY
 
 MODES = [Mode(), Mode(gradients=False), Mode(step=True), *(Mode(step, "inductor") for step in (False, True))]
@@ -44,10 +43,9 @@ def test_what_is_on_is_what_runs(policy, device, mode):
     """Passes for another device are built as well, and find nothing in the graph."""
     read, eager = Policy.parse(policy), mode.compile == "eager"
     with torch.set_grad_enabled(mode.gradients):
-        copies = WeightCopies(torch.bfloat16) if eager and not mode.step else None
         inductor = {} if mode.compile == "inductor" else None
-        options = read.pipeline_options(device, eager=eager, inductor=inductor, in_step=mode.step, copies=copies)
-        phases = [Phase.CAPTURED, Phase.COPIES]
+        options = read.pipeline_options(device, eager=eager, inductor=inductor, in_step=mode.step)
+        phases = [Phase.CAPTURED, *([Phase.CALLS] if eager and not mode.step else [])]
         phases += [Phase.STEP] if eager and mode.step else []
         phases += [] if eager else [Phase.HANDOVER, Phase.INDUCTOR, *([Phase.COMPILED] if device == "cpu" else [])]
         runs = {one.name for phase in phases for one in pipeline(phase, options)}
@@ -73,10 +71,11 @@ def devices_of(name):
         ("bf16,skip=backend", "gru-state", "cpu", Mode(), "skip=backend in the policy"),
         ("bf16,lists=autocast_cpu", "fuse-gelu", "cpu", Mode(), "reproduce torch.autocast"),
         ("bf16", "fuse-cross-entropy", "cpu", Mode(compile="inductor"), "needs a graph that runs eagerly"),
-        ("bf16", "fold-batch-norms", "cpu", Mode(), "needs a graph without gradients"),
-        ("bf16,weight_copies=false", "cache-weight-casts", "cpu", Mode(), "weight_copies=false"),
+        ("bf16", "fold-batch-norms", "cpu", Mode(), "needs a frozen model"),
+        ("bf16", "cast-weights", "cpu", Mode(gradients=False), "needs gradients"),
+        ("bf16", "freeze-weights", "cpu", Mode(gradients=False), "needs a frozen model"),
         ("bf16", "lower-weight-gradients", "cpu", Mode(), "needs a compiler, or a training step that runs eagerly"),
-        ("bf16", "cache-weight-casts", "cpu", Mode(step=True), "a training step casts its weights"),
+        ("bf16", "cast-weights", "cpu", Mode(step=True), "a training step casts its weights"),
         ("O0", "insert-casts", "cpu", Mode(), "level O0"),
         ("fp16", "scale-loss", "cpu", Mode(), "only in a training step"),
         ("fp16", "scale-loss", "cpu", Mode(step=True), ""),

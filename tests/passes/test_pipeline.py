@@ -11,6 +11,7 @@ from typing import ClassVar
 import expecttest
 import pytest
 import torch
+from torch import nn
 
 import amp_graph.passes
 from amp_graph import Policy
@@ -20,7 +21,7 @@ from amp_graph.passes.pipeline import pipeline, why_off
 from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, approximate, checked, placed
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
 from amp_graph.passes.pipeline_table import TABLE
-from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.step.step_table import EVERY
 
 ROWS = {row.name: row for row in TABLE}
@@ -54,11 +55,12 @@ class TestSelection(expecttest.TestCase):
     """What runs in each mode, as it was when functions made the lists."""
 
     def test_golden(self):
-        copies = WeightCopies(torch.bfloat16)
+        frozen = FrozenWeights(nn.Linear(1, 1), torch.bfloat16)
         shown = {
             "eager": names(Phase.CAPTURED, eager=True),
-            "copies, training": names(Phase.COPIES, copies=copies),
-            "copies, inference": names(Phase.COPIES, "bf16", grad=False, copies=copies),
+            "calls, training": names(Phase.CALLS),
+            "calls, inference": names(Phase.CALLS, grad=False),
+            "calls, frozen": names(Phase.CALLS, grad=False, frozen=frozen),
             "compiled": names(Phase.COMPILED),
             "handover": names(Phase.HANDOVER),
             "inductor": names(Phase.INDUCTOR),
@@ -76,8 +78,9 @@ eager: identify-ops remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-
   fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-
   pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-
   entropy recompute-activations lower-linears
-copies, training: cache-weight-casts batch-weight-casts reuse-embedding-gradients
-copies, inference: cache-weight-casts batch-weight-casts fold-batch-norms prepack-weights
+calls, training: cast-weights batch-weight-casts reuse-embedding-gradients
+calls, inference: batch-weight-casts
+calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weights
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
@@ -109,11 +112,6 @@ def test_gradients_and_devices_do_not_change_which_passes_see_a_captured_graph()
 
 def test_fusing_attention_needs_the_kernel_that_is_worth_it():
     assert difference(Phase.CAPTURED, {}, dict(policy="bf16,skip=attention")) == (["fuse-attention", "attention"], [])
-
-
-def test_copies_that_keep_no_memory():
-    assert names(Phase.COPIES) == names(Phase.COMPILED, grad=False) == []
-    assert names(Phase.COMPILED, "bf16,weight_copies=false") == []
 
 
 def test_options_reach_the_passes():
@@ -258,9 +256,9 @@ def test_a_placed_row_runs_in_its_place_with_its_conditions():
 
 
 def test_skipping_the_backend_leaves_the_core():
-    copies = WeightCopies(torch.bfloat16)
+    frozen = FrozenWeights(nn.Linear(1, 1), torch.bfloat16)
     for phase, grad in itertools.product(Phase, (True, False)):
-        mode = dict(grad=grad, eager=True, copies=None if phase is Phase.COMPILED else copies)
+        mode = dict(grad=grad, eager=True, frozen=None if grad else frozen)
         gone, none = difference(phase, mode, dict(policy="bf16,skip=backend", **mode))
         assert none == []
         assert all(ROWS[name].backend or name == "fuse-attention" for name in gone)
@@ -272,14 +270,14 @@ def test_groups_are_the_stages_and_no_pass_has_the_name_of_one():
     assert not {*GROUPS} & {one.word for one in TABLE}
     assert {"gru-state", "fold-batch-norms", "lower-weight-gradients"} <= {*GROUPS["backend"]}
     assert "insert-casts" not in GROUPS["casts"]
-    assert "cache-weight-casts" not in GROUPS["weights"]
+    assert "freeze-weights" not in GROUPS["weights"]
 
 
 @pytest.mark.parametrize("word", [*SKIPPABLE, *GROUPS])
 def test_each_word_leaves_out_what_it_names(word):
     policy = Policy.parse(f"bf16,skip={word}")
     assert Policy.parse(str(policy)) == policy
-    options = policy.pipeline_options("cpu", eager=True, copies=WeightCopies(torch.bfloat16))
+    options = policy.pipeline_options("cpu", eager=True, frozen=FrozenWeights(nn.Linear(1, 1), torch.bfloat16))
     assert {*options.skip} == {*passes_named([word])}
     for name in options.skip:
         assert why_off(ROWS[name], ROWS[name].phases[0], options) == f"skip={word} in the policy"

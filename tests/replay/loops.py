@@ -45,7 +45,7 @@ def declined(why):
 def converted(word, model=None, policy="bf16", device=None, **options):
     """Convert a model; ``word`` is "true", "false", or "true,..." with more words."""
     model = (model or Net()).to(device or DEVICE[0])
-    return amp_graph.convert(model, f"{policy},weight_copies=false,replay={word}", **options)
+    return amp_graph.convert(model, f"{policy},replay={word}", **options)
 
 
 DEVICE = ["cpu"]
@@ -377,7 +377,7 @@ def inputs_with_gradients(word):
 def ema(word):
     model = converted(word, Net(norm=True))
     slow, optimizer, found = copy.deepcopy(amp_graph.revert(model)), sgd(model), []
-    amp_graph.convert(model, f"bf16,weight_copies=false,replay={word}")
+    amp_graph.convert(model, f"bf16,replay={word}")
     for _ in range(STEPS):
         x, y = batch()
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ class Flattened:
 def train(name, steps, word=""):
     """Train a case of the corpus; return all losses and gradients, and the buffers at the end."""
     model, args, kwargs = make(name)
-    amp_graph.convert(model, f"bf16,weight_copies=false{word}")
+    amp_graph.convert(model, f"bf16{word}")
     torch.manual_seed(1)
     parameters, found = list(model.parameters()), []
     optimizer = torch.optim.SGD(parameters, lr=0.01) if parameters else None

@@ -93,7 +93,7 @@ CASES = {
 def run(name, rank, word, **options):
     build, more, loop = CASES[name]
     torch.manual_seed(3)
-    model = amp_graph.convert(build(), f"bf16,weight_copies=false,replay={word}")
+    model = amp_graph.convert(build(), f"bf16,replay={word}")
     ddp = DistributedDataParallel(model, **more, **options)
     torch.manual_seed(rank)
     found = loop(ddp, model, rank)
@@ -161,7 +161,7 @@ def group(tmp_path, monkeypatch):
 
 
 def notes_of(model, call):
-    model = amp_graph.convert(model, "bf16,weight_copies=false,replay=true")
+    model = amp_graph.convert(model, "bf16,replay=true")
     call = call(model)
     for _ in range(5):
         outs = call(torch.randn(4, 8))

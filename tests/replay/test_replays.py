@@ -25,7 +25,7 @@ def recorders(monkeypatch):
 
 def model_of(word="true", width=6):
     model = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 2))
-    return amp_graph.convert(model, f"bf16,weight_copies=false,replay={word}", dynamic=False)
+    return amp_graph.convert(model, f"bf16,replay={word}", dynamic=False)
 
 
 def steps(model, count, size=4, width=6):
@@ -76,7 +76,7 @@ class InTwoGraphs(nn.Module):
 
 
 def test_each_graph_of_a_call_has_recordings(recorders):
-    model = amp_graph.convert(InTwoGraphs(), "bf16,weight_copies=false,replay=true", dynamic=False)
+    model = amp_graph.convert(InTwoGraphs(), "bf16,replay=true", dynamic=False)
     for size in range(2, 3 + MOST // 2):
         steps(model, 5, size)
     assert f"replay=true: {2 * (1 + MOST // 2)} of at most {2 * MOST} recordings" in notes_of(model)
@@ -95,7 +95,7 @@ def test_reverting_and_dropping_frees_everything(recorders):
     steps(model, 6)
     held = [weakref.ref(t) for t in recorders[0].seen]
     recorders.clear()
-    assert amp_graph.memory.drop_weight_copies(model) > 0
+    assert conversion_of(model).captured.replays.drop() > 0
     gc.collect()
     assert not [ref for ref in held if ref() is not None]
     assert "replay=true: 0 of at most" in notes_of(model)
@@ -111,12 +111,12 @@ def test_a_call_that_waits_keeps_its_memory_when_all_is_dropped(recorders):
     steps(model, 6)
     x = torch.randn(4, 6)
     loss = model(x).square().mean()
-    amp_graph.memory.drop_weight_copies(model)
+    conversion_of(model).captured.replays.drop()
     model.zero_grad()
     loss.backward()
     found = [p.grad.clone() for p in model.parameters()]
     amp_graph.revert(model)
-    amp_graph.convert(model, "bf16,weight_copies=false")
+    amp_graph.convert(model, "bf16")
     model.zero_grad()
     model(x).square().mean().backward()
     assert all(torch.equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))

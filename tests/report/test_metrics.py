@@ -13,7 +13,7 @@ def net():
 
 
 def test_a_loop_with_a_scaler():
-    model = amp_graph.convert(net(), "fp16,weight_copies=true")
+    model = amp_graph.convert(net(), "fp16")
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), amp_graph.GradScaler()
     assert amp_graph.metrics(model, scaler) == {"casts": 0, "held_bytes": 0, "loss_scale": 2.0**16, "skipped_steps": 0}
     scaler.scale(model(torch.full((2, 8), 1e38)).sum()).backward()

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.native import cast_kernel, jit_compiler
 from amp_graph.passes.native.cast_kernel import clear, copy_into, total_of, widened
-from amp_graph.passes.weights import cache_entry
-from amp_graph.passes.weights.cache_entry import lend
+from amp_graph.passes.weights import cast_weights
+from amp_graph.passes.weights.cast_weights import cast_weight
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INTEGERS = {BF16: torch.int16, FP16: torch.int16, FP32: torch.int32}
@@ -166,7 +165,7 @@ def test_layouts_of_a_convolutions_weight(shape, low, threads, monkeypatch):
         same(copy_into(torch.empty_like(first), last), copy_into(torch.empty_like(first), last.roll(1, 3)))
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16,weight_copies=false"])
+@pytest.mark.parametrize("policy", ["bf16"])
 def test_convolutions_hand_back_gradients_that_lie_as_their_weights(policy):
     """A contiguous weight, and one that was channels_last before: each gradient lies as its weight does."""
     torch.manual_seed(0)
@@ -182,26 +181,10 @@ def test_convolutions_hand_back_gradients_that_lie_as_their_weights(policy):
         for p in model.parameters():
             assert p.grad.stride() == p.stride()
         grads.append([p.grad for p in model.parameters()])
-        copied = "weight_copy" in amp_graph.report(model).graphs[0].text
+        copied = "cast_weight" in amp_graph.report(model).graphs[0].text
         assert copied == ("false" not in kind)
     for one, other in zip(*grads, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
-
-
-@pytest.mark.multiplied  # elsewhere convolutions keep their layout
-def test_a_weight_in_channels_last_is_cast_into_its_copy_again():
-    torch.manual_seed(0)
-    model = amp_graph.convert(nn.Sequential(nn.Conv2d(3, 96, 3), nn.Conv2d(96, 160, 3)), "bf16,weight_copies=true")
-    weight, places = model[1].weight, set()
-    for _ in range(4):
-        model(torch.randn(2, 3, 12, 12)).square().mean().backward()
-        (low,) = (t for t in conversion_of(model).copies.tensors if t.shape == weight.shape)
-        same(low, weight.detach().to(BF16).contiguous(memory_format=torch.channels_last))
-        places.add(low.data_ptr())
-        del low  # which would be somebody's
-        with torch.no_grad():
-            weight.mul_(0.5)
-    assert len(places) == 1
 
 
 def test_what_c_cannot_cast_torch_does(counted):
@@ -234,12 +217,11 @@ def test_without_a_compiler_it_is_torchs(monkeypatch):
 def lent():
     weight = nn.Parameter(torch.randn(64, 48))
     low = weight.detach().to(BF16)
-    return weight, lend(weight, low), low
+    return weight, cast_weight(weight, low.dtype), low
 
 
 def test_a_lent_copy_hands_its_gradient_back_in_fp32(counted):
-    weight, given, low = lent()
-    assert given.data_ptr() == low.data_ptr()
+    weight, given, _ = lent()
     x = torch.randn(8, 48).to(BF16)
     for turn in range(2):  # any number of times
         (x @ given.t()).float().square().sum().backward()
@@ -286,7 +268,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("policy", ["bf16"])
 def test_a_converted_model_trains_bit_for_bit_as_without_c(policy, monkeypatch):
-    monkeypatch.setattr(cache_entry, "LARGE", 1)
+    monkeypatch.setattr(cast_weights, "LARGE", 1)
     ids = torch.randint(50, (8, 4), generator=torch.Generator().manual_seed(1))
     found = []
     for library in (cast_kernel.library, lambda low: None):
@@ -304,6 +286,6 @@ def test_a_converted_model_trains_bit_for_bit_as_without_c(policy, monkeypatch):
 def test_another_default_device_changes_nothing():
     weight = nn.Parameter(torch.randn(64, 48))
     with torch.device("meta"):
-        given = lend(weight, weight.detach().to(BF16))
+        given = cast_weight(weight, BF16)
         given.sum().backward()
     assert torch.equal(weight.grad, torch.ones(64, 48))

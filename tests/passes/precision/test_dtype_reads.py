@@ -335,7 +335,7 @@ def test_a_part_of_a_model_asks_for_itself():
 
 
 def test_weights_are_cast_once_an_update():
-    model = made(Converts, "bf16,weight_copies=true")
+    model = made(Converts, "bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     reference = made(Converts)
     for _ in range(3):

@@ -55,7 +55,7 @@ N = 512
 
 
 def test_one_linear_without_gradients_by_hand(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,weight_copies=false", grad=False)
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
     product = 2 * N**3 / FLOPS
     casts = 3 * N * N * (4 + 2) / BYTES  # of the input, the weight and the output
     assert found.ratio == pytest.approx((product / 2 + casts) / product)
@@ -63,7 +63,7 @@ def test_one_linear_without_gradients_by_hand(plain):
 
 
 def test_the_rules_of_autocast_are_predicted_beside_the_plan_by_hand(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,weight_copies=false", grad=False)
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
     product = 2 * N**3 / FLOPS
     assert found.full == pytest.approx(product)
     assert found.autocast == pytest.approx(found.ratio), "one product has one plan"
@@ -78,7 +78,7 @@ def test_autocasts_rules_lower_what_the_plan_leaves(plain):
         def forward(self, x):
             return self.large(x), self.thin(x.exp())  # exp stays full: its cast takes longer than a thin product gains
 
-    told = "bf16,weight_copies=false,skip_unprofitable=true"
+    told = "bf16,skip_unprofitable=true"
     found = predicted(Two(), torch.randn(N, N), told, grad=False)
     assert found.ratio < found.autocast
 

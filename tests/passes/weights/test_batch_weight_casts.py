@@ -1,6 +1,5 @@
 """Casts of many weights by one call, as on a GPU, here on the CPU: bit for bit what one call for each gives."""
 
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.weights import batch_weight_casts, foreach_casts
-from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
+from amp_graph.passes.weights import batch_weight_casts
+from amp_graph.passes.weights.cast_weights import CastWeights
 
 TOGETHER = "bf16,skip=channels_last"
 ALONE = "bf16,skip=channels_last|batch_weight_casts"
@@ -24,7 +22,7 @@ def _is_profitable(monkeypatch):
     for name in ("LEAST_TRAINED", "ENOUGH"):
         monkeypatch.setattr(batch_weight_casts, name, 3)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
-    monkeypatch.setattr(CacheWeightCasts, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
+    monkeypatch.setattr(CastWeights, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
 
 
 class Net(nn.Module):
@@ -105,44 +103,6 @@ def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
         model(batch(1))
         found.append(gradients(model, out))
     assert_same(*found)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_memory_is_kept_and_never_old(mode):
-    (together, alone), x = map(net, (TOGETHER, ALONE)), batch()
-    with mode():
-        together(x), alone(x)
-    copies = conversion_of(together).copies
-    kept, kept_bytes = [t.data_ptr() for t in copies.tensors], [t.nbytes for t in copies.tensors]
-    assert len(kept) == 10
-    assert not any(t.is_inference() for t in copies.tensors)
-    for model in (together, alone):
-        model.last.weight.data.neg_()  # which no version counter shows
-    with mode():
-        assert torch.equal(together(x)[0], alone(x)[0])
-    assert [t.data_ptr() for t in copies.tensors] == kept
-    assert amp_graph.memory.drop_weight_copies(together) == sum(kept_bytes) > 0
-    assert not copies.tensors
-
-
-def test_what_is_recorded_owns_its_memory(monkeypatch):
-    model = net(TOGETHER)
-    monkeypatch.setattr(foreach_casts, "stream_of", lambda tensor: None)
-    with torch.no_grad():
-        model(batch())
-    assert calls(model) == 1
-    assert not conversion_of(model).copies.tensors
-
-
-def test_memory_is_that_of_the_stream_that_called_last(monkeypatch):
-    model, seen = net(TOGETHER), []
-    for stream in (1, 1, 2, 3, 3):
-        monkeypatch.setattr(foreach_casts, "stream_of", lambda tensor, stream=stream: stream)
-        with torch.no_grad():
-            model(batch())
-        seen.append(conversion_of(model).copies.tensors)
-    assert [len(kept) for kept in seen] == [10] * 5
-    assert [a[0] is b[0] for a, b in pairwise(seen)] == [True, False, False, True]
 
 
 def test_gradients_of_gradients_and_of_many_at_once():
@@ -251,9 +211,8 @@ def test_what_the_graph_writes_is_cast_where_it_is_read(how, grouped):
 
 
 def test_channels_last_weights_are_cast_into_their_layout():
-    group = foreach_casts.WeightGroup(torch.bfloat16, [torch.channels_last, None])
     weights = [nn.Parameter(torch.randn(8, 4, 3, 3)), nn.Parameter(torch.randn(5, 7).t())]
-    low = group.read(*weights)
+    low = batch_weight_casts.low_weights(weights, torch.bfloat16, (torch.channels_last, None))
     assert low[0].is_contiguous(memory_format=torch.channels_last)
     assert low[1].stride() == weights[1].stride()
     assert all(torch.equal(a, w.bfloat16()) for a, w in zip(low, weights, strict=True))
@@ -321,40 +280,12 @@ def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
         assert_same(gradients(model, model(x)), gradients(alone, alone(x)))
 
 
-def test_weights_whose_memory_has_the_same_order_are_one_call(monkeypatch):
-    """A 1 x 1 convolution in channels_last differs from a contiguous one in strides alone, which torch compares."""
-    last = torch.channels_last
-    weights = [torch.randn(shape) for shape in ((8, 4, 1, 1), (8, 4, 3, 3), (6, 1, 3, 3), (8,))]
-    group = foreach_casts.WeightGroup(torch.bfloat16, [last, last, last, None])
-    calls, copied = [], torch._foreach_copy_
-
-    def copy(into, given):
-        calls.append([a.stride() == b.stride() for a, b in zip(into, given, strict=True)])
-        copied(into, given)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", copy)
-    for w in weights:
-        w.requires_grad_()
-    low = group.read(*weights)
-    assert calls == [[True] * 3, [False]]
-    for w, c in zip(weights, low, strict=True):
-        assert torch.equal(c, w.bfloat16())
-        assert c.is_contiguous(memory_format=last) or c.dim() != 4
-    grads = [torch.randn(c.shape).bfloat16().contiguous(memory_format=last if c.dim() == 4 else torch.preserve_format)
-             for c in low]  # fmt: skip
-    found = torch.autograd.grad(low, weights, grads)
-    assert calls[2:] == [[True] * 3, [False]]
-    for g, f, w in zip(grads, found, weights, strict=True):
-        assert torch.equal(f, g.float())
-        assert f.stride() == w.stride()
-
-
 @pytest.mark.parametrize(("layers", "grouped"), [(3, False), (4, True)])
 def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("amp_graph.capture.missing_kernels.TELLS", False)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
-    monkeypatch.setattr(CacheWeightCasts, "run", lambda self, gm: PassResult(gm))
+    monkeypatch.setattr(CastWeights, "run", lambda self, gm: PassResult(gm))
     model = amp_graph.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), TOGETHER, strict=True)
     model(torch.zeros(1, 8))
     assert bool(calls(model)) == grouped

@@ -1,6 +1,6 @@
-"""Fold batch norms into the convolutions before them, with what follows, in graphs without gradients.
+"""Fold batch norms into the convolutions before them, with what follows, in frozen models.
 
-Before: ``h = batch_norm(conv2d(x, weight_copy(w)), ...); h += s; y = relu(h)``.
+Before: ``h = batch_norm(conv2d(x, frozen_weight(w)), ...); h += s; y = relu(h)``.
 After: ``y = convolution_with_norm(x, w, ..., other=s)``.
 """
 
@@ -26,7 +26,7 @@ from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.profitability.conv_thresholds import folding_is_profitable
 from amp_graph.passes.torch_compat.symbolic_sizes import alike
-from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
 CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -57,14 +57,14 @@ class Chain:
 class FoldBatchNorms(Pass):
     """Replaces ``relu(batch_norm(conv2d(x, w)) + s)``, a part of it, or a silu or hardswish, with one convolution.
 
-    Law: evaluation without gradients, channels_last images, given statistics; nothing else reads the intermediate
+    Law: a frozen model in evaluation, channels_last images, given statistics; nothing else reads the intermediate
     values. The sum over products, the norm, the sum with ``s`` and the relu, or a silu or hardswish if nothing is
     added, are one kernel that rounds once; the weight is rounded after scaling. If ``s`` is such a result itself, and
     nothing reads it later, the sum is written over it. Exactness: approximate, no more roundings than before, of other
     values.
     """
 
-    copies: WeightCopies
+    weights: FrozenWeights
     name: ClassVar[str] = "fold-batch-norms"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
@@ -73,7 +73,7 @@ class FoldBatchNorms(Pass):
         if may_record_gradients(gm):
             return PassResult(gm)
         memory, changes = observe(gm, marks(gm)), []
-        call = convolution_with_norm_of(self.copies)
+        call = convolution_with_norm_of(self.weights)
         for node in list(gm.graph.nodes):
             found = self._chain(node, memory)
             if found is not None:
@@ -112,9 +112,9 @@ class FoldBatchNorms(Pass):
             return None
         x, weight, bias, *where = _arguments(conv, CONV_NAMES, CONV_DEFAULTS)
         stride, padding, dilation = map(_both, where[:3])
-        if None in (stride, padding, dilation) or not self._is_kept(weight) or not is_channels_last(value(x)):
+        if None in (stride, padding, dilation) or not self._is_frozen(weight) or not is_channels_last(value(x)):
             return None
-        if bias is not None and not self._is_kept(bias):
+        if bias is not None and not self._is_frozen(bias):
             return None
         low = value(weight).dtype
         if value(norm).dtype != low or value(x).dtype != low or not folding_is_profitable(value(x).device.type, low):
@@ -125,8 +125,8 @@ class FoldBatchNorms(Pass):
         shape = Shape(stride, padding, dilation, where[3], eps, after="none")  # type: ignore[arg-type]
         return Chain([conv, norm], weight.args[0], vectors, shape)
 
-    def _is_kept(self, node: Any) -> bool:
-        return isinstance(node, Node) and node.target is self.copies.read
+    def _is_frozen(self, node: Any) -> bool:
+        return isinstance(node, Node) and node.target is self.weights.read
 
 
 def _arguments(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:

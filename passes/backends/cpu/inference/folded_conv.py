@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Node
 
 from amp_graph.passes.backends.cpu.inference.activations import activated, relu_in_place
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.onednn import convolution_pointwise, pack_convolution_weight
 from amp_graph.passes.torch_compat.storage import all_bytes_of, is_dense_fp32
-from amp_graph.passes.weights.cache_entry import is_current
-from amp_graph.passes.weights.cast_cache import WeightCopies
-from amp_graph.passes.weights.finite_check import is_finite
-from amp_graph.passes.weights.packed_copies import FOLDED
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 own_functions(__name__)
 
@@ -39,29 +35,27 @@ class Shape(NamedTuple):
 
 # oneDNN's names of activations on its fp32 sums. Its relu turns NaN into 0: only for inputs known to be finite.
 KERNELS_OWN = {"silu": "swish", "hardswish": "hardswish"}
-_CALL = "convolution_with_norm_of.<locals>.convolution_with_norm"
 Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
 
 
-class Bias(NamedTuple):
-    """What is cached with a folded weight: its bias in fp32 and in low precision, and what both were made from."""
+class Folded(NamedTuple):
+    """A weight with a norm folded in, packed; and its bias, in fp32 and in low precision."""
 
+    weight: Tensor
     full: Tensor
     low: Tensor
-    elements: list[bytes | float]
 
 
-def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
-    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other, into, finite)``.
+def convolution_with_norm_of(weights: FrozenWeights) -> Callable[..., Tensor]:
+    """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other, into)``.
 
     x: low-precision channels_last images [batch, inputs, height, width]; weight: the fp32 parameter; where: the fields
     of ``Shape``; other: images of the result's shape and dtype, added after the norm and before the activation; into:
-    whether to write the result over them; finite: whether ``x`` and ``other`` are finite, if all weights are.
+    whether to write the result over them.
 
-    The norm is folded into a cached copy of the weight, from the first call on: two calls with the same weights have
-    the same bits. The copy is made anew when the weight, an element of the vectors, or the norm's eps changes.
+    The norm is folded once, and again when the weight, a vector or eps changes. Statistics are compared by value:
+    torch's kernels write them without counting.
     """
-    known, weights = copies.packed[FOLDED], copies.finite
 
     def convolution_with_norm(
         x: Tensor,
@@ -70,47 +64,28 @@ def convolution_with_norm_of(copies: WeightCopies) -> Callable[..., Tensor]:
         where: tuple[Any, ...],
         other: Tensor | None = None,
         into: bool = False,
-        finite: bool = False,
     ) -> Tensor:
         shape = Shape(*where)
-        key = (id(weight), id(vectors[1]))
-        kept = known.get(key)
-        if kept is None or kept.beside.elements != _elements(vectors, shape.eps) or not is_current(kept, weight):
-            known.pop(key, None)
-            low, plain = copies.for_packing(weight)
-            if plain is None or not all(t is None or is_dense_fp32(t) for t in vectors):
-                out = _as_written(x, low, vectors, shape, other)
-                if finite:
-                    weights.note(key, weight, is_finite(out))
-                return out
-            with torch.inference_mode(False), torch.no_grad():
-                folded, bias = fold(weight, vectors, shape, copies.dtype)
-                packed = pack_convolution_weight(folded, shape, x.shape)
-                beside = Bias(bias, bias.to(copies.dtype), _elements(vectors, shape.eps))
-            weights.note(key, weight, is_finite(folded) and is_finite(bias))
-            kept = copies.keep_packed(weight, plain, packed, FOLDED, key, beside)
-        elif copies.checked:
-            copies.check(weight, kept.low.to_dense(), fold(weight, vectors, shape, copies.dtype)[0])
+
+        def make() -> Folded:
+            folded, bias = fold(weight, vectors, shape, weights.dtype)
+            return Folded(pack_convolution_weight(folded, shape, x.shape), bias, bias.to(weights.dtype))
+
+        kept: Folded | None = None
+        if all(t is not None and is_dense_fp32(t) for t in vectors[1:3]):
+            facts = [all_bytes_of(t) for t in vectors[1:3] if t is not None]
+            kind = ("folded", shape.eps, id(vectors[1]))
+            kept = weights.form(kind, make, weight, *vectors, facts=facts)
+        if kept is None:
+            return _as_written(x, weight.to(weights.dtype), vectors, shape, other)
         inside = KERNELS_OWN.get(shape.after, "none") if other is None else "none"
-        if shape.after == "relu" and finite and weights.is_all_finite:
-            inside = "relu"
-        bias = kept.beside.full if other is None else kept.beside.low
-        out = convolution_pointwise(x, kept.low, bias, shape, other, into, inside)
+        bias = kept.full if other is None else kept.low
+        out = convolution_pointwise(x, kept.weight, bias, shape, other, into, inside)
         if inside != "none":
             return out
         return relu_in_place(out) if shape.after == "relu" else activated(out, shape.after)
 
     return convolution_with_norm
-
-
-def is_folded(node: Node) -> bool:
-    """Say whether ``node`` calls a ``convolution_with_norm``."""
-    return getattr(node.target, "__qualname__", "").endswith(_CALL)
-
-
-def _elements(vectors: Vectors, eps: float) -> list[bytes | float]:
-    """Return all that a norm is made of, by value: kernels that bypass the version counter write statistics."""
-    return [eps, *(b"" if t is None else all_bytes_of(t) for t in vectors)]
 
 
 def fold(weight: Tensor, vectors: Vectors, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

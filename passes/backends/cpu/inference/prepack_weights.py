@@ -1,6 +1,6 @@
-"""Let matmuls without gradients read weights packed for the kernel: oneDNN's, or ours over few rows.
+"""Let the matmuls of a frozen model read weights packed for the kernel: oneDNN's, or ours over few rows.
 
-Before: ``w = weight_copy(weight); y = gelu(linear(x, w, b))``.
+Before: ``w = frozen_weight(weight); y = gelu(linear(x, w, b))``.
 After: ``w = packed_weight(weight); y = linear_of_packed(x, w, b, "gelu")``.
 """
 
@@ -20,9 +20,9 @@ from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.meta_keys import ASKED, CAPTURED, CAST, IDENTITY, REGION, TURNED
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, IDENTITY, REGION
 from amp_graph.passes.profitability.gemm_thresholds import packing_is_profitable, panels_are_profitable
-from amp_graph.passes.weights.cast_cache import WeightCopies
+from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 ACTIVATIONS = {
     "aten.relu": "relu",
@@ -45,27 +45,26 @@ class Product:
 
 @dataclass(frozen=True)
 class PrepackWeights(Pass):
-    """Replaces matmuls with ``weight_copy(w)`` by ones with ``packed_weight(w)`` where no gradient is recorded.
+    """Replaces matmuls with ``frozen_weight(w)`` by ones with ``packed_weight(w)`` in a frozen model.
 
     Law: the same matmul by the same library, without packing the weight at each call; or, over few rows, where the
-    library's call takes longer than the matmul, by compiled C. The first call after an update reads a plain copy.
-    Exactness: rounding-equal, sums in another order. An activation that is the only reader is fused; a fused gelu or
-    silu, which only oneDNN supports, sees the sum before its rounding: one rounding less.
+    library's call takes longer than the matmul, by compiled C. Exactness: rounding-equal, sums in another order. An
+    activation that is the only reader is fused; a fused gelu or silu, which only oneDNN supports, sees the sum before
+    its rounding: one rounding less.
     """
 
-    copies: WeightCopies
+    weights: FrozenWeights
     name: ClassVar[str] = "prepack-weights"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def run(self, gm: GraphModule) -> PassResult:
-        """Visit every cached copy of a weight that only matmuls read."""
+        """Visit every frozen weight that only matmuls read."""
         if may_record_gradients(gm):
             return PassResult(gm)
         either = (False, True)
-        noted = any(names_of(n) in (("aten.relu",), ("aten.relu_",)) for n in gm.graph.nodes)
-        readers = {(turned, few): packed_reader(self.copies, turned, few, noted) for turned in either for few in either}
+        readers = {(turned, few): packed_reader(self.weights, turned, few) for turned in either for few in either}
         changes = []
-        for copy in list(gm.graph.find_nodes(op="call_function", target=self.copies.read)):
+        for copy in list(gm.graph.find_nodes(op="call_function", target=self.weights.read)):
             node = _as_matrix(copy)
             found = {user: _product(user, node) for user in node.users}
             form = next(iter(found.values()), None)
@@ -73,7 +72,6 @@ class PrepackWeights(Pass):
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
             _pack(node, copy, readers[form.transposed, few], form.transposed)
-            node.meta[ASKED] = noted
             for user, product in found.items():
                 assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)
@@ -136,7 +134,6 @@ def _as_matrix(copy: Node) -> Node:
 
 def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
     weight.op, weight.target, weight.args, weight.kwargs = "call_function", reader, copy.args, {}
-    weight.meta[TURNED] = transposed
     if weight is not copy:
         weight.meta[CAST] = copy.meta[CAST]
         weight.meta.pop(IDENTITY, None)

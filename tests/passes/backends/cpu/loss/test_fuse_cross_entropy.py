@@ -12,7 +12,7 @@ from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntro
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
-from amp_graph.passes.weights.cache_weight_casts import CacheWeightCasts
+from amp_graph.passes.weights.cast_weights import CastWeights
 from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES, drawn, error
 from tests.passes.graphs import BF16, capture_function, differences, run_step, standard_passes
 
@@ -209,7 +209,7 @@ def test_where_it_runs(policy, compile, count):
     assert len(found) == count
     assert "cross_entropy_loss" in amp_graph.report(model).text()
     names = [p.name for p in graph.rewritten.passes]
-    assert names.index("fuse-cross-entropy") < names.index(CacheWeightCasts.name) if count else True
+    assert names.index("fuse-cross-entropy") < names.index(CastWeights.name) if count else True
 
 
 def test_without_gradients_torchs_stays():

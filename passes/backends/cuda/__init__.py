@@ -1,5 +1,4 @@
-"""Rewrites for CUDA: padded shapes, batched counters, casts folded into reductions, gradients of embeddings.
+"""Rewrites for CUDA: padded shapes, by torch's operations.
 
-Kernels of our own are in ``kernels``; all else calls torch's operations.
 Imports only the core.
 """

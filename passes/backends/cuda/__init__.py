@@ -1,4 +1,5 @@
-"""Rewrites for CUDA: padded shapes, by torch's operations.
+"""Rewrites for CUDA: linears and convolutions of padded shapes.
 
+Everything calls torch's operations.
 Imports only the core.
 """

@@ -57,7 +57,7 @@ def attention_low(
     profitable = _by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not profitable:
         # torch's kernel has no forward-mode derivative, unlike attention that was written out.
-        torchs = _one_by_one if in_forward_mode() else F.scaled_dot_product_attention
+        torchs = by_formula if in_forward_mode() else F.scaled_dot_product_attention
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
@@ -66,22 +66,10 @@ def attention_low(
     return _Attention.apply(*given) if trains else _forward(query, *given[1:6], *_drawn(query, key, dropout_p))
 
 
-def _one_by_one(*given: Any, **options: Any) -> Tensor:
+def by_formula(*given: Any, **options: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` by separate operations in fp32, rounded once."""
     found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
     return found
-
-
-def by_formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor,
-    dropout_p: float = 0.0,
-    scale: float = 1.0,
-) -> Tensor:
-    """``F.scaled_dot_product_attention`` by separate operations, as in the formula; attn_mask: floats."""
-    chances = (query @ key.mT * scale + attn_mask).softmax(-1).to(value.dtype)
-    return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 
 
 def _in_rows(heads: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Attention(Pass):
 
     Law: SDPA's. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities, summed in another order;
     dropout draws what torch's draws. Where our kernel does not run, only the gradients differ from torch's, and forward
-    is bit-exact; inference, long sequences, dropout, and masks with gradients keep torch's.
+    is bit-exact; inference, long sequences, dropout, and masks with gradients keep torch's. Training with an additive
+    mask that no kernel of ours takes is computed by the formula, in fp32.
     """
 
     name: ClassVar[str] = "attention"
@@ -57,13 +58,13 @@ class Attention(Pass):
             if given is None:
                 skips.append(Skip(node.name, "it is called through a function with other arguments"))
                 continue
-            mask, reason = given["attn_mask"], _why_not(given, node)
-            if reason and not _is_worse_fused(node, mask):
+            reason = _why_not(given, node)
+            if reason and not _is_worse_fused(node, given["attn_mask"]):
                 skips.append(Skip(node.name, reason))
                 continue
             target: Callable[..., Any] = by_formula if reason else attention_low
             if reason:
-                action, reason = "written out again", "its mask may hide rows, where torch's backward is inexact"
+                action, reason = "by the formula", "its mask may hide rows, where torch's backward is inexact"
             else:
                 action = "own kernel" if _by_ours(node) else "explicit backward"
                 reason = "torch's CPU kernel is slower in bf16"
@@ -98,12 +99,16 @@ def _by_ours(node: Node) -> bool:
 
 
 def _is_worse_fused(node: Node, mask: Any) -> bool:
-    """Say whether torch's kernel would compute attention that was written out, and its gradients, less accurately.
+    """Say whether torch's kernel would compute the gradients of rows that see nothing less accurately.
 
-    It saves only the log-sum-exp of a row: if the lowest number is added to all scores, the rest is lost.
+    It saves only the log-sum-exp of a row: if the lowest number is added to all scores, the rest is lost. What an fp16
+    mask can hold loses nothing. For a mask that is trained torch takes no such kernel. An fp32 call of the user stays.
     """
-    added = isinstance(mask, Node) and value(mask).dtype != torch.bool
-    return WRITTEN_OUT in node.meta and added and is_trained(node) and value(node).device.type == "cpu"
+    made = value(node)
+    if not isinstance(mask, Node) or is_trained(mask) or not is_trained(node) or made.device.type != "cpu":
+        return False
+    written = WRITTEN_OUT in node.meta or made.dtype != torch.float32
+    return written and value(mask).dtype not in (torch.bool, torch.float16)
 
 
 def _why_not(given: dict[str, Any], node: Node) -> str:
@@ -122,6 +127,7 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
         if not is_trained(node):
             by_torch = known and torchs_attention_is_profitable(heads, *sizes)
         else:
+            known = known and not _is_worse_fused(node, mask)
             by_torch = known and torchs_trained_attention_is_profitable(heads, *sizes, q.shape[-1])
         return "torch's kernel is faster for so few scores" if by_torch else ""
     if q.dim() != 4 or not explicit_backward_is_profitable(q.device.type, q.dtype, *sizes):

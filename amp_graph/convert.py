@@ -51,8 +51,8 @@ def convert(
     over them, built before or after, updates their fp32 masters (O2).
 
     Repeated calls of one captured graph on the same input and weights return the same bits, from the first call on.
-    Calls with and without gradients may differ in rounding: without gradients, on a CPU with bf16 instructions,
-    weights are packed and batch norms folded. ``skip=prepack_weights|fold_batch_norms`` disables that.
+    Calls with and without gradients may differ in rounding, and so may a frozen model (``amp_graph.freeze``), which
+    packs weights and folds batch norms.
 
     model: any ``torch.nn.Module``; inputs and outputs keep their shapes and dtypes (but for ``keep_outputs``).
     policy: a ``Policy`` or its text form; None for bf16, or fp16 on CUDA devices without bf16.

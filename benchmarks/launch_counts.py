@@ -236,7 +236,7 @@ Bytes above 1.00 have two causes, neither of which is a cast of the plan. Cross 
 the log-softmax of low-precision logits in their dtype, amp_graph in fp32, which is 10 bytes more for each logit: 42 MB
 of gpt, 13 MB of bert, 10 MB of lstm. LSTMs: autocast casts the weights into cuDNN's buffer, by a function of torch that
 Python cannot call; amp_graph casts them, copies the casts into the buffer, and their gradients out of it: 17 MB of
-lstm. Planned without Triton; with its kernel for the gradients of embeddings, gpt has 0.80 of autocast's bytes."""
+lstm."""
 
 
 def main() -> None:

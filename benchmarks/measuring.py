@@ -159,7 +159,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def _costs(made: Prepared, variant: Variant, device: Device, cuda_graphs: bool) -> Results:
     """Measure what a step costs beside time; None for what cannot be seen."""
-    for _ in range(3):  # weights are cast in another way from the second call on, and folded or packed at the third
+    for _ in range(3):  # the first captures, and casts, packs and folds the weights of a frozen model
         made.run()
     saved = saved_by(made, variant.compiled) if made.optimizer is not None else None
     in_graph = variant.recorded or (variant.compiled and cuda_graphs)  # whose memory is set aside at capture

@@ -2,10 +2,11 @@
 
 A round runs every variant once, in an order that turns with the round; it gives one ratio to autocast a variant, and
 medians and quartiles of the ratios are reported. Above 1 is faster than autocast. What runs through Inductor is
-compared with autocast through Inductor, and with eager autocast as well. The baseline of models on images is the better
-of autocast on contiguous and on channels_last tensors. Beside it, once: casts, saved and peak memory, the first call,
-and an estimate of what the machine could do (``limits.py``). Writes JSON and Markdown: some models, modes or options
-into what is there, but never results of another machine or version (``result_file.py``).
+compared with autocast through Inductor, and with eager autocast as well. Eager inference with amp_graph is of a frozen
+model (``amp_graph.freeze``). The baseline of models on images is the better of autocast on contiguous and on
+channels_last tensors. Beside it, once: casts, saved and peak memory, the first call, and an estimate of what the
+machine could do (``limits.py``). Writes JSON and Markdown: some models, modes or options into what is there, but never
+results of another machine or version (``result_file.py``).
 
 In one process variants share a heap, and what one leaves there another need not get from the system. With ``--apart``
 each has a process of its own, as where it is used; they take turns as before.

@@ -194,10 +194,12 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
 
 
 def inference_call(name: str, scale: float, variant: Variant, setup: Setup) -> Prepared:
-    """Prepare calls in evaluation mode."""
+    """Prepare calls in evaluation mode, of a frozen model where amp_graph runs it eagerly."""
     made, batch = built(name, scale, variant, setup)
     made.model.eval()
     called = _called(made.model, variant, "inductor" if variant.compiled else "eager")
+    if variant.policy and not variant.compiled:
+        amp_graph.freeze(made.model)
     context = context_of(variant, setup)
     without = torch.no_grad if setup.no_grad else torch.inference_mode
 

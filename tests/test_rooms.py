@@ -53,7 +53,7 @@ ROOMS = (
     ("amp_graph/replay",),
     ("amp_graph/graph_breaks",),
     ("amp_graph/capture",),
-    ("amp_graph/memory.py",),
+    ("amp_graph/freeze.py",),
     ("amp_graph/convert.py",),
     ("amp_graph/step",),
     ("amp_graph/numerics",),

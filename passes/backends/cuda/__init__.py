@@ -1,5 +1,5 @@
-"""Rewrites for CUDA: padded shapes, batched counters, casts folded into reductions, gradients of embeddings.
+"""Rewrites for CUDA: linears and convolutions of padded shapes.
 
-Kernels of our own are in ``kernels``; all else calls torch's operations.
+Everything calls torch's operations.
 Imports only the core.
 """

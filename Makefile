@@ -27,13 +27,13 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-triton test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and with amp_graph (under 5 minutes)
-	$(VENV)/bin/python -m amp_graph.demo $(DEMO_ARGS)
+	$(VENV)/bin/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
 	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null
@@ -44,16 +44,11 @@ test-long: $(STAMPS)/test  ## run the long tests
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)
 
-test-browser: $(STAMPS)/test $(STAMPS)/browser  ## open, search and click reports in Chromium (apt-get install chromium chromium-driver)
+test-browser: $(STAMPS)/test $(STAMPS)/browser $(STAMPS)/docs  ## open, search and click reports and the site in Chromium (apt-get install chromium chromium-driver)
 	$(VENV)/bin/python -m pytest -m browser -rs tests/browser $(PYTEST_ARGS)
 
 test-scripts: $(STAMPS)/demo  ## train published scripts in fp32, under torch.autocast and with amp-graph run
 	$(VENV)/bin/python -m tests.run.third_party $(SCRIPT_ARGS)
-
-test-triton: $(STAMPS)/test  ## run the tests of Triton kernels in its interpreter, without a GPU, where triton is installed
-	@$(VENV)/bin/python -c 'import triton; print("triton", triton.__version__)' || \
-		echo "triton is missing: the tests below are skipped; fix: $(VENV)/bin/python -m pip install --no-deps triton"
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -rs tests/passes/backends/cuda/kernels $(PYTEST_ARGS)
 
 test-versions: $(STAMPS)/test  ## run the tests with other versions of Python and torch, each in an environment of its own
 	$(VENV)/bin/python -m tests.versions --folder .versions $(VERSIONS_ARGS)

@@ -9,15 +9,11 @@ Names are imported when first used, so that ``amp-graph --help`` does not wait f
 
 import importlib
 import sys
-import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from amp_graph.moved import keep_old_paths
-
 if TYPE_CHECKING:
     from amp_graph import memory as memory
-    from amp_graph import optim as optim
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
@@ -51,16 +47,14 @@ _HOME |= {
     "compare": "numerics.compare",
     "Locator": "numerics.overflow.locator",
     "locate": "numerics.overflow.locate",
-    "memory": "",  # modules
+    "memory": "",  # a module
     "metrics": "report.metrics",
-    "optim": "",
     "report": "report.model_report",
     "revert": "convert",
     "rewrite": "rewrite",
     "scale_history": "numerics.overflow.scale_history",
     "__version__": "version",
 }
-_MOVED = {"drop_weight_copies": "memory", "raise_malloc_thresholds": "memory"}
 __all__ = [
     "AmpGraphError",
     "GradScaler",
@@ -69,7 +63,6 @@ __all__ = [
     "Policy",
     "TrainStep",
     "convert",
-    "optim",
     "precision",
     "report",
     "revert",
@@ -79,8 +72,6 @@ __all__ = [
 
 class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name in _MOVED:
-            return _moved(name)
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
         home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")
@@ -93,11 +84,4 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-def _moved(name: str) -> Any:
-    new = f"amp_graph.{_MOVED[name]}.{name}"
-    warnings.warn(f"amp_graph.{name} is now {new}; the old name will be removed", DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(f"amp_graph.{_MOVED[name]}"), name)
-
-
 sys.modules[__name__].__class__ = _Package
-keep_old_paths()

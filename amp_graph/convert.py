@@ -18,7 +18,6 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.compiler_options import options_text, read_options
 from amp_graph.errors import CaptureError, PolicyError, warn
-from amp_graph.lists.path_pattern import matches
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
@@ -227,7 +226,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
 
 def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
     """Warn if ``keep_fp32`` matches no module, so that it keeps nothing in fp32."""
-    if policy.keep_fp32 and not any(matches(policy.keep_fp32, name) for name, _ in model.named_modules()):
+    if policy.keep_fp32 and not [name for name, _ in model.named_modules() if policy.keeps_fp32(name)]:
         paths = [name for name, part in model.named_modules() if name and not list(part.children())]
         warn(
             f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so it keeps "

@@ -62,6 +62,8 @@ class _Kept:
         if not _is_same(now, self.values):  # a write by .data leaves the version counter as it is
             with torch.inference_mode(now.is_inference()):
                 now.detach().copy_(self.values)
+        if now.requires_grad and not (now.is_leaf or now._is_view()):
+            now.detach_()  # a write with history made it part of that history
         if now.requires_grad != self.requires_grad and now.is_leaf:
             now.requires_grad_(self.requires_grad)
         if now.is_leaf and now.grad is not self.grad:
@@ -75,6 +77,7 @@ class Contents:
         """Take the copies. Of parameters on a GPU, they are in the host's memory, as a GPU may be full of them."""
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, _Kept] = {}
+        self._derived: list[tuple[Tensor, int]] = []  # with history, and their version counters: not copied
         self._seen: set[int] = set()
         self._look(roots)
 
@@ -93,6 +96,8 @@ class Contents:
 
     def _keep(self, tensor: Tensor) -> None:
         derived = tensor.requires_grad and not tensor.is_leaf  # a write to it is part of its history
+        if derived:
+            self._derived.append((tensor, tensor._version))
         if id(tensor) in self._tensors or derived or is_uninitialized(tensor):
             return
         own = tensor.detach()
@@ -100,6 +105,11 @@ class Contents:
         values = own.to("cpu", copy=True) if on_host else own.clone()
         grad = tensor.grad if tensor.is_leaf else None
         self._tensors[id(tensor)] = _Kept(tensor, own, values, tensor.requires_grad, grad)
+
+    def is_lost(self) -> bool:
+        """Return whether ``restore`` cannot undo all: a write to a tensor with history has become part of it."""
+        views = (one.tensor for one in self._tensors.values() if one.tensor._is_view())
+        return any(t._version != version for t, version in self._derived) or any(not t.is_leaf for t in views)
 
     def restore(self) -> None:
         """Undo what was written."""

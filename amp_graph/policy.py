@@ -18,9 +18,8 @@ import torch
 from amp_graph.errors import PolicyError
 from amp_graph.lists import OpClass, OpList, effective, merge
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
+from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
@@ -67,8 +66,6 @@ class Policy:
     weight_copies: cast each weight once per optimizer step, and keep the copy until the next one ("true"); or, in
     training, until its last reader has run backward, unless keeping it adds nothing to the peak of memory ("auto"); or
     cast each weight at each call ("false"). See docs/weight-copies.md.
-    keep_memory: keep in the process the memory that a step, or a call without gradients, frees ("true"), or not
-    ("false"); empty: as set by ``amp_graph.memory.keep_heap``, by default "false".
     device: "cpu" or "cuda" to plan for; empty for the device of the model.
     skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
     group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
@@ -85,13 +82,13 @@ class Policy:
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
-    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/replay.md.
+    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/internals/replay.md.
     calibration: the path of a file of ``amp_graph.calibrate``; operations whose values or gradients the low precision
     cannot hold stay in fp32. See docs/numerics.md.
     keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
     module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
     emulate: "cuda": plan as for a CUDA device, and compute on the CPU what that would compute: sums in fp32, rounded
-    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/fp16-on-a-laptop.md.
+    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/numerics.md.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """
@@ -110,7 +107,6 @@ class Policy:
     keep_fp32: str = ""
     keep_outputs: bool = True
     weight_copies: str = "auto"
-    keep_memory: str = ""
     device: str = ""
     skip: tuple[str, ...] = ()
     recompute: str = ""
@@ -136,7 +132,6 @@ class Policy:
         check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
         check("weight_copies", self.weight_copies, COPIES)
-        check("keep_memory", self.keep_memory, ("", "true", "false"))
         check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
         check("escaped", self.escaped, ("", *ESCAPED))
         check("replay", self.replay, ("", *REPLAY))
@@ -152,11 +147,15 @@ class Policy:
                 f"policy: planner=paint with accuracy={self.accuracy:g}: this planner has no error budget\n"
                 f"  legal: planner=mincut, the default\n  fix:   Policy(accuracy={self.accuracy:g})"
             )
+        self.keeps_fp32("")
+
+    def keeps_fp32(self, path: str) -> bool:
+        """Say whether ``keep_fp32`` matches the path of a module. Raises PolicyError for one that takes too long."""
         try:
-            check_pattern(self.keep_fp32)
+            return matches(self.keep_fp32, path)
         except PatternError as error:
             raise PolicyError(
-                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression: {error.what}\n"
+                f"policy: keep_fp32={shortened(self.keep_fp32)} is not a regular expression to use: {error.what}\n"
                 f"  legal: {LEGAL}\n"
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error
@@ -194,12 +193,6 @@ class Policy:
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
         planned_for = self._planned_for(device)
         return is_faster_in(machine_for(planned_for if planned_for == "cpu" else "cuda"), dtype)
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether memory is kept between steps: ``keep_memory``, or its current default."""
-        asked = self.keep_memory == "true" or (not self.keep_memory and HEAP.by_default)
-        return asked and self.level != "O0"
 
     @property
     def replays(self) -> str:
@@ -352,7 +345,6 @@ class Policy:
             leaves=self.leaves,
             recompute=self.recomputes,
             weight_copies=self.weight_copies != "false" and not self.emulate,
-            keep_memory=self.keeps_memory,
             skip=skip,
             eager=eager,
             inductor=inductor,

@@ -24,7 +24,7 @@ ACCURACIES = ("autocast", "fast")
 RECOMPUTED = ("some", "most", "all")
 PLANNERS = ("paint", "mincut")
 COPIES = ("auto", "true", "false")
-BOOLEAN_WORDS = ("weight_copies", "keep_memory", "skip_unprofitable", "replay")  # fields of words: also True and False
+BOOLEAN_WORDS = ("weight_copies", "skip_unprofitable", "replay")  # fields of words: also True and False
 REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
 ESCAPED = ("autocast", "fp32")
@@ -102,18 +102,14 @@ def accuracy_of(value: Any) -> str | float:
 
 
 def skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the current names of the words of ``skip=``, without those of passes that were deleted.
-
-    Raises PolicyError for an unknown pass or group.
-    """
+    """Return the words of ``skip=`` with underscores. Raises PolicyError for an unknown pass or group."""
     if not words:
         return ()
     # This import loads every pass.
-    from amp_graph.passes.pipeline_skips import GROUPS, current_word, is_deleted, is_legal, is_pass, nearest
+    from amp_graph.passes.pipeline_skips import GROUPS, is_legal, is_pass, nearest
 
-    left = [word for word in words if not is_deleted(current_word(word))]
-    found = tuple(map(current_word, left))
-    for word, given in zip(found, left, strict=True):
+    found = tuple(word.replace("-", "_") for word in words)
+    for word, given in zip(found, words, strict=True):
         if not is_legal(word):
             near = nearest(given[:LONGEST_NAME])
             raise PolicyError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.devices import device_of
@@ -254,11 +254,6 @@ def _rewrite_bodies(
         for body in bodies_of(gm)
         if has_values(body.graph)
     }
-
-
-def casts_of(gm: GraphModule) -> list[Node]:
-    """Return the casts that were inserted into ``gm``, in order."""
-    return [n for n in gm.graph.nodes if CAST in n.meta]
 
 
 def forget(gm: GraphModule) -> None:

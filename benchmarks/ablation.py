@@ -6,7 +6,7 @@ CPU time; a pass that changes nothing is not measured. ``--table`` writes the Ma
 there is not measured again, so that a run that was stopped goes on. Rows of several scales stand in one file: what
 gains little in small batches may be measured in large ones. A model that cannot be captured one way is left out there.
 
-    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes fuse-add-norm]
+    python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes lower-linears]
     python benchmarks/ablation.py --table
 """
 
@@ -33,13 +33,13 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.pipeline_row import Row as TableRow
-from amp_graph.passes.pipeline_skips import current_word
+from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.passes.pipeline_table import TABLE
 
 RESULTS = Path(__file__).parent / "results" / "ablation"
 WAYS = ("convert", "TrainStep", "inference")
-TIME, MEMORY = 1.03, 1.05  # what a pass must gain on some model that people run
+# An optional pass stays for a lower quartile of time of BOTH in two models or ONE in one, or memory of LEAN in two.
+BOTH, ONE, LEAN = 1.03, 1.10, 1.10
 USUAL = (*MODELS, "swin", "bloom", "wav2vec2", "vgg11", "ghostnet", "bert_dropout", "gpt_lora", "gpt_1", *LIBRARY)
 
 
@@ -102,7 +102,22 @@ def fired(made: Prepared, way: str) -> dict[str, int]:
             changes[timed.name] = changes.get(timed.name, 0) + len(timed.result.changes)
     if way == "TrainStep":
         changes |= {n: changes.get(n, 1) for n, row in optional.items() if Phase.STEP in row.phases}
-    return changes
+    together = {group: sum(changes.get(name, 0) for name in names) for group, names in GROUPS.items()}
+    return {**changes, **{group: count for group, count in together.items() if count}}
+
+
+def stays(rows: Sequence[Row]) -> bool:
+    """Say whether the measured ``rows`` of one pass are what an optional pass must gain."""
+    quick, lean = _best_two(rows, lambda r: r.low), _best_two(rows, _memory)
+    return quick[0] >= ONE or quick[1] >= BOTH or lean[1] >= LEAN
+
+
+def _best_two(rows: Sequence[Row], gain: Callable[[Row], float]) -> list[float]:
+    """Return the gains of the two models that gain most; 0 for one that is not there."""
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row.model] = max(best.get(row.model, 0.0), gain(row))
+    return [*sorted(best.values(), reverse=True), 0.0, 0.0][:2]
 
 
 def measured(model: str, way: str, names: dict[str, int], options: argparse.Namespace) -> Iterable[Row]:
@@ -136,13 +151,14 @@ def markdown(held: dict) -> str:
     lines = [
         "# What each optional pass is worth", "", about(held["machine"]), "",
         f"CPU time, {held['options']['threads']} thread; models at {', '.join(scales)} of their sizes. Ratios are "
-        f"without the pass over with it: above 1 is a gain. A pass earns its place with a gain of {TIME - 1:.0%} of "
-        f"time (lower quartile above 1) or {MEMORY - 1:.0%} of memory in some model, or as it is needed for something "
-        "else.", "",
-        "| pass | models in which it fires | best time | where | best memory | where | earns its place |",
+        f"without the pass over with it: above 1 is a gain. A pass stays if the lower quartile of its time is at least "
+        f"{BOTH} in two models or {ONE:.2f} in one, or its peak or saved memory at least {LEAN:.2f} in two, or for "
+        "what the last column names. The row of a group leaves out all of its passes.", "",
+        "| pass | models in which it fires | best time | where | best memory | where | stays |",
         "|---|---:|---:|---|---:|---|---|",
     ]  # fmt: skip
-    lines += [_summary(row, [r for r in rows if r.name == row.name]) for row in TABLE if row.skippable]
+    worth = {row.name: row.worth or "" for row in TABLE if row.skippable} | dict.fromkeys(GROUPS, "a group")
+    lines += [_summary(name, said, [r for r in rows if r.name == name]) for name, said in worth.items()]
     lines += [
         "",
         "| pass | model | way | scale | changes | time | quartiles | peak | saved |",
@@ -159,16 +175,14 @@ def _line(row: Row) -> str:
     )
 
 
-def _summary(optional: TableRow, rows: list[Row]) -> str:
-    name, needed = optional.name, f"needed: {optional.worth}" if optional.worth else ""
+def _summary(name: str, worth: str, rows: list[Row]) -> str:
     if not rows:
-        return f"| {name} | 0 | | | | | {needed or 'not measured'} |"
+        return f"| {name} | 0 | | | | | {worth or 'not measured'} |"
     quick = max(rows, key=lambda r: r.time if r.low > 1 else 0)
     lean = max(rows, key=_memory)
-    earns = (quick.time >= TIME and quick.low > 1) or _memory(lean) >= MEMORY
     return (
         f"| {name} | {len({r.model for r in rows})} | {quick.time:.2f} | {quick.model}, {quick.way} "
-        f"| {_text(_memory(lean))} | {lean.model}, {lean.way} | {'yes' if earns else needed or '**no**'} |"
+        f"| {_text(_memory(lean))} | {lean.model}, {lean.way} | {'yes' if stays(rows) else worth or '**no**'} |"
     )
 
 
@@ -181,10 +195,7 @@ def _text(ratio: float | None) -> str:
 
 
 def opened(options: argparse.Namespace) -> dict:
-    """Read what was measured, or begin; SystemExit where it is of another machine or other options.
-
-    A row of a pass that had another name then is one of the pass by its present name.
-    """
+    """Read what was measured, or begin; SystemExit where it is of another machine or other options."""
     path, same = options.output.with_suffix(".json"), {"threads": options.threads}
     held = {"machine": machine("cpu"), "options": same, "rows": []}
     if not path.exists():
@@ -194,8 +205,6 @@ def opened(options: argparse.Namespace) -> dict:
         k: held[k] for k in ("machine", "options")
     }:
         raise SystemExit(f"{path} was measured elsewhere, or otherwise\n  fix:   --output another path")
-    for row in found["rows"]:
-        row["name"] = current_word(row["name"]).replace("_", "-")
     return found
 
 

@@ -26,15 +26,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import root_on_path  # noqa: F401 examples.demo
 import torch
 from out_of_range_models import PHASES, given_to, out_of_range
 from result_file import machine
 
 import amp_graph
-from amp_graph.demo.interleaved_training import APART, race, train
-from amp_graph.demo.tasks import NAMES, Task, built, task
-from amp_graph.demo.variants import FP32, VARIANTS, Trainee, Variant
 from amp_graph.passes.native.atomic_files import write_atomically
+from examples.demo.interleaved_training import APART, race, train
+from examples.demo.tasks import NAMES, Task, built, task
+from examples.demo.variants import FP32, VARIANTS, Trainee, Variant
 
 RESULTS = Path(__file__).with_name("results") / "emulation.json"
 EMULATED = "fp16,emulate=cuda"

@@ -4,6 +4,7 @@ Before: ``--device cuda``. After: ``Device``: its ``clock()`` waits for the GPU,
 """
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import amp_graph
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ def _without_output():
         os.close(nowhere)
 
 
+def raise_malloc_thresholds() -> bool:
+    """Let glibc keep blocks of up to 1 GiB on its heap, and the heap as large as it was: mallopt(3)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, -1))
+
+
 def prepare(
     device: str, *, cpu_time: bool, cudnn_benchmark: bool, cuda_graphs: bool, raised_thresholds: bool
 ) -> Device:
@@ -95,6 +102,6 @@ def prepare(
         import torch._inductor.config as inductor
 
         inductor.triton.cudagraphs = True
-    if raised_thresholds and not amp_graph.memory.raise_malloc_thresholds():
+    if raised_thresholds and not raise_malloc_thresholds():
         raise SystemExit("--raised-thresholds: this C library has no mallopt\n  legal: glibc\n  fix:   leave it out")
     return Device(device, cpu_time)

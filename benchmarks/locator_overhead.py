@@ -1,10 +1,9 @@
-"""What watching a training costs: ``Locator``, ``statistics(every=100)``, and the history of the scale.
+"""What watching a training costs: ``Locator``, and the history of the scale.
 
     python benchmarks/locator_overhead.py [--rounds 40] [--models gpt,cnn] [--threads 1] [--output PATH]
 
 Steps of the same model, in turn in one process, by CPU time; a ratio is the median over rounds, with quartiles. "the
-same once more" is a second plain step: its spread is that of the measurement. Of ``statistics``, a sampled step and one
-that is not are timed apart; at every=100, a step takes (99 * other + sampled) / 100 on average. No step overflows.
+same once more" is a second plain step: its spread is that of the measurement. No step overflows.
 """
 
 import json
@@ -27,7 +26,6 @@ from amp_graph.scaling.scale_records import ScaleRecords
 
 RESULTS = Path(__file__).parent / "results" / "locator_overhead.json"
 SCALE = 2.0**8
-EVERY = 100
 BASE, SAME = "plain", "the same once more"
 LOOP, WATCHED_LOOP = "loop with GradScaler", "loop with GradScaler and Locator"
 
@@ -85,11 +83,6 @@ def without_history(step: amp_graph.TrainStep) -> None:
     step.loss_scale.records = NoRecords()
 
 
-def sampling(every: int) -> Callable[[amp_graph.TrainStep], object]:
-    """Sample every ``every`` steps."""
-    return lambda step: amp_graph.report(step).statistics(every)
-
-
 def measured(name: str, rounds: int) -> dict[str, object]:
     """Time the variants of one model."""
     variants = {
@@ -97,8 +90,6 @@ def measured(name: str, rounds: int) -> dict[str, object]:
         SAME: step_of(name),
         "without history": step_of(name, without_history),
         "Locator": step_of(name, amp_graph.Locator),
-        "statistics, not sampled": step_of(name, sampling(10**9)),
-        "statistics, sampled": step_of(name, sampling(1)),
         LOOP: loop_of(name, watched=False),
         WATCHED_LOOP: loop_of(name, watched=True),
     }
@@ -108,13 +99,10 @@ def measured(name: str, rounds: int) -> dict[str, object]:
                         strict=True))
         for other, times in seconds.items()
     }  # fmt: skip
-    sampled, other = (ratios[f"statistics, {which}"]["ratio"] for which in ("sampled", "not sampled"))
     return {
         "ms": statistics.median(seconds[BASE]) * 1e3,
         "loop_ms": statistics.median(seconds[LOOP]) * 1e3,
         "ratios": ratios,
-        f"statistics_every_{EVERY}": ((EVERY - 1) * other + sampled) / EVERY,
-        f"sampling_alone_every_{EVERY}": 1 + (sampled - other) / EVERY,
     }
 
 
@@ -132,8 +120,7 @@ def main() -> None:
         found[name] = one = {"rounds": options.rounds, **measured(name, options.rounds)}
         print(f"{name}: a step takes {one['ms']:.2f} ms, one of the loop {one['loop_ms']:.2f} ms")
         for variant, ratio in one["ratios"].items():
-            print(f"  {variant:<34} {ratio['ratio']:.4f} [{ratio['p25']:.4f} - {ratio['p75']:.4f}]")
-        print(f"  {f'statistics, every={EVERY}':<34} {one[f'statistics_every_{EVERY}']:.4f}", flush=True)
+            print(f"  {variant:<34} {ratio['ratio']:.4f} [{ratio['p25']:.4f} - {ratio['p75']:.4f}]", flush=True)
         write_atomically(options.output, json.dumps({**about, "results": found}, indent=1) + "\n")
 
 

@@ -24,16 +24,17 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import root_on_path  # noqa: F401 examples.demo
 import torch
 import torch.nn.functional as F
 from image_models import resnet50
 from torch import Tensor, nn
 
-from amp_graph.demo.data import SYMBOLS, Digits, SourceText
-from amp_graph.demo.interleaved_training import race
-from amp_graph.demo.models import CharGPT
-from amp_graph.demo.tasks import Phase, Task, call, task
-from amp_graph.demo.variants import VARIANTS, Variant
+from examples.demo.data import SYMBOLS, Digits, SourceText
+from examples.demo.interleaved_training import race
+from examples.demo.models import CharGPT
+from examples.demo.tasks import Phase, Task, call, task
+from examples.demo.variants import VARIANTS, Variant
 
 WINDOW = 10
 HEAD = """\

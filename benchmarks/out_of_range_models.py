@@ -7,11 +7,12 @@ Both train in fp32 and in bf16. In fp16 every loss is NaN unless that part stays
 
 from collections.abc import Callable
 
+import root_on_path  # noqa: F401 examples.demo
 import torch
 from torch import Tensor, nn
 
-from amp_graph.demo.data import SYMBOLS, Digits, SourceText
-from amp_graph.demo.tasks import Phase, Task
+from examples.demo.data import SYMBOLS, Digits, SourceText
+from examples.demo.tasks import Phase, Task
 
 LARGE = 3e5
 GIVEN = 8  # characters that T5's encoder reads

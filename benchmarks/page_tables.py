@@ -1,10 +1,11 @@
-"""The tables of README.md, docs/speed.md, docs/memory.md and results/speed.md, from the files of results.
+"""The tables of README.md, of docs/internals and of results/speed.md, from the files of results.
 
     python benchmarks/page_tables.py            # writes them
     python benchmarks/page_tables.py --check    # only says whether they are what the results give
 
-README.md has a narrow table for each device, docs/speed.md wide ones of the CPU, docs/memory.md one of the peak of
-memory. They stand between markers, and are of the first run in their file of results, medians only.
+README.md has a row for each machine, docs/internals/speed.md a table for each, docs/internals/memory.md one of the
+peak of memory. They stand between markers, and have the medians of the first run in their file of results in which the
+heap was the same on all sides.
 ``results/speed.md`` and ``results/peak_memory.md`` have everything.
 """
 
@@ -16,18 +17,43 @@ from pathlib import Path
 from typing import Any
 
 import peak_tables
-from tables import SAME, about, baseline, columns, markdown, mean, options_text, ratio, title
+from tables import SAME, about, baseline, columns, comparable, markdown, mean, options_text, ratio, title
 
 ROOT = Path(__file__).parent.parent
 Results = dict[str, Any]
-README, WIDE, MEMORY = ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "memory.md"
+DOCS = ROOT / "docs"
+README, WIDE, MEMORY = ROOT / "README.md", DOCS / "internals" / "speed.md", DOCS / "internals" / "memory.md"
 RESULTS = ROOT / "benchmarks" / "results"
 NARROW = {"training": ["amp_graph", "TrainStep", "TrainStep cuda_graph"], "inference": ["amp_graph"]}
+HEADS = ["training: `convert`", "`TrainStep`", "`TrainStep`, `cuda_graph=True`", "inference"]
+
+
+def verdict(*machines: Results) -> str:
+    """Return a row for each machine: the geometric mean of each way over the models, and its range."""
+    lines = [f"| machine | {' | '.join(HEADS)} |", "|---|" + "---:|" * len(HEADS)]
+    for held in machines:
+        results = comparable(held)[0]["results"]
+        cells = [_range(results.get(mode, {}), name) for mode, names in NARROW.items() for name in names]
+        lines.append(f"| {_hardware(held['machine'])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _hardware(machine: Results) -> str:
+    kind = (
+        "matrix units (AMX)" if machine["amx"] else "AVX-512 bf16" if machine["avx512_bf16"] else "no bf16 arithmetic"
+    )
+    name = machine.get("gpu") or f"{machine['processor']}, {kind}"
+    return f"{name}; torch {machine['torch']}"
+
+
+def _range(results: Results, name: str) -> str:
+    ratios = [float(r) for entry in results.values() if (r := ratio(entry["variants"].get(name), SAME))]
+    return f"**{mean(results, name, SAME)}** ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 def narrow(held: Results) -> str:
     """Return one table of a device: a row a model, training to the left and inference to the right."""
-    run = held["runs"][0]
+    run = comparable(held)[0]
     shown = {m: [n for n in NARROW[m] if n in columns(found)] for m, found in run["results"].items()}
     heads = [h for mode, names in shown.items() for h in (f"{mode}: autocast, ms", *names)]
     models = list(dict.fromkeys(model for results in run["results"].values() for model in results))
@@ -42,10 +68,10 @@ def narrow(held: Results) -> str:
 
 def wide(held: Results) -> str:
     """Return a table for each mode: a row a model, a column a variant."""
-    run = held["runs"][0]
+    run = comparable(held)[0]
     lines = [about(held["machine"]), f"Here: {title(run['options'])}.", "", options_text(run["options"])]
     for mode, results in run["results"].items():
-        names = [n for n in columns(results) if n != "fp32"]
+        names = [n for n in columns(results) if n != "fp32" and "amp_graph.optim" not in n]  # optimizers that are gone
         lines += ["", f"| {mode} | autocast, ms | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
         lines += [f"| {model} | {' | '.join(_cells(entry, names))} |" for model, entry in results.items()]
         lines.append(f"| **geometric mean** | | {' | '.join(_mean(results, n) for n in names)} |")
@@ -62,20 +88,20 @@ def _mean(results: Results, name: str) -> str:
     return f"**{mean(results, name, SAME)}**"
 
 
-# Each block: the page, its name in the markers, the file of results, and what writes it.
-BLOCKS: list[tuple[Path, str, Path, Callable[[Results], str]]] = [
-    (README, "speed", RESULTS / "speed.json", narrow),
-    (README, "h200", RESULTS / "h200" / "speed.json", narrow),
-    (WIDE, "speed", RESULTS / "speed.json", wide),
-    (MEMORY, "peak", RESULTS / "peak_memory.json", peak_tables.narrow),
+# Each block: the page, its name in the markers, what writes it, and the files of results.
+BLOCKS: list[tuple[Path, str, Callable[..., str], list[str]]] = [
+    (README, "speed", verdict, ["speed.json", "zen5/speed.json", "zen4/speed.json", "h200/speed.json"]),
+    (WIDE, "speed", wide, ["speed.json"]),
+    (WIDE, "h200", narrow, ["h200/speed.json"]),
+    (MEMORY, "peak", peak_tables.narrow, ["peak_memory.json"]),
 ]
 
 
 def pages() -> dict[Path, str]:
     """Return the text that each page with such tables shall have."""
     texts = {page: page.read_text() for page, *_ in BLOCKS}
-    for page, name, source, write in BLOCKS:
-        texts[page] = with_block(texts[page], name, write(json.loads(source.read_text())))
+    for page, name, write, sources in BLOCKS:
+        texts[page] = with_block(texts[page], name, write(*(json.loads((RESULTS / s).read_text()) for s in sources)))
     whole = {RESULTS / "speed.json": markdown, RESULTS / "peak_memory.json": peak_tables.markdown}
     return texts | {source.with_suffix(".md"): write(json.loads(source.read_text())) for source, write in whole.items()}
 

@@ -1,4 +1,4 @@
-"""The tables of ``peak_memory.py``: all of a file of results, and a narrow one for docs/memory.md.
+"""The tables of ``peak_memory.py``: all of a file of results, and a narrow one for docs/internals/memory.md.
 
 Before: ``{"runs": [{"options": ..., "results": {"SGD": {"lstm": {"autocast": {"whole": ...}}}}}]}``. After: Markdown.
 """

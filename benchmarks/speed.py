@@ -68,8 +68,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--cpu-time", action="store_true", help="process CPU time, steadier where cores are shared")
-    parser.add_argument("--raised-thresholds", action="store_true", help="raise_malloc_thresholds, all sides")
-    parser.add_argument("--keep-memory", action="store_true", help="amp_graph with the policy word keep_memory=true")
+    parser.add_argument("--raised-thresholds", action="store_true", help="glibc keeps freed memory, all sides")
     parser.add_argument("--apart", action="store_true", help="each variant in a process of its own, in turn")
     parser.add_argument("--no-grad", action="store_true", help="inference under no_grad, not inference_mode")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="on a GPU")
@@ -139,9 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the chosen models with each number of threads; prints as it goes, and writes behind each model."""
     options = parsed(argv)
     device = prepare(**of_process(options))
-    setup = Setup(
-        options.device, options.dtype, options.skip, options.no_grad, options.cuda_graphs, options.keep_memory
-    )
+    setup = Setup(options.device, options.dtype, options.skip, options.no_grad, options.cuda_graphs)
     path = options.output.with_suffix(".json")
     held = opened(path, machine(options.device))
     rates = {}

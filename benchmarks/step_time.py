@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import root_on_path  # noqa: F401 examples.demo
 import torch
 from interleaved import interleaved, quartiles
 from torch import nn
 
 import amp_graph
-from amp_graph.demo.tasks import built, task
+from examples.demo.tasks import built, task
 
 LEAST = 0.05  # seconds
 VARIANTS = {"autocast": None, "amp_graph": "bf16", "amp_graph fast": "bf16,accuracy=fast"}

@@ -1,6 +1,6 @@
 """Markdown from the results of ``speed.py``: all that a file of results has, as in ``results/speed.md``.
 
-``page_tables.py`` writes it, and the shorter tables of README.md and docs/speed.md.
+``page_tables.py`` writes it, and the shorter tables of README.md and docs/internals/speed.md.
 """
 
 import math
@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 SAME, EAGER, COMPILED_AUTOCAST = "against_same_mode", "against_autocast", "against_compiled"
-SAID = (
-    "raised_thresholds",
-    "keep_memory",
-    "no_grad",
-    "cudnn_benchmark",
-    "cuda_graphs",
-)  # in a title, where they are set
+SAID = {  # in a title, where they are set
+    "raised_thresholds": "malloc thresholds raised on all sides",
+    "no_grad": "no grad",
+    "cudnn_benchmark": "cudnn benchmark",
+    "cuda_graphs": "cuda graphs",
+}
 COMPILED = "Inductor"
 COSTS = """\
 The second table of each mode has figures measured once: milliseconds, and their ratio to the estimated limit
@@ -25,6 +24,9 @@ low-precision weight copies (their sum if a compiler hides the split), the peak 
 what is held; seconds of the first call, and of amp_graph's passes in it; on a GPU the number of kernels, their
 milliseconds, and these as a fraction of the step. Facts about operations are cached per process, so the passes of later
 rows take less time. Empty: not measurable."""
+LEFT_OUT = (
+    "Left out, as amp_graph alone kept freed memory in them (`keep_memory=true`, which no longer exists): {} run(s)."
+)
 Results = dict[str, Any]
 
 
@@ -39,13 +41,21 @@ def one_line(mode: str, name: str, entry: Results) -> str:
 def markdown(held: Results) -> str:
     """Return everything in a file of results as Markdown."""
     lines = ["# Speed against torch.autocast", "", about(held["machine"]), "", COSTS]
-    for run in held["runs"]:
+    shown = comparable(held)
+    if len(shown) < len(held["runs"]):
+        lines += ["", LEFT_OUT.format(len(held["runs"]) - len(shown))]
+    for run in shown:
         if run["results"]:
             lines += ["", f"## {title(run['options'])}", "", options_text(run["options"], " [quartiles]")]
             lines += rates_text(run["results"])
         for mode, results in run["results"].items():
             lines += [*speed_table(mode, results), *cost_table(mode, results)]
     return "\n".join(lines) + "\n"
+
+
+def comparable(held: Results) -> list[Results]:
+    """Return the runs in which the heap was the same on all sides."""
+    return [r for r in held["runs"] if not r["options"].get("keep_memory") or r["options"]["raised_thresholds"]]
 
 
 def about(machine: Results) -> str:
@@ -62,7 +72,7 @@ def title(options: Results) -> str:
     """Return the heading of one run."""
     plural = "" if options["threads"] == 1 else "s"
     words = [f"{options['dtype']}, {options['device']}, {options['threads']} thread{plural}"]
-    words += [k.replace("_", " ") for k in SAID if options.get(k)]
+    words += [SAID[k] for k in SAID if options.get(k)]
     words += ["each variant in a process of its own"] if options.get("apart") else []
     return ", ".join(words + ([f"without {options['skip']}"] if options["skip"] else []))
 

@@ -2,9 +2,8 @@
 
 Before: a model's name and ``Variant("amp_graph", policy="bf16")``. After: ``Prepared``, whose ``run()`` is one step.
 
-Training is forward, backward and fused AdamW, in fp16 with a gradient scaler; "amp_graph.optim" is a converted model
-with AdamW from there. Eager variants call the loss behind the model, as loops do. What is compiled, and ``TrainStep``,
-is the model together with its loss, on all sides.
+Training is forward, backward and fused AdamW, in fp16 with a gradient scaler. Eager variants call the loss behind the
+model, as loops do. What is compiled, and ``TrainStep``, is the model together with its loss, on all sides.
 """
 
 import contextlib
@@ -31,8 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Setup:
     """What all variants of a run share.
 
-    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``keep_memory``: amp_graph's policy word;
-    ``optimizer``: "AdamW" or "SGD", fused.
+    ``skip``: passes of amp_graph; ``no_grad`` instead of inference mode; ``optimizer``: "AdamW" or "SGD", fused.
     """
 
     device: str = "cpu"
@@ -40,7 +38,6 @@ class Setup:
     skip: str = ""
     no_grad: bool = False
     cuda_graphs: bool = False
-    keep_memory: bool = False
     optimizer: str = "AdamW"
 
 
@@ -57,7 +54,6 @@ class Variant:
     channels_last: bool = False
     frozen: bool = False  # Inductor's freezing: weights are constants, cast, packed and folded once and for all
     recorded: bool = False  # a TrainStep that is replayed as a CUDA graph
-    one_pass: bool = False  # the loop's optimizer is one of amp_graph.optim
 
     @property
     def is_baseline(self) -> bool:
@@ -67,7 +63,7 @@ class Variant:
 
 def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
     """Return every variant of a model: eager first, and autocast first in each mode."""
-    skip = (f",skip={setup.skip}" if setup.skip else "") + (",keep_memory=true" if setup.keep_memory else "")
+    skip = f",skip={setup.skip}" if setup.skip else ""
     policies = {"": setup.dtype + skip, " fast": f"{setup.dtype},accuracy=fast{skip}"}
     if not training:  # as autocast returns them
         policies[" low outputs"] = f"{setup.dtype},keep_outputs=false{skip}"
@@ -83,8 +79,6 @@ def variants(setup: Setup, images: bool, training: bool) -> list[Variant]:
         if not compiled:
             found.append(Variant(f"pure {setup.dtype}", low=True, channels_last=images))
         ours: dict[str, dict] = {"amp_graph": {}}
-        if training and not compiled and setup.device == "cpu":
-            ours["amp_graph.optim"] = {"one_pass": True}
         if training:
             ours["TrainStep"] = {"whole": True}
         if training and setup.device == "cuda":
@@ -180,8 +174,7 @@ def training_step(name: str, scale: float, variant: Variant, setup: Setup) -> Pr
     made, batch = built(name, scale, variant, setup)
     together = variant.whole or variant.compiled
     target = WithLoss(made) if together else made.model
-    optimizers = amp_graph.optim if variant.one_pass else torch.optim
-    optimizer = getattr(optimizers, setup.optimizer)(target.parameters(), lr=1e-4, fused=True)
+    optimizer = getattr(torch.optim, setup.optimizer)(target.parameters(), lr=1e-4, fused=True)
     compile = "inductor" if variant.compiled else "eager"
     if variant.whole:
         step = amp_graph.TrainStep(

@@ -1,6 +1,6 @@
 """Write what the pages say of passes from the table of passes, between markers.
 
-python docs/generate.py            # writes docs/passes.md and docs/how-it-works.md
+python docs/generate.py            # writes docs/internals/passes.md and docs/internals/how-it-works.md
 python docs/generate.py --check    # only says whether they are what the table gives
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.pipeline_skips import GROUPS, current_word
+from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
@@ -43,10 +43,10 @@ def table() -> str:
 
 
 def worth() -> dict[str, str]:
-    """Return what each pass that was measured gains at best, by its present name: of time, or else of memory."""
+    """Return what each pass that was measured gains at best: of time, or else of memory."""
     measured: dict[str, list[Any]] = {}
     for row in json.loads(ABLATION.read_text())["rows"] if ABLATION.exists() else ():
-        measured.setdefault(current_word(row["name"]).replace("_", "-"), []).append(row)
+        measured.setdefault(row["name"], []).append(row)
     return {name: _best(rows) for name, rows in measured.items()}
 
 
@@ -90,10 +90,10 @@ def diagram() -> str:
 
 
 REGIONS: dict[tuple[str, str], Callable[[], str]] = {
-    ("passes.md", "table"): table,
-    ("passes.md", "groups"): groups,
-    ("passes.md", "keys"): keys,
-    ("how-it-works.md", "diagram"): diagram,
+    ("internals/passes.md", "table"): table,
+    ("internals/passes.md", "groups"): groups,
+    ("internals/passes.md", "keys"): keys,
+    ("internals/how-it-works.md", "diagram"): diagram,
 }
 
 

@@ -2,6 +2,7 @@
 
 - A link out of docs/ (``../CONTRIBUTING.md``, ``../examples/x.py``) leads to a page that shows that file.
 - ``<!-- api: amp_graph.convert.convert -->``, invisible on GitHub, is replaced by the reference from the docstrings.
+- A page that fetches something from a network is a warning.
 - What GitHub shows and Python-Markdown does not, such as a list right after a paragraph, is a warning; ``--strict``
   fails on it.
 """
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 LOG = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(?=\))")
 API = re.compile(r"^<!-- api: (\S+) -->$", re.MULTILINE)
+FETCHED = re.compile(r"""<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)=["']?https?:[^>]*>""")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 TIGHT_LIST = re.compile(r"^(?![-*|>#\s<]|\d+\. ).+\n(?:[-*] |\d+\. )", re.MULTILINE)
@@ -108,3 +110,10 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
             where = text.index(sign)
             LOG.warning("%s: not shown as on GitHub: %r", page.file.src_uri, text[max(0, where - 40) : where + 40])
     return re.sub(r"<td.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Warn of what a page fetches."""
+    for tag in FETCHED.findall(output):
+        LOG.warning("%s: fetched from a network: %s", page.file.src_uri, tag)
+    return output

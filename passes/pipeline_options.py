@@ -50,7 +50,6 @@ class PipelineOptions:
     leaves: str = "false"
     recompute: str = "some"
     weight_copies: bool = True
-    keep_memory: bool = False
     emulates: bool = False
     skip: Mapping[str, str] = field(default_factory=dict)
     eager: bool = False

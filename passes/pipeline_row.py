@@ -93,15 +93,9 @@ PADS_MATMULS = Condition(
     "Inductor pads matmuls itself (torch._inductor.config.shape_padding), after timing both",
     lambda options: options.inductor is None or not pads_matmuls(options.inductor),
 )
-INDUCTOR_CALLS = Condition(
-    "Inductor, in calls",
-    "needs Inductor, and gradients that autograd accumulates; a training step has none",
-    lambda options: options.inductor is not None and not options.in_step,
-)
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
 INFERENCE = Condition("inference", "needs a graph without gradients", lambda options: not options.training)
 WEIGHT_COPIES = Condition("weight copies", "weight_copies=false in the policy", lambda options: options.weight_copies)
-KEEP_MEMORY = Condition("kept memory", "needs keep_memory=true in the policy", lambda options: options.keep_memory)
 HAS_COPIES = Condition(
     "weight copies", "no low-precision copy of a weight outlives the call", lambda options: options.copies is not None
 )

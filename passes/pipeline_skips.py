@@ -1,4 +1,4 @@
-"""The words of ``skip=``: names of passes, groups of passes, and former names of both.
+"""The words of ``skip=``: names of passes and groups of passes.
 
 Before: ``skip=fuse-gelu|backend``. After: ``{"fuse-gelu": "fuse_gelu", "attention": "backend", ...}``, one word per
 pass.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from amp_graph.passes.pass_aliases import ALIASES, DELETED
 from amp_graph.passes.pipeline_row import Stage
 from amp_graph.passes.pipeline_table import TABLE
 
@@ -23,40 +22,25 @@ GROUPS = {
 }
 
 
-def current_word(word: str) -> str:
-    """Return ``word`` with underscores, with a former name replaced by the current one."""
-    plain = word.replace("-", "_")
-    return ALIASES.get(plain, plain)
-
-
 def is_legal(word: str) -> bool:
-    """Say whether ``skip=`` accepts ``word``, a current name with underscores."""
+    """Say whether ``skip=`` accepts ``word``, a name with underscores."""
     return word in SKIPPABLE or word in GROUPS
 
 
-def is_deleted(word: str) -> bool:
-    """Say whether ``word``, a name with underscores, is that of a pass that was deleted."""
-    return word in DELETED
-
-
 def is_pass(word: str) -> bool:
-    """Say whether ``word``, a present name with underscores, names a pass of the table, optional or not."""
+    """Say whether ``word``, a name with underscores, names a pass of the table, optional or not."""
     return any(row.word == word for row in TABLE)
 
 
 def nearest(word: str) -> list[str]:
-    """Return the legal words closest to ``word``; former names match too, and give current ones."""
-    known = {**{name: name for name in (*SKIPPABLE, *GROUPS)}, **ALIASES}
-    near = difflib.get_close_matches(word.replace("-", "_"), known, 3, 0.5)
-    return list(dict.fromkeys(known[name] for name in near))
+    """Return the legal words closest to ``word``."""
+    return difflib.get_close_matches(word.replace("-", "_"), (*SKIPPABLE, *GROUPS), 3, 0.5)
 
 
 def passes_named(words: Iterable[str]) -> dict[str, str]:
     """Return the names of the passes that ``words`` skip, each with the word that names it."""
     found: dict[str, str] = {}
-    for word in map(current_word, words):  # a pickled policy may hold former names
-        if is_deleted(word):
-            continue
+    for word in words:
         for name in GROUPS.get(word, (word.replace("_", "-"),)):
             found.setdefault(name, word)
     return found

@@ -25,8 +25,8 @@ class Recomputable:
     may. norm: it saves only its input and statistics, from which that relu is recomputed. replacement: the function
     whose result can be recomputed; None if the function itself is one. keeps: the replacement if the result is saved
     and others are recomputed from it. rewrite: edits the arguments of a node for ``replacement``.
-    aliases: the nodes that hold the value, if it is one of several results. summand: the argument that is added to
-    the norm before the relu. thorough: recompute only if more than the cheapest values are. cost: see ``_cost``.
+    summand: the argument that is added to the norm before the relu. thorough: recompute only if more than the
+    cheapest values are. cost: see ``_cost``.
     """
 
     kind: str = ""
@@ -34,7 +34,6 @@ class Recomputable:
     replacement: Function | None = None
     keeps: Function | None = None
     rewrite: Callable[[Node], None] | None = None
-    aliases: Callable[[Node], tuple[Node, ...]] | None = None
     summand: int | None = None
     thorough: bool = False
     cost: str = ""

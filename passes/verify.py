@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_errors import told_of_fakes
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of, run_node, tensors, value
+from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, value
 from amp_graph.passes.graph.graph_text import target_text, type_text
 from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
 from amp_graph.passes.graph.liveness import Lifetimes
@@ -209,8 +209,3 @@ def _message(node: Node, what: str) -> str:
     where = node_info.source_line(node)
     inputs = ", ".join(type_text(value(s)) for s in node.all_input_nodes)
     return f"verify: {node.name} = {target_text(node)}({inputs}): {what}" + (f"\n  at {where}" if where else "")
-
-
-def captured_outputs(gm: GraphModule) -> tuple[torch.dtype, ...]:
-    """Return the output dtypes of the graph at capture."""
-    return tuple(t.dtype for n in _leaves(gm.graph.output_node()) for t in tensors(captured(n)))

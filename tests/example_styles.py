@@ -1,4 +1,4 @@
-"""Runs both example scripts in each flag style, in one process and in two; the table in docs/migrating/apex.md.
+"""Runs both example scripts in each flag style, in one process and in two; the table of the page on apex.
 
 ``python -m tests.example_styles`` runs the cells that ``benchmarks/results/example_styles.json`` lacks, each in
 processes of its own, and writes the table between two marks of the page. ``--only PATTERN`` chooses cells.
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "example_styles.json"
-PAGE = ROOT / "docs" / "migrating" / "apex.md"
+PAGE = RESULTS.with_suffix(".md")
 MARKS = "<!-- from benchmarks/results/example_styles.json by tests/example_styles.py -->", "<!-- end of it -->"
 # The script's own main, and what it trained. One level each.
 MAIN = """

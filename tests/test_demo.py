@@ -1,23 +1,30 @@
 """The demo runs end to end, its table and files are there, and every variant learns."""
 
 import importlib.util
+import itertools
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
 
 import amp_graph
-from amp_graph.demo import interleaved_training, main, underflow
-from amp_graph.demo.data import SYMBOLS, Digits, SourceText
-from amp_graph.demo.measure import casts_and_saved
-from amp_graph.demo.models import narrow_stack
-from amp_graph.demo.tasks import task
-from amp_graph.demo.variants import VARIANTS
+from examples.demo import interleaved_training, progress, tasks, underflow
+from examples.demo.data import SYMBOLS, Digits, SourceText
+from examples.demo.measure import casts_and_saved
+from examples.demo.models import narrow_stack
+from examples.demo.run import WITHOUT_BF16, main
+from examples.demo.tasks import task
+from examples.demo.variants import VARIANTS
 
+ROOT = Path(__file__).parents[1]
 ROWS = {
-    "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast"],
+    "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast", "amp_graph, no policy"],
     "fp16": ["fp32", "autocast fp16", "amp_graph fp16"],
 }
 
@@ -31,15 +38,16 @@ def check(found, folder, name):
     for kind, rows in found.items():
         assert [row["variant"] for row in rows] == ROWS[kind]
         for row in rows:
-            figures = (*row["losses"], row["loss"], row["held_out_loss"], *row["ratio"])
+            figures = (*row["losses"], row["loss"], row["held_out_loss"], *row["speed"])
             assert all(map(math.isfinite, figures))
-            assert row["ratio"][1] <= row["ratio"][0] <= row["ratio"][2]
+            assert row["speed"][1] <= row["speed"][0] <= row["speed"][2]
             assert len(row["losses"]) == row["steps"]
             if kind == "bf16":
                 assert fmean(row["losses"][-3:]) < fmean(row["losses"][:3])
-            assert bool(row["casts"]) == (row["variant"] != "fp32")
+            lowered = row["variant"] not in ("fp32", "amp_graph, no policy")
+            assert bool(row["casts"]) == lowered or row["variant"] == "amp_graph, no policy"
             assert row["saved_mb"] > 0
-            if row["variant"].startswith("amp_graph"):
+            if row["variant"].startswith("amp_graph ") and lowered:
                 assert row["operations"]["low"] > 0
                 assert row["saved_mb"] < rows[0]["saved_mb"]
     for kind in ("bf16", "bf16_fast", "fp16"):
@@ -59,6 +67,41 @@ def test_demo(name, tmp_path, capsys):
     assert "…" not in shown  # no column was cut
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert "linear" in (tmp_path / "results.txt").read_text()
+
+
+def test_without_bf16_arithmetic_the_demo_says_so_and_no_policy_stays_in_fp32(tmp_path):
+    given = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    words = ["--quick", "--steps", "4", "--models", "cnn,underflow", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.demo", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=given, timeout=300)
+    first, said = done.stdout.split("\n", 1)
+    assert first.startswith("amp_graph demo: torch ")
+    assert said.startswith(WITHOUT_BF16)
+    assert said.index("underflow: narrow stack") < said.index("cnn: ResNet on digits")
+    for title in ("underflow", "cnn bf16", "cnn fp16"):
+        assert f"{title}: step 1 of " in done.stderr  # where no terminal is, too
+    *_, autocast, _, _, default = json.loads((tmp_path / "results.json").read_text())["models"]["cnn"]["bf16"]
+    assert (default["variant"], default["casts"]) == ("amp_graph, no policy", 0)
+    assert autocast["casts"]
+
+
+def test_batches_are_smaller_without_bf16_arithmetic(monkeypatch):
+    batches = []
+    for has in (True, False):
+        monkeypatch.setattr(tasks, "multiplies_bf16", lambda has=has: has)
+        batches.append([phase.batch for phase in task("cnn").phases])
+        assert sum(p.seconds for n in ("cnn", "gpt") for p in task(n).phases) <= 60
+    assert batches == [[32, 4], [16, 4]]
+
+
+def test_a_line_of_progress_every_few_seconds(monkeypatch, capsys):
+    now = itertools.count(step=4.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.steps("cnn", 6) as advance:
+        for _ in range(6):
+            advance()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"cnn: step {n} of 6, {4 * n} s" for n in (1, 4, 6)]
 
 
 @pytest.mark.slow
@@ -128,7 +171,7 @@ def test_demo_names_what_is_missing(tmp_path, capsys, monkeypatch):
 
 def test_demo_refuses_unknown_models(tmp_path, capsys):
     assert main(["--models", "cnn,bert", "--output", str(tmp_path)]) == 1
-    assert "unknown model bert\n  legal: cnn, gpt, hf, underflow" in capsys.readouterr().err
+    assert "unknown model bert\n  legal: underflow, cnn, gpt, hf" in capsys.readouterr().err
 
 
 def test_data_is_the_same_every_time():

@@ -20,21 +20,20 @@ from tests.doc_blocks import MODEL, PAGES, PROGRAMS, ROOT, Block, blocks_of, cha
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
 # Pages whose Python runs in a test of its own, which has more to say of it.
 PYTHON_ELSEWHERE = {
-    "docs/graph.md": "tests/report/test_networkx.py",
-    "docs/loss-scaling.md": "tests/test_docs.py",
+    "docs/internals/graph.md": "tests/report/test_networkx.py",
+    "docs/internals/loss-scaling.md": "tests/test_docs.py",
     "docs/run.md": "tests/run/test_run_page.py",
     "docs/trainers.md": "tests/integrations/test_docs_of_trainers.py",
-    "docs/writing-a-pass.md": "tests/test_writing_a_pass.py",
+    "docs/internals/writing-a-pass.md": "tests/test_writing_a_pass.py",
 }
 # Commands that take long, or write outside of the folder: they are read here, and run by tests of their own.
 COMMANDS_ELSEWHERE = {
     "cache": "tests/cli/test_cache_command.py",
     "calibrate": "tests/cli/test_calibrate.py",
-    "demo": "tests/test_demo.py",
     "run": "tests/run/test_run_page.py",
 }
 # Pages whose Python changes the process for good.
-OF_ITS_OWN_PROCESS = {"docs/memory.md"}
+OF_ITS_OWN_PROCESS = {"docs/internals/memory.md"}
 MOST_NOT_RUN = 8  # all pages together
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [
@@ -177,7 +176,7 @@ def test_marks_and_commands_are_read(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_script_for_many_processes_runs_in_two(tmp_path):
-    (block,) = [block for block in BLOCKS if block.page == "docs/many-processes.md" and "init_process" in block.code]
+    (block,) = [block for block in BLOCKS if block.page == "docs/training.md" and "init_process" in block.code]
     (tmp_path / "train_ddp.py").write_text(block.code)
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train_ddp.py"],

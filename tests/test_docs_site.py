@@ -21,7 +21,7 @@ AS_TORCHS = re.compile(r"register_\w+|load_state_dict|on_\w+|from_dict|pipeline_
 
 
 def found(path):
-    """Return the object of ``amp_graph.optim.optimizers.AdamW``."""
+    """Return the object of ``amp_graph.scaling.grad_scaler.GradScaler``."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
@@ -44,9 +44,9 @@ CALLABLES = list(callables())
 
 
 def test_every_public_name_is_in_the_reference():
-    names = {path.rpartition(".")[2] for path in SHOWN} | {"AmpGraphError", "optim", "memory"}
+    names = {path.rpartition(".")[2] for path in SHOWN} | {"AmpGraphError", "memory"}
     assert not set(amp_graph.__all__) - names
-    assert not {*amp_graph.optim.__all__, *amp_graph.memory.__all__, "metrics", "export", "to_onnx", "to_aoti"} - names
+    assert not {*amp_graph.memory.__all__, "metrics", "export", "to_onnx", "to_aoti"} - names
     assert {"AmpGraphPrecision", "AmpGraphMetrics", "AmpGraphCallback", "prepare"} <= names
 
 
@@ -105,6 +105,20 @@ def test_markdown_that_is_not_understood_is_found(caplog):
     )
     assert [record.args for record in caplog.records] == [("page.md", "<p>a  **d** `e</p>\n<td></td>")] * 2
     assert shown.endswith("<td><code>x|y</code></td><code>\\|</code>")
+
+
+def test_the_search_works_from_a_folder_without_a_network(caplog):
+    class Page:
+        class file:
+            src_uri = "page.md"
+
+    options = (ROOT / "mkdocs.yml").read_text()
+    assert "- offline" in options
+    (script,) = re.findall(r"polyfills: \[(\S*iframe-worker\S*)\]", options)
+    assert (DOCS / script).exists()
+    tags = [f'<script src="{script}">', "<script src=https://x.org/shim>", '<a href="https://x.org">']
+    assert HOOKS["on_post_page"]("\n".join(tags), Page) == "\n".join(tags)
+    assert [record.args for record in caplog.records] == [("page.md", tags[1])]
 
 
 def test_parameters_are_read_out_of_docstrings():

@@ -31,7 +31,7 @@ def test_the_diagram_names_every_pass(generate):
 
 
 def test_the_page_says_what_each_word_of_the_table_means():
-    text = (DOCS / "passes.md").read_text()
+    text = (DOCS / "internals/passes.md").read_text()
     for phase in Phase:
         assert f"| `{phase.value}` |" in text
     for word in {need.word for row in EVERY for need in row.needs}:
@@ -40,26 +40,27 @@ def test_the_page_says_what_each_word_of_the_table_means():
 
 def test_a_stale_page_is_named_and_written(generate, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "DOCS", tmp_path)
-    for page in ("passes.md", "how-it-works.md"):
+    (tmp_path / "internals").mkdir()
+    for page in ("internals/passes.md", "internals/how-it-works.md"):
         (tmp_path / page).write_text((DOCS / page).read_text().replace("fuse-gelu", "fuse-glu"))
     assert generate.main(["--check"]) == 1
-    assert capsys.readouterr().out == "out of date: passes.md, how-it-works.md\n"
+    assert capsys.readouterr().out == "out of date: internals/passes.md, internals/how-it-works.md\n"
     assert generate.main([]) == generate.main(["--check"]) == 0
-    assert (tmp_path / "passes.md").read_text() == (DOCS / "passes.md").read_text()
-    (tmp_path / "passes.md").write_text("no markers")
-    with pytest.raises(SystemExit, match=r"docs/passes.md: 0 regions 'table'(?s:.*)fix:"):
+    assert (tmp_path / "internals/passes.md").read_text() == (DOCS / "internals/passes.md").read_text()
+    (tmp_path / "internals/passes.md").write_text("no markers")
+    with pytest.raises(SystemExit, match=r"docs/internals/passes.md: 0 regions 'table'(?s:.*)fix:"):
         generate.main([])
 
 
-def test_the_worth_of_a_pass_is_what_was_measured_under_any_of_its_names(generate, tmp_path, monkeypatch):
+def test_the_worth_of_a_pass_is_what_was_measured(generate, tmp_path, monkeypatch):
     def row(name, model, time, low, peak=None, saved=None):
         return dict(
             name=name, model=model, way="convert", changes=1, time=time, low=low, high=2, peak=peak, saved=saved
         )
 
     rows = [
-        row("fuse-norm", "gpt", 1.2, 1.1, 1.5),  # former name of fuse-add-norm
-        row("fuse-add-norm", "bert", 1.3, 0.9, 1.1),  # the quartiles say that this is noise
+        row("lower-linears", "gpt", 1.2, 1.1, 1.5),
+        row("lower-linears", "bert", 1.3, 0.9, 1.1),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.02, 1.41),
         row("fuse-gelu", "gpt", 1.004, 1.001, 1.0),
     ]
@@ -67,9 +68,9 @@ def test_the_worth_of_a_pass_is_what_was_measured_under_any_of_its_names(generat
     assert generate.worth() == {}
     (tmp_path / "ablation.json").write_text(json.dumps({"rows": rows}))
     assert generate.worth() == {
-        "fuse-add-norm": "time without it 1.20 (gpt, convert)",
+        "lower-linears": "time without it 1.20 (gpt, convert)",
         "recompute-activations": "saved memory without it 1.41 (gpt, convert)",
         "fuse-gelu": "no gain measured",
     }
-    (line,) = (one for one in generate.table().splitlines() if one.startswith("| `fuse-add-norm`"))
+    (line,) = (one for one in generate.table().splitlines() if one.startswith("| `lower-linears`"))
     assert "| time without it 1.20 (gpt, convert) |" in line

@@ -26,7 +26,6 @@ OTHER = {
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
     "weight_copies": False,
-    "keep_memory": True,
     "device": "cuda",
     "skip": ("attention", "fuse_gelu"),
     "recompute": "all",
@@ -324,9 +323,6 @@ IN_FORCE = {
     "bf16,planner=paint": {"plans_by": "paint"},
     "auto": {"leaves": "graphs"},
     "auto,skip_unprofitable=false": {"leaves": "false"},
-    "bf16,keep_memory=true": {"keeps_memory": True},
-    "bf16,level=O0,keep_memory=true": {"keeps_memory": False},
-    "bf16,keep_memory=false": {"keeps_memory": False},
     "bf16,accuracy=0.01": {"budget": 0.01},
     "bf16,accuracy=autocast": {"budget": None},
 }

@@ -32,7 +32,7 @@ ROOMS = (
     ("passes/backends/cpu/linear", "passes/backends/cpu/pointwise"),
     ("passes/backends/cpu/attention", "passes/backends/cpu/convolution", "passes/backends/cpu/inference"),
     ("passes/backends/cuda", "passes/backends/inductor", "passes/backends/recurrent"),
-    ("passes/pass_aliases.py", "passes/pipeline_options.py"),
+    ("passes/pipeline_options.py",),
     ("passes/pipeline_row.py",),
     ("passes/pipeline_table.py",),
     ("passes/pipeline_skips.py", "passes/pipeline.py"),
@@ -47,7 +47,7 @@ ROOMS = (
         "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),
-    ("amp_graph/compiler_options.py", "amp_graph/malloc_thresholds.py", "amp_graph/moved.py", "amp_graph/rewrite.py"),
+    ("amp_graph/compiler_options.py", "amp_graph/rewrite.py"),
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/replay",),
@@ -59,7 +59,7 @@ ROOMS = (
     ("amp_graph/numerics",),
     ("amp_graph/export", "amp_graph/report"),
     ("amp_graph/integrations",),
-    ("amp_graph/demo", "amp_graph/run"),
+    ("amp_graph/run",),
     ("amp_graph/cli",),
     ("amp_graph/__main__.py",),
 )
@@ -72,17 +72,10 @@ BY_NAME = ("importlib.import_module", "import_module", "__import__")
 # Imports inside of functions, each with its reason: (file, what it imports).
 HIDDEN = {
     ("amp_graph/__init__.py", "a name"): "public names are imported when first used: --help does not wait for torch",
-    ("amp_graph/moved.py", "a name"): "modules under their old paths are imported when something of them is asked for",
-    (
-        "amp_graph/optim/__init__.py",
-        "amp_graph.optim.optimizers",
-    ): "other files of the folder do without them",
-    ("amp_graph/optim/__init__.py", "torch.optim"): "asked only what torch calls an optimizer that this folder lacks",
     (
         "amp_graph/cli/main.py",
         "a name",
     ): "a command is imported when it is to run: --help does not wait for torch",
-    ("amp_graph/cli/main.py", "amp_graph.demo"): "as any command",
     ("amp_graph/cli/main.py", "amp_graph.errors"): "as any command: errors.py imports torch",
     ("amp_graph/optim/master_weights.py", "amp_graph.optim.master_weight_updates"): "a master that is unpickled where"
     " nothing was converted: what tells optimizers of masters imports their module",

@@ -74,7 +74,7 @@ def test_the_core_is_imported_and_rewrites_where_no_backend_can_be():
 
 
 def test_control_a_backend_that_is_imported_is_refused():
-    given = ["amp_graph.passes.backends.cpu.norm.add_norm_functions"]
+    given = ["amp_graph.passes.backends.cpu.norm.batch_norm_functions"]
     done = subprocess.run([sys.executable, "-c", ALONE, *given], capture_output=True, text=True, check=False)
     assert "belongs to a backend" in done.stderr
 

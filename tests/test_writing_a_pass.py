@@ -15,7 +15,7 @@ from amp_graph.passes import pipeline_table
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import PassError, Phase
 
-PAGE = Path(__file__).parent.parent / "docs" / "writing-a-pass.md"
+PAGE = Path(__file__).parent.parent / "docs" / "internals" / "writing-a-pass.md"
 PASS, IMPORT, ROW, TEST = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)
 NAME = "cancel-transposes"
 

@@ -35,17 +35,12 @@ from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict, is_verifying
-from amp_graph.passes.memory.heap_retention import HEAP
-from amp_graph.passes.memory.peak_memory import bytes_made, most_bytes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.dtype_reads import has_raised
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
-from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
-from amp_graph.passes.torch_compat.storage import bytes_of
-from amp_graph.passes.weights.cache_weight_casts import is_kept
 from amp_graph.passes.weights.cast_cache import WeightCopies
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan, Lifetimes
 from amp_graph.passes.weights.plan_copy_lifetimes import plan_of
@@ -64,11 +59,10 @@ class Captured:
     """One captured graph of a converted model: its rewritten form, and the graph break that ended it, if any."""
 
     rewritten: Rewritten
-    training: bool
+    training: bool | None
     grad: bool
     break_reason: str = ""
     break_line: str = ""
-    kept_bytes: int = 0  # heap memory that is kept between steps
     copies: CopyPlan | None = None  # in training: which weight copies outlive their last reader in backward
 
 
@@ -148,8 +142,6 @@ class CapturedGraphs:
         self.graphs.append(record)
         self.budget.nodes += len(rewritten.gm.graph.nodes)
         record.copies = self._plan_of_copies(record)
-        at_once = self._bytes_at_once(record)
-        record.kept_bytes = HEAP.keep_for_steps(record, at_once) if at_once else 0
         run = self._lowered(rewritten, example_inputs, as_captured)
         if self.replays is not None:
             device = device_of(rewritten.gm)
@@ -157,8 +149,7 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
         tell_of_missing_kernels()
-        watch = HEAP.watch(record, at_once) if record.kept_bytes else None
-        run = self._counted(run, _is_all_fp32(rewritten), watch, record.copies)
+        run = self._counted(run, _is_all_fp32(rewritten), record.copies)
         return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
 
     def _watched(self, run: Runner) -> Runner:
@@ -204,16 +195,6 @@ class CapturedGraphs:
         is_piece = any(graph.break_reason for graph in self.graphs)
         return replace(found, fresh=frozenset(), adding=frozenset(), staying=0) if is_piece else found
 
-    def _bytes_at_once(self, record: Captured) -> int:
-        """Return the heap bytes of a call, with its backward if it trains; 0 for none."""
-        gm = record.rewritten.gm
-        if not self.policy.keeps_memory or device_of(gm) != "cpu":
-            return 0
-        if not record.grad:
-            return most_bytes(gm, but=is_kept)
-        trained = (p for p in self.model.parameters() if p.requires_grad and not is_uninitialized(p))
-        return bytes_made(gm) + sum(map(bytes_of, trained))
-
     def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite one partial graph, captured under autocast; inside the user's own region it runs as captured."""
         kind, dtype = self.escaped.kind()
@@ -252,12 +233,11 @@ class CapturedGraphs:
         self,
         run: Runner,
         alone: bool = False,
-        watch: Callable[[], None] | None = None,
         copies: CopyPlan | None = None,
     ) -> Runner:
         """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
 
-        ``watch`` is called before each run. ``copies`` is obeyed from the first run on. What it settles as counts
+        ``copies`` is obeyed from the first run on. What it settles as counts
         nothing: the conversion, which calls it, does.
         """
         first, owner = True, weakref.ref(self)
@@ -273,22 +253,9 @@ class CapturedGraphs:
                         counts.copies.when.obey(copies, args)
                 counts.runs += 1
                 counts.runs_left_alone += alone
-            if watch is not None:
-                watch()
             return run(*args)
 
-        def watched(run: Runner, watch: Callable[[], None]) -> Runner:
-            def call(*args: Any) -> Any:
-                watch()
-                return run(*args)
-
-            return call
-
-        def settled_run() -> Runner | None:
-            found = None if first or alone else settled(run)
-            return found if found is None or watch is None else watched(found, watch)
-
-        return settling(counted, settled_run)
+        return settling(counted, lambda: None if first or alone else settled(run))
 
     def _new_copies(self) -> WeightCopies | None:
         """Return the weight cache; None for a compiler, whose graphs hold plain casts that it fuses or folds."""

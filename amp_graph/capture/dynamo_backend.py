@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.capture.diagnostics import warn_of_full_precision
 from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
@@ -31,10 +33,21 @@ from amp_graph.passes.torch_compat.dispatch import ModesOfThread
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.weights.memory_access_hooks import have_data_noticed
 from amp_graph.policy import Policy
-from amp_graph.rewrite import rewrite_in_place
+from amp_graph.rewrite import Rewritten, rewrite_in_place
 
 Compile = str | Callable[..., Runner]
 OWN = ("policy", "compile", "mode")  # options of the backend that are not Inductor's
+READERS = WeakTensorKeyDictionary()  # the graphs of this backend, by each parameter that they read
+
+
+@dataclass(eq=False)
+class BackendGraph:
+    """A graph that ``torch.compile(model, backend="amp_graph")`` captured, for the model's report."""
+
+    rewritten: Rewritten
+    compile: Compile
+    options: Options
+    grad: bool
 
 
 def amp_graph(
@@ -60,10 +73,19 @@ def amp_graph(
     example = "torch.compile(model, backend='amp_graph', mode='max-autotune-no-cudagraphs')"
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
-    made = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
+    rewritten = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
     if LEFT_ALONE in gm.meta:
-        warn_of_full_precision("a graph of torch.compile", gm, made.dtype)
+        warn_of_full_precision("a graph of torch.compile", gm, rewritten.dtype)
+    graph = BackendGraph(rewritten, chosen, found, torch.is_grad_enabled())
+    for value in example_inputs:
+        if isinstance(value, torch.nn.Parameter):
+            READERS.setdefault(value, []).append(graph)
     return lower(gm, example_inputs, chosen, read, options=found)
+
+
+def graphs_of(model: torch.nn.Module) -> list[BackendGraph]:
+    """Return the graphs of this backend that read a parameter of ``model``, in order."""
+    return [*dict.fromkeys(graph for p in model.parameters() for graph in READERS.get(p, ()))]
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

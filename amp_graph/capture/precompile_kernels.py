@@ -24,7 +24,6 @@ from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, pl
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
 COMPILERS = 2  # at a time: more would delay the kernels that are needed first
-TABLED = ("gelu", "geluactivation", "silu", "siluactivation", "mish", "mishactivation")
 MANY_ROWS = 4096  # sizes that batches may have
 MANY_CLASSES = 4096  # outputs of a linear that looks like a language-model head: its loss uses our kernel
 _begun: set[str] = set()  # what this process has compiled or is compiling
@@ -64,15 +63,10 @@ def _load(left: queue.SimpleQueue[Library]) -> None:
 def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Library]]:
     """Yield the names and loaders of the kernels that a model's modules need, in order of need."""
     linears = [part for part in parts if isinstance(part, nn.Linear)]
-    norms = _has_norms(parts)
     if linears and low == torch.bfloat16:
         yield "linears", _loader("panel_gemm", low)  # which the planner needs
-    if linears and norms and low == torch.bfloat16:
+    if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention", _loader("attention", low)  # takes longest
-    if linears and norms:
-        yield f"norms, {low}", _loader("add_norm", low)
-    if low == torch.bfloat16 and any(type(part).__name__.lower().endswith(TABLED) for part in parts):
-        yield "tables", _loader("lookup_table", low)
     if _has_many_outputs(linears):  # which are upcast
         yield f"casts, {low}", _loader("casts", low)
 
@@ -90,17 +84,11 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
     linears = [part for part in parts if isinstance(part, nn.Linear)]
     if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention's backward", _loader("attention_backward", low)
-    if linears and _has_norms(parts):
-        yield f"norms' backward, {low}", _loader("add_norm_backward", low)
-    if any(isinstance(part, nn.Dropout) and _number(part, "p") > 0 for part in parts):
-        yield f"dropout, {low}", _loader("dropout", low)
     widths = [int(_number(part, "hidden_size")) for part in parts if isinstance(part, nn.LSTM)]
     if any(lstm_kernel_is_profitable("cpu", low, 1, width) for width in widths):
         yield "lstm", _loader("lstm", low)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts):
         yield f"batch norms, {low}", _loader("batch_norm", low)
-    if any(isinstance(part, nn.GroupNorm) for part in parts):
-        yield f"group norms, {low}", _loader("group_norm", low)
     convolutions = [part for part in parts if isinstance(part, nn.Conv1d | nn.Conv2d)]
     if any(1 < _number(part, "groups") == _number(part, "in_channels") for part in convolutions):
         yield f"depthwise, {low}", _loader("depthwise_conv", low)

@@ -37,15 +37,10 @@ def run(args: argparse.Namespace) -> int:
         with _opened(args.output) as out:
             out.write((json.dumps({"optimizer": args.step, "graph": text}) if args.format == "json" else text) + "\n")
         return 0
-    base = report(captured(args.target, args.input, args.against, args.training).model) if args.against else None
     found = captured(args.target, args.input, args.policy, args.training)
     told = report(found.model)
     with _opened(args.output) as out:
-        if base is None:
-            _write(args, found, told, out)
-        else:
-            diff = base.diff(told)
-            out.write(json.dumps(diff.to_dict(), indent=2) + "\n" if args.format == "json" else diff.text())
+        _write(args, found, told, out)
     if args.report:
         times = measured_times(args.target, args.input, args.policy, args.training) if args.measure else {}
         write_page(replace(told, times=times), args.report, "dump")
@@ -65,16 +60,10 @@ def _check(args: argparse.Namespace) -> None:
             "dump: --measure is for the report\n  legal: --measure with --report\n"
             f"  fix:   amp-graph dump {args.target} --measure --report report.html"
         )
-    for name in ("report", "against"):
-        if args.step and getattr(args, name):
-            raise AmpGraphError(
-                f"dump: --{name} is of a model's graphs, and --step prints that of a whole step\n"
-                f"  legal: one of them\n  fix:   amp-graph dump {args.target} --{name} {getattr(args, name)}"
-            )
-    if args.against and args.format not in ("text", "json"):
+    if args.step and args.report:
         raise AmpGraphError(
-            f"dump: --against prints text or JSON, and --format is {args.format}\n"
-            f"  legal: --format text, json\n  fix:   amp-graph dump {args.target} --against {args.against}"
+            "dump: --report is of a model's graphs, and --step prints that of a whole step\n"
+            f"  legal: one of them\n  fix:   amp-graph dump {args.target} --report {args.report}"
         )
     if chosen and args.format != "text":
         raise AmpGraphError(

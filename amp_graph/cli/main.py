@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | locate | demo | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | locate | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -33,8 +33,6 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["run"]:  # the script's own errors and exit status are passed on
         return _run(words[1:])
-    if words[:1] == ["demo"]:  # the demo parses its own options, including --help
-        return _guarded(lambda: _demo(words[1:]), "--traceback" in words)
     try:
         args = parser().parse_args(words)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
@@ -65,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
     _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
     _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
     commands.add_parser("run", help="run a training script and convert what it trains; see amp-graph run --help")
-    commands.add_parser("demo", help="train real models in mixed precision; see amp-graph demo --help")
     return made
 
 
@@ -79,7 +76,6 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--reasons", action="store_true", help="append each node's precision and reason")
     add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
     add("--output", metavar="FILE", help="write to FILE instead of stdout")
-    add("--against", metavar="P", help="print what --policy changes against policy P: precisions, casts, reasons")
     add("--report", metavar="FILE", help="also write the HTML report to FILE")
     add("--measure", action="store_true", help="with --report: measure fp32, torch.autocast and the converted model")
     _add_json(parser, format="json")
@@ -206,20 +202,6 @@ def _run(words: list[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return int(importlib.import_module(args.command).main(args, rest))
-
-
-def _demo(words: list[str]) -> int:
-    from amp_graph.errors import AmpGraphError
-
-    try:
-        return int(importlib.import_module("amp_graph.demo").main(words))
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "amp_graph":
-            raise
-        raise AmpGraphError(
-            f"demo: {error.name} is not installed\n"
-            "  legal: an installation with the demo's extras\n  fix:   pip install 'amp-graph[demo]'"
-        ) from error
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ except for the modules that stay fp32, and ``finished`` restores the dtypes of i
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.devices import device_of_model
-from amp_graph.graph_breaks.call_snapshot import BeforeCall
 from amp_graph.graph_breaks.fp32_modules import KeptModules, kept_in_fp32
 from amp_graph.graph_breaks.run_under_autocast import autocast_region, is_of_precision
 from amp_graph.graph_breaks.upcast_outputs import widened_outputs
+from amp_graph.model_state import ModelState
 from amp_graph.passes.autocast_regions.user_casts import METHODS, Conversions
+from amp_graph.passes.torch_compat.autograd import users_functions
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 from amp_graph.policy import Policy
 
@@ -99,7 +101,11 @@ class EscapedCode:
         return bool(getattr(_here, "is_running", False))
 
     def finished(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Cast results back to fp32, except inputs, parameters and buffers."""
+        """Cast results back to fp32, except inputs, parameters and buffers; a backward runs as its forward did."""
+        leaves = (tree_leaves(result), tree_leaves((args, kwargs)))
+        results, inputs = ([t for t in some if isinstance(t, torch.Tensor)] for some in leaves)
+        for node in users_functions(results, inputs):
+            node.apply = _in_region(node, *self.kind())
         if not self.policy.keep_outputs:
             return result
 
@@ -144,8 +150,8 @@ class EscapedCode:
     def attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the region; the first one may find operations without low-precision kernels.
 
-        Raises FailsUnderAutocast if the call can run again in fp32: inputs, parameters, buffers and random state are
-        then as before the call.
+        Raises FailsUnderAutocast if the call can run again in fp32: the model's state, the inputs and the random state
+        are then as before the call.
         """
         _here.before, _here.apart = None, []
         for t in tree_leaves((args, kwargs)):
@@ -159,7 +165,7 @@ class EscapedCode:
             _here.before, _here.apart = None, []
 
     def _first_attempt(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, how, tell = BeforeCall(self.model, (args, kwargs)), self.how, self._complain
+        before, how, tell = ModelState(self.model, (args, kwargs)), self.how, self._complain
         _here.before = before
         try:
             result = run(*args, **kwargs)
@@ -174,8 +180,8 @@ class EscapedCode:
             what = "gives other results" if isinstance(cause, NeedsFp32) else "fails"
             assert tell is not None, "asked by attempt"
             tell(
-                f"code that escapes capture {what} {how}: it runs in fp32 from now on; its Python side effects until "
-                "then, except writes to tensors, happened twice",
+                f"code that escapes capture {what} {how}: it runs in fp32 from now on; what it did until then "
+                "outside of the model and its inputs happened twice",
                 f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}",
             )
             raise FailsUnderAutocast from error
@@ -188,6 +194,17 @@ class EscapedCode:
         before = getattr(_here, "before", None)
         if before is not None and not before.is_lost():
             raise NeedsFp32(why)
+
+
+def _in_region(node: Any, kind: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the backward of ``node`` under autocast: it may compute again what its forward computed there."""
+    reference, backward = weakref.ref(node), type(node).apply
+
+    def apply(*grads: Any) -> Any:
+        with autocast_region(kind, dtype):
+            return backward(reference(), *grads)
+
+    return apply
 
 
 def _note_low(t: torch.Tensor) -> None:

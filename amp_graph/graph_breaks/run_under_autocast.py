@@ -82,6 +82,8 @@ class WholeOnly(CaptureListener):
 class InPieces(CaptureListener):
     """Listens to the capture of partial graphs, forwards events to ``heard``, and stops unexpected captures."""
 
+    is_whole_only = False
+
     def __init__(self, code: types.CodeType, heard: Any) -> None:
         self.code, self.heard = code, heard
         self._here = threading.local()

@@ -31,7 +31,8 @@ except ModuleNotFoundError as error:
 class AmpGraphCallback(TrainerCallback):
     """Converts the model when training begins, adds metrics to the log, and reverts the model when training ends.
 
-    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``.
+    policy: as for ``amp_graph.convert``. scaler: for fp16; by default an ``amp_graph.GradScaler``. keep_converted: do
+    not revert the model when training ends, for ``amp_graph.report(trainer.model)``.
 
     Raises PolicyError for a Trainer with ``bf16`` or ``fp16`` of its own and for fp16 without ``add_to``, CaptureError
     for O2 and O3 over several processes, all when training begins.
@@ -44,9 +45,15 @@ class AmpGraphCallback(TrainerCallback):
     be rounded to the dtypes that the model came in: a resumed run then equals the uninterrupted one.
     """
 
-    def __init__(self, policy: Policy | str | None = None, *, scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | str | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        keep_converted: bool = False,
+    ) -> None:
         """Parse the policy; the model is converted when training begins."""
-        self.policy, self.scaler = Policy.parse(policy), scaler
+        self.policy, self.scaler, self.keep_converted = Policy.parse(policy), scaler, keep_converted
         self.model: Any = None  # while it is converted by this callback
         self._ready = False  # whether the Trainer has the scaler
 
@@ -103,7 +110,9 @@ class AmpGraphCallback(TrainerCallback):
             self.model = convert(model, self.policy)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Revert the model: what follows sees it as it was written."""
+        """Revert the model, unless ``keep_converted``: what follows sees it as it was written."""
+        if self.keep_converted:
+            return
         if self.model is not None and conversion_of(self.model) is not None:
             revert(self.model)
         self.model = None

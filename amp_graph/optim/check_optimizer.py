@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.optim.torch_fused_update import kind_of
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # one number per parameter
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # their state is factored, or a history
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is one of torch's or ours; what others do is not known."""
-    return kind_of(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+    """Return whether ``optimizer`` is one of torch's; what others do is not known."""
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def named_parameters(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,6 @@ from torch.optim import SGD, Optimizer
 from amp_graph.errors import ScaleError
 from amp_graph.lists.errors import shortened
 from amp_graph.optim.check_optimizer import OTHERWISE_SHAPED, is_torchs, refuse_state_of_another_model
-from amp_graph.optim.torch_fused_update import kind_of
 
 
 def load_or_refuse(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
@@ -78,7 +77,7 @@ def _is_key(key: Any) -> bool:
 def _unlike_group(
     optimizer: Optimizer, number: int, group: Mapping[str, Any], own: Mapping[str, Any], states: list[Mapping[str, Any]]
 ) -> Iterator[str]:
-    kind = kind_of(optimizer)
+    kind = type(optimizer)
     if not own["params"] or not is_torchs(optimizer) or issubclass(kind, OTHERWISE_SHAPED):
         return
     if isinstance(_one_step(kind, own, own["params"][0]), Exception):

@@ -7,7 +7,7 @@ Source: torch/optim/{sgd,adam,adagrad}.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -18,22 +18,17 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.optim.gradient_layout import is_dense, zeros_beside
 from amp_graph.optim.master_weights import updated_master
+from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 from amp_graph.policy_words import HALVES
 
 SEVERAL, APART = 16, ("cuda",)
-UPDATES_AS = "updates_as"  # the attribute of our optimizers that holds torch's class
+BLOCK = 1 << 19  # elements that the CPU updates at a time: see benchmarks/update_time.py
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
     Adagrad: lambda group: ("sum", "step"),
 }
-
-
-def kind_of(optimizer: Optimizer) -> type[Optimizer]:
-    """Return the class whose rule ``optimizer`` uses: its own, or torch's for one of ``amp_graph.optim``."""
-    kind: type[Optimizer] = vars(type(optimizer)).get(UPDATES_AS, type(optimizer))  # not for classes derived from ours
-    return kind
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
@@ -43,7 +38,7 @@ def why_not_fused(optimizer: Optimizer) -> str:
 
 def why_no_kernel(optimizer: Optimizer) -> str:
     """Return why the rule of ``optimizer`` has no fused kernel, or "" if it has."""
-    kind = kind_of(optimizer)
+    kind = type(optimizer)
     if kind not in (SGD, Adam, AdamW, Adagrad):
         return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
     for group in optimizer.param_groups:
@@ -100,6 +95,24 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
+        steps = states[-1] if "step" in self.state_names() else []
+        if steps:
+            torch._foreach_add_(steps, 1)
+        for some, low, *kinds in _blocks([params, grads, *states]):
+            wide = low if some[0].dtype in HALVES else upcast_all(low)
+            same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
+            self._run_kernel(some, same, kinds, lr, found_inf)
+        if steps and found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _run_kernel(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
         g = self.group
         common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
         if self.kind is SGD:
@@ -108,19 +121,16 @@ class GroupUpdate:
             torch._fused_sgd_(params, grads, buffers, lr=lr, is_first_step=False, **options, **common)
             return
         *moments, steps = states
-        torch._foreach_add_(steps, 1)
         if self.kind is Adagrad:
             options = {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
             torch._fused_adagrad_(params, grads, moments[0], steps, **options, **common)
-        else:
-            decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
-            kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-            largest = moments[2] if len(moments) > 2 else []
-            beta1, beta2 = g["betas"]
-            options = {"beta1": float(beta1), "beta2": float(beta2), "eps": g["eps"], "amsgrad": g["amsgrad"]}
-            kernel(params, grads, moments[0], moments[1], largest, steps, lr=lr, **options, **common)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            return
+        decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        largest = moments[2] if len(moments) > 2 else []
+        beta1, beta2 = g["betas"]
+        options = {"beta1": float(beta1), "beta2": float(beta2), "eps": g["eps"], "amsgrad": g["amsgrad"]}
+        kernel(params, grads, moments[0], moments[1], largest, steps, lr=lr, **options, **common)
 
     def apply_pointwise(
         self,
@@ -149,6 +159,31 @@ class GroupUpdate:
             made = rule(self.group, start, g, old, factors[i])
             for target, new in zip(targets, made, strict=True):
                 target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
+
+
+def _blocks(kinds: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Yield the tensors of an update, by kind, in parts of about BLOCK elements on the CPU, so that few are in fp32.
+
+    A gradient in low precision is cast to memory that is still in the caches, and that the next part takes again. A
+    large tensor is cut where a kernel's vectors end, which changes no bit.
+    """
+    if kinds[0][0].device.type != "cpu":
+        yield kinds
+        return
+    some: list[tuple[Tensor, ...]] = []
+    for tensors in zip(*kinds, strict=True):
+        if some and sum(one[0].numel() for one in some) + tensors[0].numel() > BLOCK:
+            yield [list(kind) for kind in zip(*some, strict=True)]
+            some = []
+        count = tensors[0].numel()
+        if count <= BLOCK:
+            some.append(tensors)
+            continue
+        flat = [t.as_strided((count,), (1,)) if t.dim() else t for t in tensors]
+        for start in range(0, count, BLOCK):
+            yield [[t[start : start + BLOCK] if t.dim() else t] for t in flat]
+    if some:
+        yield [list(kind) for kind in zip(*some, strict=True)]
 
 
 def _sgd(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], lr: Tensor) -> list[Tensor]:
@@ -209,7 +244,7 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         params = tuple(p for p in group["params"] if id(p) in wanted)
         if not params:
             continue
-        kind = kind_of(optimizer)
+        kind = type(optimizer)
         names = _state_names(kind, group)
         for p in params:
             master = updated_master(p)

@@ -1,13 +1,12 @@
 """What ran in which precision, and why, for a converted model.
 
-``amp_graph.report(model).text()``, ``.html("report.html")``, ``.svg("graph.svg")``, ``.diff(other)``, ``.to_dict()``,
-``.to_networkx()``, ``.graphs``.
+``amp_graph.report(model).text()``, ``.html("report.html")``, ``.to_dict()``, ``.to_networkx()``, ``.graphs``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +14,24 @@ import torch
 
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.capture.dynamo_backend import Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.numerics.statistics import Statistics
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.captured_flow import CapturedNode, captured_nodes
 from amp_graph.report.casts_of_autocast import Count, count_of, counted
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.graph_flow import Flow, flow_of
-from amp_graph.report.graph_svg import svg_text
 from amp_graph.report.loss_scale_rows import ScaleRow, scale_rows
 from amp_graph.report.memory_report import memory_of
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.page_summary import checked_times
 from amp_graph.report.precision_report import precision_lines
 from amp_graph.report.records import GraphReport
-from amp_graph.report.report_diff import ReportDiff, diff_of
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
     notes_of_emulation,
@@ -43,7 +40,6 @@ from amp_graph.report.report_notes import (
     notes_of_passes,
     notes_of_replay,
     notes_of_scale,
-    notes_of_update,
 )
 from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.step.train_step import TrainStep
@@ -66,8 +62,8 @@ class Report:
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
     flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
-    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given. step: the
-    ``TrainStep`` that it is of. counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
+    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given.
+    counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
     """
 
     model: str
@@ -85,25 +81,11 @@ class Report:
     captured: tuple[tuple[CapturedNode, ...], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
     loss_scale: tuple[ScaleRow, ...] = ()
-    step: Any = field(default=None, repr=False, compare=False)
     counts: tuple[Count, ...] = field(default=(), repr=False, compare=False)  # of graphs not yet counted
 
     def counted(self) -> Report:
         """Return the report with the casts of ``torch.autocast`` in its graphs; ``report`` did that already."""
         return replace(self, graphs=counted(self.graphs, self.counts), counts=()) if self.counts else self
-
-    def statistics(self, every: int = 100, writer: Any = None, prefix: str = "amp_graph") -> Statistics:
-        """Sample the values of a ``TrainStep`` every ``every`` steps: largest magnitudes, underflow and overflow.
-
-        writer: with TensorBoard's ``add_scalar``, whose names start with ``prefix``; None: ``.rows``, ``.to_dict()``.
-        Raises CaptureError for the report of a model, and for a compiled step.
-        """
-        if self.step is None:
-            raise CaptureError(
-                f"statistics: this is the report of {self.model}, which does not see backward and scale\n"
-                "  legal: the report of a TrainStep\n  fix:   amp_graph.report(step).statistics(every=100)"
-            )
-        return Statistics(self.step, every, writer, prefix)
 
     def text(self, width: int | None = WIDTH) -> str:
         """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
@@ -115,22 +97,6 @@ class Report:
         Raises AmpGraphError, also an OSError, if it cannot be written; AmpGraphError if jinja2 is not installed.
         """
         write_or_refuse(path, html_page(self), "report", "report.html('report.html')")
-
-    def svg(self, path: str | os.PathLike[str]) -> None:
-        """Write the rewritten graphs to ``path`` as a picture, in which the nodes of a module stand together.
-
-        Graphviz lays it out. Raises AmpGraphError if the file cannot be written (also an OSError), or if its program
-        ``dot`` is not installed.
-        """
-        write_or_refuse(path, svg_text(self), "report", "report.svg('graphs.svg')")
-
-    def diff(self, other: Report | Mapping[str, Any]) -> ReportDiff:
-        """Return what ``other``, a report or the dict of one, has in another precision, and which casts, and why.
-
-        Raises AmpGraphError for what is no report.
-        """
-        told: Any = other.to_dict() if isinstance(other, Report) else other
-        return diff_of(self.to_dict(), told)
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, for a notebook."""
@@ -180,6 +146,8 @@ def report(
 ) -> Report:
     """Return the report of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
+    The model may be wrapped by DDP or ``torch.compile``, or not converted and compiled with ``backend="amp_graph"``.
+
     optimizer: the model's, to count its state under ``memory`` and describe its update. times: measured seconds of a
     step or call, shown beside the predicted ones: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
     loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
@@ -198,34 +166,65 @@ def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
-    found = conversion_of(model)
+    found = conversion_of(behind_compile(model))
     if found is None:
-        raise CaptureError(_not_converted(model))
+        return _of_compiled(model, optimizer)
     return Report(
-        type(model).__name__,
+        type(found.model).__name__,
         found.policy,
         _dtype(found.policy, found.model),
         _backend(found.compile, found.options),
-        _status(found),
-        tuple(read_graph(i, record, _weights(found.model)) for i, record in enumerate(found.graphs)),
-        tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        (
+        status=_status(found),
+        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
+        notes=(
             *found.said.notes,
             *notes_of_emulation(found.policy, [record.rewritten for record in found.graphs]),
             *notes_of_memory(found),
             *notes_of_replay(found),
             *precision_lines(found),
-            *notes_of_update(found, optimizer),
             *notes_of_scale(optimizer),
             *notes_of_kernels(found.model),
         ),
-        memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
-        found.escaped_runs,
-        tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
-        tuple(flow_of(record, _weights(found.model)) for record in found.graphs),
-        tuple(captured_nodes(record, _weights(found.model)) for record in found.graphs),
-        counts=tuple(count_of(record, _weights(found.model)) for record in found.graphs),
+        memory=memory_of(found.model, optimizer, found.copies.tensors if found.copies else ()),
+        escaped=found.escaped_runs,
+        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
+        **_graphs(found.graphs, found.model),
     )
+
+
+def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
+    """Return the report of what ``torch.compile(model, backend="amp_graph")`` captured."""
+    written = behind_compile(model)
+    found = graphs_of(written) if isinstance(written, torch.nn.Module) else []
+    if not found:
+        raise CaptureError(_not_converted(model))
+    last, graphs = found[-1], [Captured(graph.rewritten, None, graph.grad) for graph in found]
+    policy = last.rewritten.policy
+    return Report(
+        type(written).__name__,
+        policy,
+        _dtype(policy, written),
+        f"backend amp_graph, {_backend(last.compile, last.options)}",
+        status="",
+        skipped=(),
+        notes=(
+            *notes_of_emulation(policy, [graph.rewritten for graph in found]),
+            *notes_of_scale(optimizer),
+            *notes_of_kernels(written),
+        ),
+        memory=memory_of(written, optimizer, ()),
+        **_graphs(graphs, written),
+    )
+
+
+def _graphs(records: Sequence[Captured], model: torch.nn.Module) -> dict[str, Any]:
+    weights = _weights(model)
+    return {
+        "graphs": tuple(read_graph(i, record, weights) for i, record in enumerate(records)),
+        "flows": tuple(flow_of(record, weights) for record in records),
+        "captured": tuple(captured_nodes(record, weights) for record in records),
+        "counts": tuple(count_of(record, weights) for record in records),
+    }
 
 
 def _of_step(step: TrainStep) -> Report:
@@ -236,22 +235,18 @@ def _of_step(step: TrainStep) -> Report:
         step.policy,
         _dtype(step.policy, step.model),
         _backend(step.compile, step.compiler_options),
-        "" if graphs else NOT_CAPTURED.replace("model", "step"),
-        tuple(read_graph(i, record, _weights(step.model)) for i, record in enumerate(graphs)),
-        (),
-        (
+        status="" if graphs else NOT_CAPTURED.replace("model", "step"),
+        skipped=(),
+        notes=(
             *step.notes,
             *notes_of_emulation(step.policy, [captured.rewritten for captured in step.captured]),
             *dict.fromkeys(note for captured in step.captured for note in notes_of_passes(captured)),
             *notes_of_scale(step),
             *notes_of_kernels(step.model),
         ),
-        memory_of(step.model, step.optimizer, step.weight_copies()),
-        flows=tuple(flow_of(record, _weights(step.model)) for record in graphs),
-        captured=tuple(captured_nodes(record, _weights(step.model)) for record in graphs),
+        memory=memory_of(step.model, step.optimizer, step.weight_copies()),
         loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
-        step=step,
-        counts=tuple(count_of(record, _weights(step.model)) for record in graphs),
+        **_graphs(graphs, step.model),
     )
 
 
@@ -284,6 +279,13 @@ def _not_converted(model: object) -> str:
             f"report: a {type(model).__name__} is not a converted model\n"
             "  legal: what amp_graph.convert returned\n"
             "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+        )
+    if (written := behind_compile(model)) is not model:
+        return (
+            f"report: torch.compile was given {type(written).__name__}, which is not converted, and no graph of the "
+            "backend 'amp_graph' was captured of it: it has not run, or runs a graph of another model of its class\n"
+            "  legal: a converted model, compiled or not; that backend\n"
+            "  fix:   model = torch.compile(model, backend='amp_graph'); model(x); amp_graph.report(model)"
         )
     inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
     if inside:

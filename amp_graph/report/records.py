@@ -83,7 +83,8 @@ class Predicted:
 class GraphReport:
     """One captured graph: its text before and after, its operations, its casts, and why it ended.
 
-    ``bytes`` estimates the activations that the graph writes, by dtype; ``captured_bytes``: as captured;
+    ``training`` is None where it is not known. ``bytes`` estimates the activations that the graph writes, by dtype;
+    ``captured_bytes``: as captured;
     ``spared_bytes``: those that backward recomputes instead of saving. ``budget``: the predicted error of its plan, if
     the policy has an error budget. ``predicted``: its predicted time by a machine's rates (``amp-graph calibrate``);
     None without low precision. ``left_out``: the passes that failed on this graph and were skipped; ``unplanned``: why
@@ -92,7 +93,7 @@ class GraphReport:
     """
 
     index: int
-    training: bool
+    training: bool | None
     grad: bool
     dtype: str
     before: str
@@ -117,7 +118,8 @@ class GraphReport:
     @property
     def mode(self) -> str:
         """How the graph was captured: ``train, with gradients``."""
-        return f"{'train' if self.training else 'eval'}, {'with' if self.grad else 'without'} gradients"
+        mode = "" if self.training is None else "train, " if self.training else "eval, "
+        return f"{mode}{'with' if self.grad else 'without'} gradients"
 
     @property
     def operations(self) -> tuple[NodeReport, ...]:

@@ -12,11 +12,8 @@ import torch
 
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.optim.optimizers import OnePassOptimizer
-from amp_graph.optim.torch_fused_update import why_no_kernel
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.native.triton_loader import why_failed
-from amp_graph.passes.profitability.thresholds import one_pass_is_profitable
 from amp_graph.passes.weights.copy_lifetimes import CopyPlan
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
@@ -27,9 +24,6 @@ from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured
 from amp_graph.step.train_step import TrainStep
 
-LEFT = "kept in the process for the next"
-WORD = "(keep_memory=)"
-
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
@@ -38,8 +32,7 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
         yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
         return
     for traced in captured.steps.values():
-        kept = f"; up to {size_text(traced.kept_bytes)} are {LEFT} step {WORD}" if traced.kept_bytes else ""
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time{kept}"
+        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
     for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
@@ -61,7 +54,7 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield lines on weight copies in training, and a line for each graph whose memory is kept."""
+    """Yield lines on weight copies in training."""
     for i, graph in enumerate(found.graphs):
         if (plan := graph.copies) is not None and plan.copies:
             yield f"weight copies of graph {i}: {_of_copies(plan)}"
@@ -70,10 +63,6 @@ def notes_of_memory(found: Conversion) -> Iterator[str]:
             f"weight copies: all stay until the next update, {size_text(found.copies.bytes)} now; "
             "weight_copies=auto frees those that raise the peak of memory in training"
         )
-    for i, graph in enumerate(found.graphs):
-        if graph.kept_bytes:
-            freed, then = ("and its backward free", "step") if graph.grad else ("frees", "call")
-            yield f"memory: up to {size_text(graph.kept_bytes)} of what graph {i} {freed} are {LEFT} {then} {WORD}"
 
 
 def _of_copies(plan: CopyPlan) -> str:
@@ -92,17 +81,6 @@ def notes_of_replay(found: Conversion) -> Iterator[str]:
     """Yield lines on what is recorded, and why not."""
     if found.captured.replays is not None:
         yield from found.captured.replays.lines(size_text)
-
-
-def notes_of_update(found: Conversion, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    """Yield a line on how ``optimizer`` updates, or on the casts that ``amp_graph.optim`` would save."""
-    if isinstance(optimizer, OnePassOptimizer):
-        yield f"update: {optimizer.how}"
-    elif found.copies is not None and optimizer is not None and not why_no_kernel(optimizer):
-        elements = found.copies.elements_of(p for group in optimizer.param_groups for p in group["params"])
-        if one_pass_is_profitable("cpu", elements):
-            ours = f"amp_graph.optim.{type(optimizer).__name__}"
-            yield f"update: {elements:,} weights are cast again after each; {ours} would write their copies"
 
 
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:

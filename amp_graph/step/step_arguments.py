@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import refuse_what_cannot_be_converted
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.graph_breaks.call_snapshot import BeforeCall
+from amp_graph.model_state import unchanged
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
@@ -218,16 +218,13 @@ RAISES = ("Observed exception", "Failed to raise exception")
 def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
     """If ``error`` says that the user's code raised, run ``call`` eagerly so that its own error arrives.
 
-    Buffers and random state are restored.
+    The model's state and the random state are restored.
     """
     raises = isinstance(error, torch._dynamo.exc.Unsupported) and any(text in str(error) for text in RAISES)
     if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
         return
-    before = BeforeCall(model, ())
-    try:
+    with unchanged(model):
         call()
-    finally:
-        before.restore()
 
 
 def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:

@@ -37,8 +37,6 @@ class CapturedSteps:
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
         self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # uncaptured steps, by their parameters
-        # Runs the next traced step in place of a plain call, with its capture; None: nothing does.
-        self.observer: Callable[[CapturedStep, StepGraph, Sequence[Any]], Any] | None = None
 
     def _all(self) -> list[CapturedStep]:
         return [*self.captured, *(() if self._written is None else self._written[1:])]
@@ -95,10 +93,7 @@ class CapturedSteps:
             self._state.refresh(graph.copies)
         else:
             self._state.refresh(())  # masters are refreshed, too
-        if self.observer is not None and isinstance(graph, StepGraph):
-            found = self.observer(captured, graph, args)
-        else:
-            found = graph(*args)
+        found = graph(*args)
         self.budget.calls += 1
         if self.last:
             self._was_updated(graph)

@@ -54,13 +54,9 @@ class StepGraph:
     absent: dict[int, Tensor] = field(default_factory=dict)  # further trained parameters, by number
     most_bytes: int = 0  # peak bytes of its intermediates
     parts: StepParts | None = None  # what it was traced from, without a batch
-    kept_bytes: int = 0  # heap memory that is kept between steps
-    watch: Callable[[], None] | None = None  # reserves that memory again if others took it; called before every run
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
-        if self.watch is not None:
-            self.watch()
         with torch.no_grad():
             found = self.run(*args, *self.state)
             if self.after is None:

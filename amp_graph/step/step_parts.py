@@ -1,7 +1,7 @@
 """The parts of a training step: the captured forward with its loss, the trained inputs, state of update and scale.
 
 Before: a rewritten graph that returns the loss. After: ``forward_and_backward``, which is traced; passes append the
-rest to that graph (``step_passes.py``), or the step runs it after autograd if nothing is traced.
+rest to that graph (``step_passes.py``).
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from torch import Tensor
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
-from amp_graph.passes.profitability.thresholds import widening_together_is_profitable
-from amp_graph.passes.step.add_gradients import add_in_place, totals_of
-from amp_graph.passes.step.lay_out_gradients import laid_out, upcast
+from amp_graph.passes.step.lay_out_gradients import upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
 from amp_graph.passes.weights.hoist_weight_casts import Hoisted
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.reduce_gradients import Ranks
-from amp_graph.step.step_update import AtUpdate, StepOptions, StepUpdate, lows_of
 
 DETACHED = (
     "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
@@ -40,6 +37,19 @@ class NoGradient(Exception):
         """Store the numbers."""
         super().__init__(inputs)
         self.inputs = frozenset(inputs)
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of a step's update."""
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    micro_batches: int = 1
+    last: bool = True  # whether this graph is the last micro-batch's, which updates
+    loss: int = 0  # index of the captured graph's output that is the loss
+    outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
+    pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
 
 
 @dataclass
@@ -81,14 +91,9 @@ class StepParts:
 
     def keeps(self) -> tuple[torch.dtype, ...]:
         """Return the low dtypes in which gradients may stay, as the update casts them itself."""
-        if self.ranks is not None:
-            return ()
-        if self.options.one_pass is not None:
-            return (self.options.one_pass.low,)
-        next_is_update = self.options.last and not self.accumulators
-        plain = not self.options.pointwise and not self.options.outside
-        device = self.tensor_of(self.trained[0]).device.type if self.trained else "cpu"
-        return LOWS if next_is_update and plain and widening_together_is_profitable(device) else ()
+        options = self.options
+        alone = self.ranks is None and options.last and not self.accumulators
+        return LOWS if alone and not options.pointwise and not options.outside else ()
 
     # -- forward and backward, traced -----------------------------------------------------------------
 
@@ -134,41 +139,6 @@ class StepParts:
             raise NoGradient([i for i in own if i not in parts])
         return [_total(parts[i]) for i in own]
 
-    # -- the rest of a step where nothing is traced -------------------------------------------------------
-
-    def finish(self, outputs: Sequence[Any], grads: Mapping[int, Tensor]) -> Any:
-        """Run the rest of a step after its gradients, with the functions that passes append; ``grads``: by input."""
-        known = dict(enumerate(self.args)) | self.absent
-        targets = {i: known[i] for i in self.trained} | self.masters
-        lows = lows_of(known, self.trained, self.copies, self.masters)
-        states = [update.states for update in self.updates]
-        scale = self.scale.state if self.scale is not None else ()
-        made = [laid_out(upcast(grads[i]), targets[i], ()) for i in self.own()]
-        now = AtUpdate(targets, made, scale, self.learning_rates, states, lows, self.norm)
-        found_inf = None
-        if self.accumulators:
-            now.grads = self._added_up(self.accumulators, now.grads)
-        grads_now = now.grads
-        if self.options.last and grads_now:
-            found_inf = self._update().run(now)
-            if self.accumulators:
-                torch._foreach_zero_(self.accumulators)
-        if not self.options.outside or not self.options.last:
-            return tuple(outputs)
-        return (*outputs, *grads_now, *(() if found_inf is None else (found_inf,)))
-
-    def _update(self) -> StepUpdate:
-        numbers = {id(self.tensor_of(i)): i for i in self.trained}
-        return StepUpdate(self.updates, self.trained, numbers, self.scale, self.ranks, self.options)
-
-    def _added_up(self, sums: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Add ``grads`` to ``sums``, and return those that the update reads, in a new list that it may change."""
-        own = [n for n, i in enumerate(self.trained) if i not in self.absent]
-        if self.options.last and self.ranks is not None:
-            return totals_of(sums, grads, own)
-        add_in_place([sums[n] for n in own], grads)
-        return [s.clone() for s in sums] if self.options.outside and self.options.last else list(sums)
-
     def first_bad(self, args: Sequence[Any]) -> str:
         """Return the name of the first input whose gradient is not finite; recomputes gradients, changes no state."""
         given = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
@@ -177,6 +147,17 @@ class StepParts:
             _, grads, _ = self.gradients(given, self.copies, scale)
         bad = [i for i, grad in zip(self.own(), grads, strict=True) if not grad.isfinite().all()]
         return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+
+
+@dataclass
+class UpdateParts(StepParts):
+    """The parts of an update alone: the inputs are what is trained, then the gradients of that, then the loss."""
+
+    def forward_and_backward(self, *given: Any) -> list[Any]:
+        """Return the loss, the gradients, and the loss's gradient; this is traced."""
+        *_, loss = given
+        count = len(self.own())
+        return [loss.detach(), *(grad.detach() for grad in given[count : 2 * count]), torch.ones_like(loss)]
 
 
 def refuse_sparse(name: str) -> NoReturn:

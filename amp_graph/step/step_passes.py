@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from amp_graph.optim.row_sparse_gradients import RowSparseGradients
 from amp_graph.passes.base import Pass
 from amp_graph.passes.loss_scaling import (
     AverageOverRanks,
@@ -29,7 +28,6 @@ from amp_graph.passes.step.low_copies import WriteLowCopies
 from amp_graph.passes.step.outputs import ReturnOutputs
 from amp_graph.passes.step.update_parameters import GroupInputs, UpdateParameters
 from amp_graph.passes.step.update_targets import AddUpdateTargets
-from amp_graph.step.native_update_pass import UpdateInOnePass
 from amp_graph.step.step_parts import StepParts
 from amp_graph.step.step_table import in_order
 
@@ -57,7 +55,6 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
         *(work.update() if updates else []),
         *([ZeroSums(tuple(sums.values()))] if updates and sums else []),
         returned,
-        *([RowSparseGradients()] if options.one_pass is not None and options.one_pass.takes_rows else []),
     ]
     return in_order(found), work.tensors
 
@@ -106,37 +103,26 @@ class _Appended:
         """Return the pass that adds gradients to ``sums``."""
         options = self.parts.options
         into = "new" if options.last and self.parts.ranks is not None else "sums"
-        add = add_in_place if options.one_pass is None else options.one_pass.add
-        return AddGradients(sums, add, into, options.last, options.outside and into == "sums")
+        return AddGradients(sums, add_in_place, into, options.last, options.outside and into == "sums")
 
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
         parts, options = self.parts, self.parts.options
         ranks = parts.ranks
         averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype)]
-        scaled = parts.scale is not None
         moved = [UpdateLossScale(*parts.scale.options())] if parts.scale is not None else []
         copies = {} if options.outside else self._copies()
-        updated = self._in_one_pass(copies) if options.one_pass is not None else self._by_torch(scaled)
-        return [*averaged, *updated, *moved, WriteLowCopies(copies, options.pointwise)]
-
-    def _by_torch(self, scaled: bool) -> list[Pass]:
-        options = self.parts.options
         clips = options.clip_norm, options.clip_value
+        clipped = any(limit is not None for limit in clips)
         return [
-            *([] if options.pointwise else [UpcastGradients()]),
-            *([CheckFiniteAndUnscale()] if scaled else []),
-            *([ClipGradients(*clips, self._norm())] if any(limit is not None for limit in clips) else []),
+            *averaged,
+            *([UpcastGradients()] if (parts.scale is not None or clipped) and not options.pointwise else []),
+            *([CheckFiniteAndUnscale()] if parts.scale is not None else []),
+            *([ClipGradients(*clips, self._norm())] if clipped else []),
             UpdateParameters(self._groups()),
+            *moved,
+            WriteLowCopies(copies, options.pointwise),
         ]
-
-    def _in_one_pass(self, copies: dict[str, list[str]]) -> list[Pass]:
-        """Return the one-pass update, which writes the first copy of each parameter; removes these from ``copies``."""
-        options = self.parts.options
-        assert options.one_pass is not None, "only called with a one-pass update"
-        first = {name: lows.pop(0) for name, lows in copies.items()}
-        how = (options.one_pass, tuple(self.parts.updates), self._groups(), first)
-        return [UpdateInOnePass(*how, options.clip_norm, options.clip_value, self._norm())]
 
     def _norm(self) -> StateInput | None:
         """Return the input that gets the norm of the gradients."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from amp_graph.optim.row_sparse_gradients import RowSparseGradients
 from amp_graph.passes.base import Pass, PassError
 from amp_graph.passes.loss_scaling import (
     AverageOverRanks,
@@ -20,7 +19,7 @@ from amp_graph.passes.loss_scaling import (
     UpdateLossScale,
 )
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.pipeline_row import BIT_EXACT, ROUNDING_EQUAL, Condition, Grade, Phase, Row, Stage, approximate
+from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Grade, Phase, Row, Stage, approximate
 from amp_graph.passes.pipeline_row import checked as checked_rows
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.step.add_gradients import AddGradients, ZeroSums
@@ -29,7 +28,6 @@ from amp_graph.passes.step.low_copies import WriteLowCopies
 from amp_graph.passes.step.outputs import ReturnOutputs
 from amp_graph.passes.step.update_parameters import UpdateParameters
 from amp_graph.passes.step.update_targets import AddUpdateTargets
-from amp_graph.step.native_update_pass import UpdateInOnePass
 
 
 def _of_step(word: str, otherwise: str) -> Condition:
@@ -48,38 +46,32 @@ SCALED_OR_SPLIT = Condition(
 SPLIT = _of_step("micro-batches", "only with micro_batches")
 RANKS = _of_step("ranks", "only with several ranks")
 CLIPPED = _of_step("clip", "only with clip_norm or clip_value")
+SCALED_OR_CLIPPED = Condition("loss scale or clip", "only with a loss scale, as fp16 has by default, or clips", _scales)
 MASTERS = _of_step("update targets", "only with fp32 masters (O2), or parameters that other micro-batches alone read")
-ONE_PASS = _of_step("update in one pass", "only where the step updates in one pass: see update= of TrainStep")
-# Where a step updates in one pass, that does the work of these.
-BY_TORCH = Condition("update by torch", "", lambda options: True)
 EAGERLY = Condition("eager", "needs a step that runs eagerly; a compiler fuses these casts", lambda o: o.eager)
 
 
-def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: tuple[type[Pass], ...] = (),
-         devices: tuple[str, ...] = ("cpu", "cuda")) -> Row:  # fmt: skip
+def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: tuple[type[Pass], ...] = ()) -> Row:
     names = tuple(one.name for one in after)
-    return Row(cls, stage, grade, None, (Phase.JOINT,), devices, needs, after=names, skippable=False)
+    return Row(cls, stage, grade, None, (Phase.JOINT,), ("cpu", "cuda"), needs, after=names, skippable=False)
 
 
-SCALING, STEP, CPU = Stage.LOSS_SCALING, Stage.STEP, ("cpu",)
+SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP
 STEP_TABLE = checked_rows((
     _row(ScaleLoss, SCALING, BIT_EXACT, SCALED_OR_SPLIT),
     _row(AddUpdateTargets, STEP, BIT_EXACT, MASTERS),
     _row(LayOutGradients, STEP, BIT_EXACT, after=(AddUpdateTargets,)),
     _row(AddGradients, STEP, BIT_EXACT, SPLIT, after=(ScaleLoss, LayOutGradients)),
     _row(AverageOverRanks, SCALING, approximate("the order of the sum is the network's"), RANKS, after=(AddGradients,)),
-    _row(UpcastGradients, STEP, BIT_EXACT, EAGERLY, BY_TORCH, after=(AverageOverRanks,)),
-    _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED, BY_TORCH,
+    _row(UpcastGradients, STEP, BIT_EXACT, EAGERLY, SCALED_OR_CLIPPED, after=(AverageOverRanks,)),
+    _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED,
          after=(ScaleLoss, AverageOverRanks, UpcastGradients)),
-    _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED, BY_TORCH, after=(CheckFiniteAndUnscale,)),
-    _row(UpdateParameters, STEP, BIT_EXACT, BY_TORCH, after=(AddUpdateTargets, CheckFiniteAndUnscale, ClipGradients)),
-    _row(UpdateInOnePass, STEP, approximate("a last place in fewer than 16 elements of a tensor; the norm, a few"),
-         ONE_PASS, after=(ScaleLoss, AverageOverRanks), devices=CPU),
-    _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED, after=(CheckFiniteAndUnscale, UpdateInOnePass)),
-    _row(WriteLowCopies, STEP, BIT_EXACT, after=(UpdateParameters, UpdateInOnePass)),
-    _row(ZeroSums, STEP, BIT_EXACT, SPLIT, after=(AddGradients, UpdateParameters, UpdateInOnePass)),
-    _row(ReturnOutputs, STEP, BIT_EXACT, after=(AddGradients, CheckFiniteAndUnscale, UpdateInOnePass)),
-    _row(RowSparseGradients, STEP, ROUNDING_EQUAL, ONE_PASS, after=(UpdateInOnePass, AddGradients), devices=CPU),
+    _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED, after=(CheckFiniteAndUnscale,)),
+    _row(UpdateParameters, STEP, BIT_EXACT, after=(AddUpdateTargets, CheckFiniteAndUnscale, ClipGradients)),
+    _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED, after=(CheckFiniteAndUnscale,)),
+    _row(WriteLowCopies, STEP, BIT_EXACT, after=(UpdateParameters,)),
+    _row(ZeroSums, STEP, BIT_EXACT, SPLIT, after=(AddGradients, UpdateParameters)),
+    _row(ReturnOutputs, STEP, BIT_EXACT, after=(AddGradients, CheckFiniteAndUnscale)),
 ))  # fmt: skip
 EVERY: tuple[Row, ...] = (*TABLE, *STEP_TABLE)
 _PLACES = {row.name: place for place, row in enumerate(STEP_TABLE)}

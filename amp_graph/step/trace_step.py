@@ -7,7 +7,7 @@ that only accumulates gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import Any
 
@@ -23,12 +23,10 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.optim.check_optimizer import refuse_own_state
 from amp_graph.optim.master_weight_updates import step_with_gradients
-from amp_graph.optim.native_update import OnePass, plan_one_pass
 from amp_graph.optim.optimizer_guards import WatchedOptimizer
 from amp_graph.optim.torch_fused_update import group_updates
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.memory.heap_retention import HEAP
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
@@ -41,10 +39,12 @@ from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.reduce_gradients import Ranks
 from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
-from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
+from amp_graph.step.step_parts import NoGradient, StepOptions, StepParts, UpdateParts, refuse_sparse
 from amp_graph.step.step_state import Copy, StepState
-from amp_graph.step.step_update import StepOptions, lows_of
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured, names_of
+
+# Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
+Who = tuple[list[int], dict[int, Tensor]]
 
 
 @dataclass(eq=False)
@@ -56,7 +56,6 @@ class StepBuilder:
     policy: Policy
     compile: Compile
     options: Options
-    update: str
     loss_scale: LossScale | None
     clip_norm: float | None
     clip_value: float | None
@@ -71,8 +70,8 @@ class StepBuilder:
         name_nodes(gm, self.model, self.model.forward)
         device = device_of(gm)
         policy = replace(self.policy, keep_outputs=True)
-        compiled = (self.compile, device) == ("inductor", "cpu")
-        last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if compiled else []
+        keeps = device == "cpu" and self.compile in ("eager", "inductor") and policy.level != "O0"
+        last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self)) if keeps else []
         own, eager = None if device == "cpu" else device, self.compile == "eager"
         inductor = self.options if self.compile == "inductor" else None
         rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
@@ -111,9 +110,6 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
-        if self.policy.keeps_memory and device_of(gm) == "cpu":
-            step.kept_bytes = HEAP.keep_for_steps(step, step.most_bytes)
-            step.watch = HEAP.watch(step, step.most_bytes) if step.kept_bytes else None
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.update, step.copies = how if updates else "", copies
@@ -121,21 +117,29 @@ class StepBuilder:
         captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
         return step
 
-    def plain_parts(
-        self, captured: PlainCaptured, args: Sequence[Any], who: tuple[list[int], dict[int, Tensor]], last: bool
-    ) -> tuple[StepParts, str]:
-        """Return the parts of an untraced step that follow the gradients of ``who``, and how it updates, in words."""
-        plain = replace(self, compile="eager", options={}, update="torch", cuda_graph=False)
-        parts, how, _ = plain._parts(captured, args, *who, last)
-        return parts, how
+    def update_of(
+        self, weights: Mapping[str, Tensor], grads: Sequence[Tensor], loss: Tensor, who: Who, last: bool
+    ) -> StepGraph:
+        """Trace the rest of a step behind ``grads``, which autograd computed of the inputs ``weights``, by name.
+
+        who: the numbers of what is updated, and what has only gradients of other micro-batches, as of ``trained``.
+        """
+        plain = replace(self, compile="eager", options={}, cuda_graph=False)
+        alone = PlainCaptured(None, 0, names=[*weights], forward=lambda *args: args)
+        parts, how, _ = plain._parts(alone, list(weights.values()), *who, last)
+        given = {one.name: getattr(parts, one.name) for one in fields(parts)}
+        given["args"] = [*weights.values(), *grads, loss]
+        given["names"] = [*weights, *(f"gradient of {name}" for name in weights), "loss"]
+        with one_capture_at_a_time():
+            step = trace_step(UpdateParts(**given), plain._lower)
+        step.update, step.after = how if last else "", self.outside() if last else None
+        return step
 
     def outside(self) -> Callable[..., None] | None:
         """Return a function that calls an optimizer outside of the graph; None if the update is inside."""
         return weakly(self._step_outside) if self.watched.why_outside else None
 
-    def trained(
-        self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]
-    ) -> tuple[list[int], dict[int, Tensor]]:
+    def trained(self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]) -> Who:
         """Return the inputs that the optimizer trains, in its order, in which norms are summed; and other parameters.
 
         The latter are ``pending`` parameters that are not trained inputs, by their own numbers.
@@ -163,7 +167,7 @@ class StepBuilder:
         """Return a step's parts, the description of its update, and the weight copies that it reads."""
         state = self.state
         names = captured.input_names()[: len(args)]
-        for i in captured.tables(sparse=True):  # tracing fails on data-dependent sizes before it finds this
+        for i in captured.sparse_tables():  # tracing fails on data-dependent sizes before it finds this
             if i in trained:
                 refuse_sparse(names[i])
         known = dict(enumerate(args)) | absent
@@ -179,12 +183,10 @@ class StepBuilder:
         state.refresh(kept.values())
         copies = {key: copy.low for key, copy in kept.items()}
         masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
-        lows = {id(known[i]): low for i, low in lows_of(known, trained, copies, masters).items()}
-        tables = [id(args[i]) for i in captured.tables() if id(args[i]) in numbers]
-        one_pass, how = plan_one_pass(self.update, self.compile, updates, state.target_of, lows, tables)
+        how = "torch's fused kernels" if self.compile == "eager" else "pointwise operations, for the compiler"
         how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
         rates = [state.rate_of(u.group) for u in updates]
-        options = self._options(captured.loss, last, one_pass)
+        options = self._options(captured.loss, last)
         own = (trained, updates, rates, sums, self.loss_scale, options)
         beside = (absent, self._names_of(absent))
         run, by_data = captured.computed(), captured.depends_on_data()
@@ -197,10 +199,10 @@ class StepBuilder:
         names = {id(p): name for name, p in self.model.named_parameters()} if absent else {}
         return {i: names.get(id(p), f"parameter {-i}") for i, p in absent.items()}
 
-    def _options(self, loss: int, last: bool, one_pass: OnePass | None) -> StepOptions:
+    def _options(self, loss: int, last: bool) -> StepOptions:
         clips = self.clip_norm, self.clip_value
         pointwise = self.compile != "eager"
-        return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise, one_pass)
+        return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise)
 
     def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return the inputs of a captured graph that are not tensors of the model."""

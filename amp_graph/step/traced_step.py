@@ -6,16 +6,17 @@ head has its own steps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.optim.row_sparse_gradients import tables_of
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import INPUT
@@ -25,6 +26,7 @@ from amp_graph.passes.weights.hoist_weight_casts import Hoisted, hoist_weight_ca
 # Kind of step: one that only accumulates gradients, one that updates, or one that also updates these parameters, by id,
 # whose gradients come from other micro-batches only.
 Kind = bool | frozenset[int]
+EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
 @dataclass
@@ -63,9 +65,13 @@ class CapturedStep:
         """Return the names of the inputs."""
         return names_of(self.rewritten.gm)
 
-    def tables(self, *, sparse: bool = False) -> Collection[int]:
-        """Return the inputs that only embeddings read, as their tables; ``sparse``: sparse embeddings."""
-        return tables_of(self.rewritten.gm, sparse=sparse)
+    def sparse_tables(self) -> Collection[int]:
+        """Return the inputs that embeddings read whose gradients are sparse."""
+        graph = self.rewritten.gm.graph
+        inputs = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        calls = [(f, n) for f in EMBEDDINGS for n in graph.find_nodes(op="call_function", target=f)]
+        given = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments for f, n in calls]
+        return [inputs[one["weight"]] for one in given if one.get("sparse") is True and one["weight"] in inputs]
 
     def depends_on_data(self) -> bool:
         """Return whether sizes or numbers in the graph depend on data."""
@@ -124,7 +130,7 @@ class PlainCaptured(CapturedStep):
         """Return the names of the inputs."""
         return self.names
 
-    def tables(self, *, sparse: bool = False) -> Collection[int]:
+    def sparse_tables(self) -> Collection[int]:
         """Return none: autograd computes gradients of tables."""
         return ()
 

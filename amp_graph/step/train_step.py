@@ -24,7 +24,6 @@ from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
-from amp_graph.optim.native_update import check_way
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
 from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
@@ -63,7 +62,7 @@ from amp_graph.step.wrapped_optimizers import unwrapped
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
-    *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "update", "max_graphs"),
+    *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "max_graphs"),
 )
 
 
@@ -94,9 +93,6 @@ class TrainStep:
     at_floor: "warn" or "error" if gradients stay infinite at the smallest scale; on CUDA some steps later.
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on with a single launch;
     the results of a step are copies, its temporaries stay allocated.
-    update: "one_pass" reads low-precision gradients and writes weights, state and copies in one pass of C, which is
-    JIT-compiled for the host CPU; "torch" uses PyTorch's kernels and casts; "auto" is "one_pass" if that is profitable
-    and a compiler is installed. The report says which was used.
 
     max_graphs: the limit of graphs. The first two kinds of batches are traced whole; then the forward is captured with
     symbolic sizes and numbers, followed by autograd and the same update. Steps without a graph run as code that
@@ -108,7 +104,7 @@ class TrainStep:
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
     eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.
     Raises CaptureError (not one graph, a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
-    PolicyError; CompilerError for "one_pass" without a C compiler.
+    PolicyError.
     """
 
     def __init__(
@@ -130,7 +126,6 @@ class TrainStep:
         reduce_dtype: torch.dtype | None = None,
         at_floor: str = "warn",
         cuda_graph: bool = False,
-        update: str = "auto",
         max_graphs: int = MOST,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
@@ -146,14 +141,13 @@ class TrainStep:
         self.compiler_options = read_options("TrainStep", compile, mode, options)
         refuse_recording(self.compiler_options)
         check_at_floor("TrainStep", at_floor)
-        check_way(update, compile)
         check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         refuse_complex(model, clip_value)
         self.mode, self.options = mode, None if options is None else dict(options)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
-        self.clip_norm, self.clip_value, self.update, self.cuda_graph = clip_norm, clip_value, update, cuda_graph
+        self.clip_norm, self.clip_value, self.cuda_graph = clip_norm, clip_value, cuda_graph
         self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
@@ -184,7 +178,7 @@ class TrainStep:
         self._watches: tuple[StepWatch, ...] = ()
         look_at_parts_of(model)
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
-        how = (self.policy, compile, self.compiler_options, self.update, self.loss_scale, *clips, *rest)
+        how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
         own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)
@@ -297,10 +291,6 @@ class TrainStep:
             self._watches = tuple(other for other in self._watches if other is not by)
 
         return end
-
-    def observe(self, run: Callable[[CapturedStep, StepGraph, Sequence[Any]], Any] | None) -> None:
-        """Have ``run`` run traced steps in place of their plain calls; None ends that."""
-        self._steps.observer = run
 
     # -- state ----------------------------------------------------------------------------------------
 

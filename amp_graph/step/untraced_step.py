@@ -1,7 +1,7 @@
-"""An untraced training step: forward, autograd, and then the update that traced steps have in their graph.
+"""A training step whose forward and backward are not traced: autograd runs them, and a graph of the rest follows.
 
 Before: batches of thirty lengths, and a traced step for each. After: a forward captured once with symbolic sizes, or
-uncaptured; gradients by autograd; and the same unscaling, clipping, update and loss scale, operation by operation.
+uncaptured; gradients by autograd; and one graph that unscales, clips, updates, and adjusts the loss scale.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
-from amp_graph.step.step_parts import DETACHED, StepParts
+from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
+from amp_graph.passes.step.lay_out_gradients import laid_out
+from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.step.step_graph import StepGraph
+from amp_graph.step.step_parts import DETACHED
 from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import PlainCaptured
-
-# Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
-Who = tuple[list[int], dict[int, Tensor]]
 
 
 @dataclass(eq=False)
@@ -35,63 +36,59 @@ class PlainStep:
     captured: PlainCaptured
     last: bool
     made: Callable[[Sequence[GroupUpdate]], None]
-    update: str = ""
-    known: dict[tuple[Any, ...], StepParts] = field(default_factory=dict)
-    now: StepParts | None = None  # parts of the last call
+    known: dict[tuple[Any, ...], StepGraph] = field(default_factory=dict)
+    trained: list[Tensor] = field(default_factory=list)  # of the last call, in the order of their gradients
 
     @property
     def updates(self) -> list[GroupUpdate]:
         """The updates whose state is held here."""
-        return [update for parts in self.known.values() for update in parts.updates]
+        return [update for graph in self.known.values() for update in graph.updates]
+
+    @property
+    def update(self) -> str:
+        """How the last of them updates, in words; "" if none does."""
+        return next((graph.update for graph in reversed(self.known.values())), "")
 
     def __call__(self, *args: Any) -> Any:
         """Run the step on the forward's inputs and return what the forward returned."""
         outputs, grads = self._gradients(args)
-        self.now = parts = self._parts_for(args, grads)
-        parts.args = args
-        try:
-            with torch.no_grad():
-                found = parts.finish(outputs, grads)
-        finally:
-            parts.args = ()
-        if not self.last or not parts.trained or not parts.options.outside:
-            return found
-        after, count = self.builder.outside(), len(outputs)
-        assert after is not None, "only called if the optimizer is outside"
-        behind = found[count + len(parts.trained) :]
-        after(self.parameters(args), found[count : count + len(parts.trained)], behind[0] if behind else None)
-        return found[:count]
+        names = self.captured.input_names()
+        weights = {f"{names[i]} ({i})": args[i] for i in grads}
+        with torch.no_grad():
+            given = [laid_out(g, self.builder.state.target_of(args[i]), ()) for i, g in grads.items()]
+            given = [*weights.values(), *_each_its_own(given), outputs[self.captured.loss]]
+            graph = self._graph_for(args, grads, weights, given)
+            self.trained = graph.parameters(given)
+            if self.trained:
+                graph(*given)
+        return tuple(outputs)
 
     def parameters(self, args: Sequence[Any]) -> list[Tensor]:
         """Return the parameters trained in the last call, in the order of their gradients."""
-        parts = self.now
-        assert parts is not None, "asked for after a call"
-        return [parts.absent[i] if i in parts.absent else args[i] for i in parts.trained]
+        return self.trained
 
     def first_bad(self, args: Sequence[Any]) -> str:
         """Return the name of the first input whose gradient is not finite; runs the forward once more."""
-        assert self.now is not None, "asked for after a call"
         with torch.random.fork_rng():
             _, grads = self._gradients(args)
         bad = [i for i, grad in grads.items() if not grad.isfinite().all()]
-        return f"{self.now.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+        names = self.captured.input_names()
+        return f"{names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
 
     def _gradients(self, args: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
         """Return the outputs, and the existing gradients of the scaled loss by input number."""
-        own = [i for i in self.builder.trained(args, (), {})[0]]
-        scale = self.builder.loss_scale
+        own, scale = self.builder.trained(args, (), {})[0], self.builder.loss_scale
         if scale is not None and own:
             scale.to(args[own[0]].device)
         with torch.enable_grad():
             outputs = self.captured.computed()(*args)
             loss = outputs[self.captured.loss]
-            scaled = loss if scale is None else loss * scale.scale
-            if self.builder.micro_batches > 1:
-                scaled = scaled / self.builder.micro_batches
-            if own and not scaled.requires_grad:
+            if own and not loss.requires_grad:
                 raise CaptureError(DETACHED)
-            leaves = [args[i] for i in own]
-            found = torch.autograd.grad(scaled, leaves, allow_unused=True) if own else ()
+            seed = scaled_seed(
+                torch.ones_like(loss), None if scale is None else scale.scale, self.builder.micro_batches
+            )
+            found = torch.autograd.grad(loss, [args[i] for i in own], seed, allow_unused=True) if own else ()
         self._refuse_sparse(found)
         grads = {i: grad for i, grad in zip(own, found, strict=True) if grad is not None}
         return [o.detach() if isinstance(o, Tensor) else o for o in outputs], grads
@@ -103,16 +100,31 @@ class PlainStep:
                 "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
             )
 
-    def _parts_for(self, args: Sequence[Any], grads: Mapping[int, Tensor]) -> StepParts:
-        """Return the parts of an update of exactly the inputs with gradients."""
+    def _graph_for(
+        self, args: Sequence[Any], grads: Mapping[int, Tensor], weights: Mapping[str, Tensor], given: Sequence[Tensor]
+    ) -> StepGraph:
+        """Return the graph that updates exactly the inputs with gradients."""
         without = {i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in grads}
         trained, absent = self.builder.trained(args, without, self.builder.state.pending if self.last else {})
         key = (tuple(trained), tuple(map(id, absent.values())))
         found = self.known.get(key)
         if found is None:
-            found, how = self.builder.plain_parts(self.captured, args, (trained, absent), self.last)
-            self.update = how if self.last else ""
+            numbers = {i: n for n, i in enumerate(grads)}
+            who = [i if i in absent else numbers[i] for i in trained], absent
+            count = len(weights)
+            found = self.builder.update_of(weights, given[count : 2 * count], given[-1], who, self.last)
             self.made(found.updates)
             self.known[key] = found
             self.captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
         return found
+
+
+def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients without shared memory: autograd returns one tensor for both summands of ``b1 + b2``."""
+    known: set[int | None] = set()
+    found = []
+    for grad in grads:
+        key = storage_key(grad)
+        found.append(grad.clone() if key in known else grad)
+        known.add(key)
+    return found

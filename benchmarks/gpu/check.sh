@@ -5,7 +5,7 @@
 #     benchmarks/gpu/check.sh                    # all parts, one after the other
 #     benchmarks/gpu/check.sh large compiled     # some of them
 #
-# Parts: correct (tests/cuda), kernels (Triton's against torch's operations), large (the sizes people train), small
+# Parts: correct (tests/cuda), large (the sizes people train), small
 # (where the GPU waits for Python), compiled (through Inductor). Figures go to benchmarks/results/<name of the GPU>, or
 # to $RESULTS, with the GPU's name and all versions.
 # A part that takes too long is stopped; what it has measured by then is kept. A part run again replaces its figures.
@@ -36,7 +36,7 @@ speed() { # seconds, file, arguments of speed.py
 }
 
 correct() { # each test is a line of the log: what was stopped shows what it had run
-    timeout "${CORRECT_S:-170}" "$PYTHON" -m pytest tests/passes/backends/cuda/kernels tests/cuda -v --import-mode=append -p no:cacheprovider -n "${WORKERS:-12}" 2>&1 |
+    timeout "${CORRECT_S:-170}" "$PYTHON" -m pytest tests/cuda -v --import-mode=append -p no:cacheprovider -n "${WORKERS:-12}" 2>&1 |
         tee "$RESULTS/correct.log" | grep -E "^(FAILED|ERROR|E  |=)" | tail -60
 }
 
@@ -51,21 +51,17 @@ small() {
         --variants "${VARIANTS:-amp_graph,TrainStep,TrainStep cuda_graph}"
 }
 
-kernels() { # each Triton kernel against the torch operations that it replaces
-    timeout "${KERNELS_S:-60}" "$PYTHON" benchmarks/gpu/kernels.py --output "$RESULTS/kernels.json"
-}
-
 compiled() {
     speed "${COMPILED_S:-150}" compiled --rounds 5 --models "${MODELS:-resnet50,unet,bert_sdpa}" --cuda-graphs \
         --variants "${VARIANTS:-amp_graph,amp_graph + Inductor}"
 }
 
 echo "$GPU: $("$PYTHON" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)')"
-for part in ${@:-correct kernels large small compiled}; do
+for part in ${@:-correct large small compiled}; do
     case $part in
-        correct | kernels | large | small | compiled) ;;
+        correct | large | small | compiled) ;;
         *)
-            echo "check.sh: no part is named $part; legal: correct, kernels, large, small, compiled" >&2
+            echo "check.sh: no part is named $part; legal: correct, large, small, compiled" >&2
             exit 2
             ;;
     esac

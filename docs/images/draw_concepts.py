@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md and docs/choosing-a-level.md, from what torch and amp_graph say of themselves.
+"""Draw the pictures of docs/quick-start.md and docs/policy.md, from what torch and amp_graph say of themselves.
 
 python docs/images/draw_concepts.py    # writes formats.svg, levels.svg, loss-scale.svg and stages.svg beside this file
 """

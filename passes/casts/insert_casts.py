@@ -15,10 +15,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.casts.saturation import is_added, out_of_range, within_range
 from amp_graph.passes.casts.user_copies import keep_copy
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.edit import set_value, take_over
 from amp_graph.passes.graph.fake_values import (
     captured,
     fake_mode_of,
@@ -63,7 +64,7 @@ class InsertCasts(Pass):
         mode = fake_mode_of(gm)
         if mode is None:
             return PassResult(gm)
-        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)))
+        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), out_of_range(gm, self.dtype))
         for node in gm.graph.nodes:
             if GIVEN in node.meta:
                 set_value(node, node.meta[GIVEN])
@@ -84,6 +85,7 @@ class _Insertion:
     mode: FakeTensorMode
     dtype: torch.dtype
     memory: Memory
+    large: set[Node]  # what may be outside the range of ``dtype``
     changes: list[Change] = field(default_factory=list)
     casts: dict[Any, Node] = field(default_factory=dict)
     # Full-precision values that replace low ones which are written later, in both directions: only they see the writes.
@@ -155,7 +157,7 @@ class _Insertion:
         graph = self.gm.graph
         place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
         with place:
-            cast = self.gm.graph.call_method(METHODS[dtype], (source,))
+            cast = graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
         keep_trained(new, captured(source))
@@ -163,6 +165,12 @@ class _Insertion:
         cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
         if before not in (None, reader):
             cast.meta[GRAD] = True
+        if dtype == self.dtype and source in self.large and is_added(source, reader):
+            with graph.inserting_before(cast):
+                bounded = graph.call_function(within_range, (source, dtype))
+            take_over(bounded, cast, value(source))
+            cast.args = (bounded,)
+            self.changes.append(Change("insert-casts", "saturated a value", source.name, f"beyond {dtype}"))
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new

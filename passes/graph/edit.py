@@ -49,18 +49,6 @@ def set_identity(node: Node, mode: FakeTensorMode) -> None:
         node.meta.pop(IDENTITY, None)
 
 
-def insert_call(before: Node, mode: FakeTensorMode, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of ``target`` into a flat graph, with the meta of the node that it comes before; return the call.
-
-    Its value is what ``target`` computes on the values of its arguments.
-    """
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args, kwargs)
-    made.meta = {k: v for k, v in before.meta.items() if k != "val"}
-    made.meta["val"] = run_node(made, mode)
-    return made
-
-
 def take_over(made: Node, like: Node, val: Any, without: Collection[str] = OWN) -> Node:
     """Give ``made`` the value ``val`` and the meta of ``like``, except the keys ``without``; return it."""
     made.meta = {k: v for k, v in like.meta.items() if k not in without}

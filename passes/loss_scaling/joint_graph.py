@@ -21,7 +21,7 @@ from amp_graph.passes.graph.meta_keys import JOINT
 from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode
 from amp_graph.passes.torch_compat.storage import storage_key
 
-UPDATES = ("update-parameters", "update-in-one-pass")  # passes that read the gradients last
+UPDATES = ("update-parameters",)  # passes that read the gradients last
 APART = "amp_values_apart"  # meta key of a graph: its values do not show which of them share memory
 ONES = (torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default)
 

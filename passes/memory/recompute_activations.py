@@ -102,11 +102,10 @@ class _Work:
         made = self._makers(_before(node)) if kind == "relu" and not known.norm else ()
         if made is None:
             return
-        aliases = _aliases(node)
-        found = readers_of(*aliases)
+        found = readers_of(node)
         if not found.readers:
             return
-        reason = self._why_not(node, kind, found, aliases)
+        reason = self._why_not(node, kind, found)
         if reason:
             self.skips.append(Skip(node.name, reason))
             return
@@ -118,7 +117,7 @@ class _Work:
             reader.target = computing_again(target)
         if kind == "relu":
             self.note(node)
-        node.meta[SPARED] = numel(value(aliases[0])) * value(found.readers[0]).dtype.itemsize
+        node.meta[SPARED] = numel(value(node)) * value(found.readers[0]).dtype.itemsize
         names = ", ".join(r.name for r in found.readers)
         self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
 
@@ -126,11 +125,11 @@ class _Work:
         """Record that a relu is recomputed: others may be computed from it."""
         self.depths[relu] = self._depth(relu)
 
-    def _why_not(self, node: Node, kind: str, found: Readers, aliases: tuple[Node, ...]) -> str:
+    def _why_not(self, node: Node, kind: str, found: Readers) -> str:
         if found.reason:
             return found.reason
-        elements = numel(value(aliases[0]))
-        if any(self.memory.is_written_after(n) for n in (node, *aliases)):
+        elements = numel(value(node))
+        if self.memory.is_written_after(node):
             return "it is written to later"
         if elements < self.options.fewest:
             return "it is small, and the extra call takes measurable time on this device"
@@ -179,19 +178,13 @@ def _known(node: Node) -> Recomputable:
 
 def _kind(node: Node) -> str:
     """Return the kind of value that ``node`` makes; "" if it is not recomputable."""
-    names, declared = names_of(node), _known(node).kind if _aliases(node) else ""
+    names, declared = names_of(node), _known(node).kind
     kind = declared or (KINDS.get(names[0], "") if len(names) == 1 else "")
     if not kind or _is_recomputed(node) or not is_trained(node):
         return ""
     if REGION in node.meta or CHECKPOINT in node.meta:  # these affect what is saved, or computed
         return ""
     return kind if (node.op == "call_function" or kind == "relu") and node.args else ""
-
-
-def _aliases(node: Node) -> tuple[Node, ...]:
-    """Return the nodes that hold the recomputed value of ``node``: for several results, one of its parts."""
-    aliases = _known(node).aliases
-    return (node,) if aliases is None else aliases(node)
 
 
 def _is_recomputed(node: Node) -> bool:

@@ -37,8 +37,3 @@ def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
         return load_kernel(name, dtype) is not None
     except CompilerError:
         return False
-
-
-def kernel_names() -> tuple[str, ...]:
-    """Return the names of the registered kernels, in the order of their modules' import."""
-    return tuple(_loaders)

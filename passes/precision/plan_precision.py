@@ -23,6 +23,7 @@ from amp_graph.passes.graph.fake_values import captured, fake_mode_of, is_eligib
 from amp_graph.passes.graph.identify_ops import is_tensor_call
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
+    CAST,
     LEFT_ALONE,
     LOW_DTYPE,
     MARK,
@@ -283,14 +284,15 @@ def _wants(node: Node, found: Classification, choice: Choice) -> dict[Node, str]
 
 
 def refuse_mixed(node: Node) -> None:
-    """Raise TypeError if an ``allow`` operation has float operands of two dtypes.
+    """Raise TypeError if an ``allow`` operation has float operands of two dtypes, but for those that stay full.
 
     Its kernels need one dtype; fake tensors do not always check it (``linear`` and ``mm`` in torch 2.13).
     """
     mark: Mark | None = node.meta.get(MARK)
     if mark is None or mark.cls is not OpClass.ALLOW:
         return
-    given = [t for s in node.all_input_nodes for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
+    operands = [s for s in node.all_input_nodes if mark.wants.get(s.args[0] if CAST in s.meta else s) != FULL]
+    given = [t for s in operands for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
     found = sorted({str(t.dtype) for t in given})
     if len(found) > 1:
         raise TypeError(f"{', '.join(mark.ops)} takes operands of one dtype, not of {' and '.join(found)}")

@@ -81,29 +81,3 @@ def small_linear_behind_recurrence_is_profitable(products: int) -> bool:
     in a graph of linears alone it takes 0.8 to 0.95 of torch's time.
     """
     return products > MOST_BEHIND_RECURRENCE
-
-
-# Multiplications of a convolution's weight gradient, the second with AMX: a matmul's rate is several times as high.
-LEAST_OF_A_CONVOLUTION, LEAST_OF_A_CONVOLUTION_BY_UNITS = 1 << 26, 1 << 22
-
-
-def weight_gradient_function_is_profitable(products: int) -> bool:
-    """Say whether a weight gradient of so many multiplications outweighs the calls of our function around it.
-
-    Convolution of 4 x 4 pixels, 3x3, time over torch's: 1.6 with 32 channels for 1 to 32 images, 1.5 with 64 and 128
-    for 1 to 8; 1.1 at 19 and 75 million multiplications, 1.05 at 302 million, 0.98 at 1.2 billion; 2 x 2 pixels: 0.7 at
-    151 million.
-    """
-    return products >= (LEAST_OF_A_CONVOLUTION_BY_UNITS if cpu_has_amx() else LEAST_OF_A_CONVOLUTION)
-
-
-# Elements of the result of a transposed convolution.
-FEWEST_TRANSPOSED = 1 << 14
-
-
-def transposed_function_is_profitable(elements: int) -> bool:
-    """Say whether a transposed convolution with so many result ``elements`` outweighs the calls of our function.
-
-    Its time over torch's: 1.15 up to 2,048 elements, 1.06 at 8,192, 1.02 at 16,384, 0.8 at 131,072.
-    """
-    return elements >= FEWEST_TRANSPOSED

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, multiplies_bf16
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 
 # One convolution alone does not recover the cost of a layout change before and after it.
 FEWEST_CONVOLUTIONS = 2
@@ -65,29 +65,6 @@ def patches_are_profitable(device: str, channels: int, kernel: tuple[int, int], 
     return device in ("cpu", "cuda") and channels <= 4 and min(kernel) >= least
 
 
-# Pixels of one output image up to which, and channels from which on, a matmul beats the CPU's convolution kernels.
-FEW_OF_AN_IMAGE, SOME_OF_AN_IMAGE, ENOUGH_CHANNELS = 16, 49, 32
-MANY_CHANNELS = 128  # from here on a matmul with AMX also wins for more pixels
-
-
-def weight_gradient_by_product_is_profitable(
-    device: str, dtype: torch.dtype, channels: int, kernel: int, strided: bool, places: int
-) -> bool:
-    """Say whether a matmul of patches and gradients beats the convolution kernel's weight gradient.
-
-    ``kernel``: elements of the kernel window; ``places``: pixels of one output image. Speedups, bf16 on CPU with dot
-    products, batches of 32, channels_last: 1.3 to 10 up to 4 x 4 pixels; at 7 x 7 pixels 1.1 to 1.3 for 1x1 kernels,
-    1.2 to 3 with strides, 0.4 to 1.1 for the rest. With AMX the kernel's gradient at 4 x 4 pixels ran at a tenth of the
-    matmul's rate. 3x3 kernels at 7 x 7 pixels: 16 images of 256 channels took 3.8 ms, the matmul 1.4 ms; 32 images of
-    512 channels took 27 and 8.3 ms. Weight and input gradient together took 0.6 of the kernel's time with 512 channels,
-    0.8 with 128, 0.9 with 64, 1.1 with 32.
-    """
-    if device != "cpu" or dtype != torch.bfloat16 or channels < ENOUGH_CHANNELS or not multiplies_bf16():
-        return False
-    by_tiles = cpu_has_amx() and channels >= MANY_CHANNELS
-    return places <= FEW_OF_AN_IMAGE or (places <= SOME_OF_AN_IMAGE and (kernel == 1 or strided or by_tiles))
-
-
 # Kernel side up to which oneDNN JIT-compiles the weight gradient of a depthwise convolution.
 MOST_COMPILED = 3
 
@@ -121,16 +98,6 @@ def depthwise_by_images_is_profitable(device: str, dtype: torch.dtype, kernel: i
     to 11.
     """
     return device == "cpu" and dtype == torch.bfloat16 and kernel > MOST_OF_A_SEQUENCE and multiplies_bf16()
-
-
-def bias_gradient_by_sum_is_profitable(device: str, dtype: torch.dtype) -> bool:
-    """Say whether a sum beats the bias gradient of a transposed convolution's kernel.
-
-    Time of backward with a separate sum over that with the kernel's bias gradient, bf16 on CPU with dot products, one
-    or two threads: 0.2 to 0.35 for 64 x 64 and 32 x 32 pixels of 64 and 128 channels in channels_last, 0.15 for
-    volumes, 0.6 to 0.7 for sequences, 0.66 for 8,192 elements. A U-Net's step: 0.94. fp32: 0.8 to 1.05.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
 
 
 def folding_is_profitable(device: str, dtype: torch.dtype) -> bool:
@@ -171,31 +138,3 @@ def batch_norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
     75,000.
     """
     return device == "cpu" and elements >= FEWEST_OF_A_BATCH_NORM
-
-
-# Elements of a group norm below which the call overhead of an autograd.Function outweighs the gain.
-FEWEST_OF_A_GROUP_NORM = 1 << 15
-
-
-def group_norm_backward_is_profitable(device: str, elements: int) -> bool:
-    """Say whether the gradients of a group norm of ``elements`` in channels_last are faster by a C kernel.
-
-    Time over torch's, CPU, bf16 with AVX-512, forward and backward: 0.1 to 0.2 for image sides of 64 and 32 with 64
-    and 320 channels, and a side of 16 with 256; 1.8 for 3,024 elements. A diffusion U-Net's step takes 0.9 of the time.
-    """
-    return device == "cpu" and elements >= FEWEST_OF_A_GROUP_NORM
-
-
-# Multiplications of a convolution of sequences from which on one call per batch item is negligible.
-FEWEST_OF_WINDOWS, FEWEST_OF_WINDOWS_THAT_TRAIN = 1 << 22, 1 << 24
-
-
-def windows_are_profitable(device: str, dtype: torch.dtype, places: int, weight: int, trains: bool) -> bool:
-    """Say whether a convolution of sequences is faster as matmuls of windows; ``places``: positions of the batch.
-
-    Time over torch's, bf16 on CPU with AMX, forward and backward, one and two threads: 0.1 for 1 to 512 channels with
-    10 taps, 0.3 to 0.5 for 512 to 512 channels with 3 taps over 200 to 1,600 positions. With dot products and without
-    AMX: 1.0 to 1.25, as torch's own convolution is fast there.
-    """
-    fewest = FEWEST_OF_WINDOWS_THAT_TRAIN if trains else FEWEST_OF_WINDOWS
-    return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and places * weight >= fewest

@@ -13,16 +13,6 @@ from amp_graph.passes.profitability.thresholds import LEAST_MAPPED
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
 
-def own_product_is_profitable(device: str, rows: int, width: int) -> bool:
-    """Say whether the gradient of ``x @ x.mT``, with ``x`` [..., rows, width], should be one matmul of ``g + g.mT``.
-
-    Speedups, bf16 on CPU with AMX, forward and backward, against two matmuls and their sum: 2.4 for 2,048 of 9 x 64,
-    1.3 for 2,048 of 27 x 64 and for one of 128 x 512, 1.1 for 256 of 64 x 64; 0.9 for 64 of 128 x 64, 0.4 for one of
-    1,024 x 128, where ``g`` is larger than ``x``.
-    """
-    return device == "cpu" and 1 < rows <= width
-
-
 def _shares_threads() -> bool:
     """Say whether our matmuls run on as many threads as oneDNN's."""
     return torch.get_num_threads() == 1 or has_openmp()
@@ -192,33 +182,6 @@ def amx_product_is_profitable(device: str, dtype: torch.dtype, rows: int, output
     """
     large = outputs >= FEWEST_LARGE and rows * outputs * inputs >= LEAST_LARGE
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
-
-
-def grouped_product_is_profitable(device: str, dtype: torch.dtype) -> bool:
-    """Say whether grouped matmuls, whose group sizes change with each call, are faster by a C kernel.
-
-    bf16 on CPU: oneDNN JIT-compiles a kernel for each number of rows, which takes milliseconds. A step of a Mixtral
-    (width 512, 4 experts) took 0.55 of the time with one thread, 0.46 with two; inference 0.92.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16()
-
-
-# Multiplications up to which a matmul is faster in a kernel that packs only what it needs: with one thread, and with
-# several, which the library uses too. Elements of a result from which on writing the result dominates.
-MOST_MULTIPLIED, MOST_MULTIPLIED_BY_SEVERAL, MOST_OF_A_RESULT = 1 << 24, 1 << 20, 1 << 18
-
-
-def small_product_is_profitable(device: str, dtype: torch.dtype, rows: int, columns: int, depth: int) -> bool:
-    """Say whether a matmul of ``rows`` x ``depth`` by ``depth`` x ``columns`` is faster by our C kernel.
-
-    Speedups, bf16 on CPU with dot products, one thread (``benchmarks/small_products.py``): 3 to 27 up to a million
-    multiplications, 1.3 to 2.7 up to 8 million, 1.2 to 1.3 at 17 million, 1.0 to 1.15 from 67 million on; 0.74 to 0.78
-    for results of a million elements with a depth of 1 or 8.
-    """
-    if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16() or cpu_has_amx():
-        return False
-    most = MOST_MULTIPLIED if torch.get_num_threads() == 1 else MOST_MULTIPLIED_BY_SEVERAL
-    return 0 < rows * columns * depth <= most and rows * columns <= MOST_OF_A_RESULT
 
 
 # State size of an LSTM, and its ratio to the batch, from which on large matmuls beat oneDNN's backward.

@@ -48,7 +48,6 @@ COMPUTED = {
     "gelu": (40_000_000, 600),
     "gelu by tanh": (40_000_000, 2_400),
     "silu": (40_000_000, 600),
-    "looked up": (40_000_000, 300),
 }
 MULTIPLIED = 60  # picoseconds per multiplication of a reader, for its result and both gradients
 # The largest share of its readers' time that a recomputed value may take with ``recompute=most``.

@@ -10,7 +10,6 @@ import torch
 
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
-from amp_graph.passes.torch_compat.fake import concrete_size
 
 # Scores (queries times keys) per head up to which materializing them beats the CPU's flash backward.
 MOST_SCORES = 512 * 512
@@ -83,15 +82,6 @@ def torchs_attention_is_profitable(heads: int, queries: int, keys: int) -> bool:
     return heads <= FEW_HEADS and heads * queries * keys <= FEW_SCORES
 
 
-def casting_parts_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
-    """Say whether the operands of a concat with so many elements should be cast while they are copied into it.
-
-    On the CPU this is 1.9 to 2.5 times as fast from 100,000 elements on, as all elements are written and read once
-    less. Below, the separate copy of each operand takes as long.
-    """
-    return device == "cpu" and concrete_size(elements) >= 100_000
-
-
 # Logits from which on their fp32 copies do not fit the caches, and are mapped and paged in again in each call.
 FEWEST_LOGITS = 1 << 22
 
@@ -121,27 +111,6 @@ def calling_from_cpp_is_profitable(device: str, flops: int, elements: int) -> bo
     return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS
 
 
-def looking_is_profitable(looked_at: int, spared: int) -> bool:
-    """Say whether checking ``looked_at`` elements is cheaper than passes over ``spared`` bf16 ones, for relu or max.
-
-    A sum of fp32 takes 0.06 us per thousand elements, an in-place relu of bf16 0.07 us, each call 5 to 10 us.
-    """
-    return spared > 2 * looked_at + 200_000
-
-
-def widening_together_is_profitable(device: str) -> bool:
-    """Say whether one call should upcast many gradients, instead of one call per gradient as soon as it is computed.
-
-    On CUDA, where the launch of a small cast takes longer than its kernel; not timed.
-    """
-    return device == "cuda"
-
-
-def reducing_from_low_is_profitable(device: str) -> bool:
-    """Say whether reductions to fp32 upcast their input in registers: on CUDA. On the CPU torch makes a copy."""
-    return device == "cuda"
-
-
 # Multiplications below which call overhead exceeds the time of the kernel.
 LEAST_ALIGNED = 1 << 24
 
@@ -155,51 +124,6 @@ def aligning_is_profitable(device: str, dtype: torch.dtype, products: int) -> bo
     itself, which copies the weight and the logits' gradient, is not included.
     """
     return device == "cuda" and dtype in HALVES and products >= LEAST_ALIGNED
-
-
-# Elements of an activation from which on a lookup table is worth an autograd.Function. QUICK: the forms that CPUs
-# without AMX compute by vectors faster than they gather from a table.
-LEAST_LOOKED_UP = {"gelu": 1 << 16, "silu": 1 << 17, "gelu by tanh": 1 << 14, "mish": 1 << 13}
-LEAST_OF_USERS = 1 << 14  # for a user's own formula, which takes at least two passes over memory
-QUICK = ("gelu", "silu")
-
-
-def table_is_profitable(device: str, form: str, elements: int | torch.SymInt) -> bool:
-    """Say whether a lookup table beats computing a bf16 activation; ``form``: which activation.
-
-    Time over torch's, CPU with AMX, 3 million elements, forward and backward: GELU 0.56 and 0.38, tanh GELU 0.13 and
-    0.15, SiLU 0.46 and 0.45, Mish 0.06 and 0.06. Time of a step: a residual network with Mish 0.55, with GELUs 0.91,
-    HF's GPT-2 (tanh GELU) 0.95, a ViT 0.96, BERT and GPT 0.99.
-    """
-    fits = device == "cpu" and cpu_has_bf16() and (cpu_has_amx() or form not in QUICK)
-    return fits and concrete_size(elements) >= LEAST_LOOKED_UP.get(form, LEAST_OF_USERS)
-
-
-# Elements below which the call overhead of an autograd.Function outweighs the gain.
-FEWEST_DROPPED = 1 << 13
-
-
-def dropout_in_bits_is_profitable(device: str, elements: int | torch.SymInt) -> bool:
-    """Say whether a dropout of so many ``elements`` is faster by our C kernel, which draws by vectors.
-
-    Time over torch's, CPU, forward and backward of 393,216 elements: 0.29 (fp32) and 0.24 (bf16) with one thread, 0.22
-    and 0.18 with two. Steps of small HF models with their default p of 0.1 took 0.87 to 0.95 of the time.
-    """
-    return device == "cpu" and concrete_size(elements) >= FEWEST_DROPPED
-
-
-# Elements of weights with low-precision copies, and of embedding tables, below which compiling (about a second, once
-# per machine) is not worth its time.
-FEWEST_UPDATED = 1 << 20
-
-
-def one_pass_is_profitable(device: str, elements: int) -> bool:
-    """Say whether an optimizer update of ``elements`` weights by one C kernel is worth a second of compilation.
-
-    CPU: see ``benchmarks/update_time.py``. A step of DLRM with 10 million elements, nearly all in tables, took 0.74 of
-    the time.
-    """
-    return device == "cpu" and elements >= FEWEST_UPDATED
 
 
 # Bytes of gradients below which the process keeps freed memory.
@@ -229,28 +153,5 @@ def adding_by_place_is_profitable(elements: int) -> bool:
     return elements >= LEAST_BY_PLACE
 
 
-# Elements of a norm below which the call of an autograd.Function costs more than the saved memory traffic.
-FEWEST_NORMED = 1 << 17
-
-
-def norm_in_one_pass_is_profitable(device: str, elements: int) -> bool:
-    """Say whether a residual sum, a norm and their casts are faster as one C kernel over ``elements``.
-
-    Time over torch's, CPU with AVX-512, forward and backward, for one and for three low-precision readers: 1.1 and 0.8
-    at 65,536 elements, 0.8 and 0.7 at 131,072, 0.65 at 302,592, 0.4 at 3 million; without gradients 0.7 at 131,072.
-    Below, the call of an autograd.Function dominates (``benchmarks/residual_norm.py``).
-    """
-    return device == "cpu" and elements >= FEWEST_NORMED
-
-
 # Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).
 LEAST_MAPPED = 1 << 25
-
-
-def large_pages_are_profitable(device: str, size: int) -> bool:
-    """Say whether new memory of ``size`` bytes should be mapped with huge pages.
-
-    CPU: upcasting 42 MB of logits took 3.4 ms instead of 13 (1.3 in memory that was already mapped); inference took
-    0.92 (BERT) and 0.81 (LSTM) of the time. Smaller blocks mostly reuse freed memory, whose pages are mapped.
-    """
-    return device == "cpu" and size >= LEAST_MAPPED

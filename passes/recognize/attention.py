@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import describe, put_before, put_call
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of
@@ -46,7 +46,8 @@ class FuseAttention(Pass):
     Law: four dimensions, or three with heads folded into the batch; as many key heads as query heads; scores scaled by
     numbers; masks without gradients, added (also by ``baddbmm``) or as ``masked_fill`` with -inf or a number far below
     all scores, in place as well; dropout if our kernel draws it, with the same draws; no other reader inside the
-    formula, such as one that returns the probabilities. The lists allow both matmuls and the call.
+    formula, such as one that returns the probabilities. The lists allow both matmuls and the call. What is added stays
+    fp32, as only our kernel takes it: a bias of 300 would be rounded by 1, and the least number to -inf.
     Exactness: rounding-different; scores stay fp32, where the formula rounds them. A fully masked row gives zeros if
     its scores are all -inf, where the formula gives NaN; with another fill value it gives the mean of all values and no
     gradient to queries and keys, like the formula.
@@ -61,7 +62,7 @@ class FuseAttention(Pass):
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every softmax."""
         mode = fake_mode_of(gm)
-        changes = []
+        changes, skips = [], []
         operands = _Operands(gm, mode) if mode is not None else None
         for node in list(gm.graph.nodes) if self._is_wanted() else ():
             if names_of(node) not in SOFTMAX:
@@ -72,10 +73,13 @@ class FuseAttention(Pass):
                 continue
             if found.dropped and not self._has_dropout_kernel():
                 continue
+            if found.scores.terms and not attention_kernel_is_profitable(self.device, self.dtype):
+                skips.append(Skip(node.name, "the kernel would round the mask that is added to the scores"))
+                continue
             made = operands.call(found)
             what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
             changes.append(Change(self.name, "fused", made.name, what))
-        return PassResult(gm, tuple(changes))
+        return PassResult(gm, tuple(changes), tuple(skips))
 
     def _is_wanted(self) -> bool:
         rules = [self.lists.lookup(op, {}) for op in ALLOWED]
@@ -83,7 +87,7 @@ class FuseAttention(Pass):
         return allowed and attention_call_is_profitable(self.device, self.dtype)
 
     def _has_dropout_kernel(self) -> bool:
-        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("dropout", self.dtype)
+        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("attention", self.dtype)
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether no region and no module rule sets the precision of a part of the formula."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -16,7 +16,7 @@ from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import found_inf_node, joint_of, outputs, parameter_nodes, record_done
 
-# Takes parameters, gradients in their dtypes, state by kind, the learning rate, and found_inf or None.
+# Takes parameters, gradients, state by kind, the learning rate, and found_inf or None.
 Apply = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None], None]
 
 
@@ -55,11 +55,6 @@ def nodes_of(gm: GraphModule, group: GroupInputs) -> GroupNodes:
     return GroupNodes(parameter_nodes(gm, group.parameters), grads, rate, kinds)
 
 
-def update(apply: Apply, params: Any, grads: Any, states: Any, rate: Tensor, found_inf: Tensor | None) -> None:
-    """Update one group by ``apply``."""
-    apply(params, [grad.to(p.dtype) for p, grad in zip(params, grads, strict=True)], states, rate, found_inf)
-
-
 @dataclass(frozen=True)
 class UpdateParameters(Pass):
     """Updates parameters in place by functions of the optimizer, one a group.
@@ -85,7 +80,7 @@ class UpdateParameters(Pass):
         changes = []
         for group in self.groups:
             own = nodes_of(gm, group)
-            append(gm, update, group.apply, own.parameters, own.grads, own.states, own.rate, found_inf_node(gm))
+            append(gm, group.apply, own.parameters, own.grads, own.states, own.rate, found_inf_node(gm))
             what = f"{len(own.parameters)} parameters"
             changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
         record_done(gm, self.name)

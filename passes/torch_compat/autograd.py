@@ -6,7 +6,7 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -136,3 +136,21 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 # The node of torch.utils.checkpoint with use_reentrant=True, by name, on torch 2.11 to 2.13.
 REENTRANT = "CheckpointFunctionBackward"
+
+
+def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the autograd nodes of the user's ``autograd.Function``s between ``inputs`` and ``results``.
+
+    ``node.apply`` of such a node is its backward, also if it is replaced in the node; 2.11 - 2.13.
+    """
+    seen = {t.grad_fn for t in inputs}
+    waiting = [t.grad_fn for t in results]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        made_by = getattr(type(node), "_forward_cls", None)
+        if made_by is not None and made_by.__module__.partition(".")[0] not in ("torch", "amp_graph"):
+            yield node
+        waiting += [one for one, _ in node.next_functions]

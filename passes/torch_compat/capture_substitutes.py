@@ -11,6 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def is_compiling() -> bool:
+    """Return what ``torch.compiler.is_compiling`` returns in eager mode."""
+    return False
+
+
 def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     """Return whether the caller says that a mask is causal; if unspecified, torch compares it to a causal one.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules import transformer
 
-from amp_graph.passes.torch_compat.capture_substitutes import batch_norm_of_averages, mask_as_given
+from amp_graph.passes.torch_compat.capture_substitutes import batch_norm_of_averages, is_compiling, mask_as_given
 from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
 
 DTYPE_READ = "amp_dtype_read"  # meta key of a node: the captured code read the dtype of its value
@@ -75,6 +75,7 @@ class _Capturing(threading.local):
 
     is_on = False
     is_eager = False
+    is_whole = False  # a graph break would end the capture, so that nothing has run
 
 
 capturing = _Capturing()
@@ -203,6 +204,30 @@ def keep_why_a_raise_is_not_captured() -> None:
     stack.get_current_exception = get_current_exception
 
 
+# What models ask whether they are compiled; 2.11 - 2.13.
+_ASK_IF_COMPILED = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch._dynamo.external_utils.is_compiling,
+    torch._utils.is_compiling,
+)
+_ASKS_FOR_OTHERS = "transformers.utils.import_utils"  # has helpers that ask, for the module that calls them
+
+
+def _is_told_of_capture(tx: Any) -> bool:
+    """Return whether code that asks if it is compiled is told so; else it hears what it hears in eager mode.
+
+    torch's own code (and ours) is, as its traced branch computes the same by operators that can be traced; so are transformers'
+    mask helpers in the capture of a whole call, as eager mode reads the mask's values there.
+    """
+    while tx.parent is not None and tx.f_globals.get("__name__") == _ASKS_FOR_OTHERS:
+        tx = tx.parent
+    name = str(tx.f_globals.get("__name__", ""))
+    if name.startswith("transformers.") and not name.startswith("transformers.models."):
+        return capturing.is_whole
+    return name.startswith(("torch.", "amp_graph.")) and name != transformer.__name__
+
+
 # Functions and their substitutes in our captures: used always, or only if a given number is a tensor's value.
 _OTHERWISE: dict[Any, tuple[Callable[..., Any], bool]] = {
     transformer._detect_is_causal_mask: (mask_as_given, False),  # 2.11 - 2.13
@@ -227,6 +252,8 @@ def _asks(kind: Any, function_of: Callable[[Any], Any], written: Any) -> None:
 
     @functools.wraps(plain)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if capturing.is_on and function_of(self) in _ASK_IF_COMPILED and not _is_told_of_capture(tx):
+            return written(is_compiling).call_function(tx, args, kwargs)
         if capturing.is_on and (found := _OTHERWISE.get(function_of(self))) is not None:
             instead, numbers_of_tensors = found
             if not numbers_of_tensors or any(map(_is_number_of_tensor, (*args, *kwargs.values()))):

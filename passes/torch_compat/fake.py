@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx import _symbolic_trace  # 2.11 - 2.13
 from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot  # 2.11 - 2.13
+from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols  # 2.11 - 2.13
@@ -165,13 +165,3 @@ def wait_for_traces_of_others() -> bool:
     while _symbolic_trace._is_fx_tracing_flag:
         time.sleep(1e-3)
     return True
-
-
-def traced_as(tensor: torch.Tensor) -> Any:
-    """Return the node of the graph that ``make_fx`` is tracing whose value is ``tensor``; None: there is none.
-
-    2.11 - 2.13.
-    """
-    mode = get_proxy_mode()
-    slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-    return None if slot is None else slot.proxy.node

@@ -50,6 +50,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return made or module.__dict__.get("_compiled_call_impl") is not None
 
 
+def behind_compile(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` was given, or ``module`` itself; 2.11 to 2.13."""
+    return getattr(module, "_orig_mod", module)
+
+
 def is_exported(gm: GraphModule) -> bool:
     """Say whether torch.export made ``gm``, such as ``exported.module()``, or the graph that it is a copy of.
 

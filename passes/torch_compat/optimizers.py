@@ -44,13 +44,6 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
 
 
-def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return ``kind.step`` without the hook wrapper that ``Optimizer.__init__`` installs for good; 2.11 to 2.13."""
-    step: Any = kind.step
-    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return found
-
-
 def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -> Callable[[], None]:
     """Leave out each ``optimizer.step()``, hooks included, of which ``skips(optimizer, has_closure)``; return the end.
 

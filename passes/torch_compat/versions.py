@@ -34,8 +34,3 @@ def tell_of_newer_torch() -> None:
 def keeps_lstm_workspaces() -> bool:
     """Say whether the workspace of oneDNN's LSTM survives a compiler: in 2.11 gradients were garbage."""
     return torch_version() >= (2, 13)
-
-
-def takes_kernels_of_ours() -> bool:
-    """Say whether Inductor's code generation is what ``small_gemm_template.py`` expects: checked on 2.13."""
-    return torch_version() >= (2, 13)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from amp_graph.passes.base import VerifyError
 from amp_graph.passes.memory.gradient_buffers import GradientMemory
-from amp_graph.passes.memory.huge_pages import LargeResults
 from amp_graph.passes.native.cast_kernel import copy_into, is_last
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import borrow
@@ -77,7 +76,6 @@ class WeightCopies(PackedCopies):
         self.read = self._reader()
         self.groups = weakref.WeakSet[WeightGroup]()  # weights on GPUs, which are cast together
         self.gradients = GradientMemory()  # besides weight copies: memory for gradients of embedding tables
-        self.results = LargeResults()  # and for large results of calls without gradients
         hear_of_updates()
         _MODELS.add(self)
 
@@ -86,7 +84,7 @@ class WeightCopies(PackedCopies):
 
         weights: those whose address nobody has any more.
         """
-        size = self.bytes + self.gradients.drop() + self.results.drop()
+        size = self.bytes + self.gradients.drop()
         for store in (self._kept, *self.packed):
             store.clear()  # the very object that graphs look into
         self.finite.drop()
@@ -198,7 +196,6 @@ class WeightCopies(PackedCopies):
         """Return the copy ``low`` with a way back for gradients; the graph alone holds it, as long as it reads it."""
         self._kept[id(weight)] = kept.freed()
         self.forget_packed()  # training needs the memory, and makes it stale
-        self.results.drop()
         given = (borrow if wide else lend)(weight, low)
         return given if once else given.view_as(given)
 

@@ -1,6 +1,7 @@
 """The table of what each pass is worth: rows of former names, what earns its place, and a run from end to end."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,43 +36,30 @@ def held(tmp_path):
     return make
 
 
-def test_the_table_says_what_earns_its_place(held):
+def test_the_table_says_what_stays(held):
     import ablation
 
     path = held([
-        row("fuse-norm", "gpt", 1.20, 1.10, 1.0),  # former name of fuse-add-norm
-        row("fuse-add-norm", "bert", 1.40, 0.90),  # the quartiles say that this is noise
+        row("lower-linears", "gpt", 1.20, 1.10, 1.0),
+        row("lower-linears", "bert", 1.40, 0.90),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
         row("attention", "gpt", 1.02, 1.01, 1.04),
         row("share-casts", "gpt", 1.0, 0.99, 1.0),
-        row("fuse-gram-matrix", "dlrm", 1.02, 1.01, 1.0),
-        row("fuse-gram-matrix", "dlrm", 1.04, 1.01, 1.0, scale=1.0),
+        row("depthwise", "ghostnet", 1.02, 1.01, 1.0),
+        row("depthwise", "ghostnet", 1.04, 1.04, 1.0, scale=1.0),
+        row("backend", "gpt", 1.3, 1.2, 1.0),
     ])  # fmt: skip
     ablation.main(["--table", "--output", str(path)])
     text = path.with_suffix(".md").read_text()
-    assert "| fuse-add-norm | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
-    assert "| recompute-activations | 1 | 0.98 | gpt, convert | 1.41 | gpt, convert | yes |" in text
+    assert "| lower-linears | 2 | 1.20 | gpt, convert | 1.00 | gpt, convert | yes |" in text
+    assert "| recompute-activations | 1 | 0.98 | gpt, convert | 1.41 | gpt, convert | **no** |" in text
     assert "| attention | 1 | 1.02 | gpt, convert | 1.04 | gpt, convert | **no** |" in text
-    assert "| share-casts | 1 | 1.00 | gpt, convert | 1.00 | gpt, convert | needed: accuracy" in text
-    assert "| fuse-gram-matrix | 1 | 1.04 | dlrm, convert | 1.00 | dlrm, convert | yes |" in text
+    assert "| share-casts | 1 | 1.00 | gpt, convert | 1.00 | gpt, convert | exactness: " in text
+    assert "| depthwise | 1 | 1.04 | ghostnet, convert | 1.00 | ghostnet, convert | **no** |" in text
+    assert "| backend | 1 | 1.30 | gpt, convert | 1.00 | gpt, convert | yes |" in text
     assert "models at 0.25, 1 of their sizes" in text
-    assert "| fuse-gelu | 0 | | | | | not measured |" in text
-    assert "| fuse-add-norm | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
-    assert "fuse-norm |" not in text.replace("fuse-add-norm |", "")
-
-
-def test_what_was_measured_under_a_former_name_is_not_measured_again(held, monkeypatch, capsys):
-    import ablation
-
-    path = held([row("small-linears", "mlp", 1.1, 1.05, scale=0.5)])
-    monkeypatch.setattr(ablation, "prepared", lambda *given: None)
-    monkeypatch.setattr(ablation, "fired", lambda *given: {"lower-linears": 3, "fuse-casts-into-linears": 1})
-    asked = []
-    monkeypatch.setattr(ablation, "measured", lambda model, way, names, options: asked.append(names) or [])
-    ablation.main(["--models", "mlp", "--ways", "convert", "--output", str(path)])
-    assert asked == [{"fuse-casts-into-linears": 1}]
-    (kept,) = json.loads(path.with_suffix(".json").read_text())["rows"]
-    assert kept["name"] == "lower-linears"
+    assert "| channels-last | 0 | | | | | not measured |" in text
+    assert "| lower-linears | gpt | convert | 0.25 | 1 | 1.200 | 1.100-2.000 | 1.00 |  |" in text
 
 
 @pytest.mark.multiplied
@@ -83,6 +71,44 @@ def test_one_model_from_beginning_to_end(tmp_path):
     for one in json.loads((tmp_path / "a.json").read_text())["rows"]:
         assert (one["name"], one["model"]) == ("lower-linears", "mlp")
         assert one["low"] <= one["time"] <= one["high"]
-    assert "| fuse-gelu | 0 |" in (tmp_path / "a.md").read_text()
+    assert "| channels-last | 0 |" in (tmp_path / "a.md").read_text()
     with pytest.raises(SystemExit, match="--output another path"):
         ablation.main([*words, "--threads", "2", "--output", str(tmp_path / "a")])
+
+
+GAINS = {
+    "one model by a tenth": ([("gpt", 1.10, None)], True),
+    "two models by 3 %": ([("gpt", 1.03, None), ("bert", 1.03, None)], True),
+    "memory of two models": ([("gpt", 0.9, 1.10), ("bert", 0.9, 1.10)], True),
+    "one model twice": ([("gpt", 1.05, 1.2), ("gpt", 1.05, 1.2)], False),
+    "a little less": ([("gpt", 1.099, 1.2), ("bert", 1.02, 1.09)], False),
+    "nothing": ([], False),
+}
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_the_law(name):
+    import ablation
+
+    gains, expected = GAINS[name]
+    rows = [
+        ablation.Row("a-pass", model, "convert", 1, low + 0.01, low, low + 0.02, peak) for model, low, peak in gains
+    ]
+    assert ablation.stays(rows) is expected
+
+
+def test_every_optional_pass_stays_by_the_law():
+    """By the committed table; or it says which exactness, capability, pass or device it is there for."""
+    import ablation
+
+    from amp_graph.passes.pipeline_table import TABLE
+
+    rows = [ablation.Row(**one) for one in json.loads(ablation.RESULTS.with_suffix(".json").read_text())["rows"]]
+    optional = {row.name: row for row in TABLE if row.skippable}
+    assert {row.name for row in rows} <= {*optional, *ablation.GROUPS}, "rows of passes that are gone"
+    for name, known in optional.items():
+        reason = re.match(
+            r"exactness: .*\d|capability: |not measured: (?:AMX|CUDA)$|part of ([\w-]+)", known.worth or ""
+        )
+        assert ablation.stays([row for row in rows if row.name == name]) or reason, name
+        assert reason is None or reason[1] is None or reason[1] in {row.name for row in TABLE}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.demo.variants import VARIANTS
+from examples.demo.variants import VARIANTS
 
 # Nothing to capture, and no scaler: fp16 as one should not train with it.
 UNSCALED = [dataclasses.replace(v, scaled=False) for v in VARIANTS["fp16"] if not v.policy]

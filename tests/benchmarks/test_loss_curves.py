@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.demo.variants import VARIANTS
 from amp_graph.errors import AmpGraphWarning
+from examples.demo.variants import VARIANTS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 12

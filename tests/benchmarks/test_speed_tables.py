@@ -184,22 +184,55 @@ def test_a_narrow_table_has_a_row_for_every_model_and_mode(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("written", ["narrow", "wide"])
+def test_a_verdict_has_a_row_for_every_machine_with_mean_and_range(tmp_path):
+    from page_tables import verdict
+
+    held = filled(tmp_path / "s.json", gpt=entry(amp_graph=2.0, TrainStep=3.0), vit=entry(amp_graph=0.5))
+    gpu = copy.deepcopy(held)
+    gpu["machine"] |= {"gpu": "A GPU", "cuda": "13"}
+    first, second = verdict(held, gpu).splitlines()[2:]
+    assert first.endswith("| **1.00** (0.50 to 2.00) | **3.00** (3.00 to 3.00) |  |  |")
+    assert second.startswith("| A GPU; torch ")
+
+
+@pytest.mark.parametrize("written", ["narrow", "wide", "verdict"])
 def test_other_results_are_another_table(written):
     import page_tables
+    from tables import comparable
 
     held, table = committed(), getattr(page_tables, written)
-    for mode, results in held["runs"][0]["results"].items():
+    run = held["runs"].index(comparable(held)[0])
+    for mode, results in held["runs"][run]["results"].items():
         for model, made in results.items():
-            for which in ("against_same_mode", "ms"):
+            for which in ("against_same_mode", "ms")[: 1 if written == "verdict" else 2]:
                 changed = copy.deepcopy(held)
-                rows = changed["runs"][0]["results"][mode][model]["variants"]
+                rows = changed["runs"][run]["results"][mode][model]["variants"]
                 if which == "ms":
                     rows[made["baseline"]]["ms"] += 1
                 else:
-                    rows["amp_graph"][which]["ratio"] += 0.02
+                    rows["amp_graph"][which]["ratio"] += 0.2 if written == "verdict" else 0.02
                 assert table(changed) != table(held), (mode, model, which)
-    assert held["runs"][0]["results"]["training"]
+    assert held["runs"][run]["results"]["training"]
+
+
+def test_a_run_with_another_heap_on_one_side_is_shown_nowhere(tmp_path):
+    from page_tables import narrow, wide
+    from tables import markdown
+
+    held = filled(tmp_path / "s.json", gpt=entry(amp_graph=9.0, TrainStep=9.0))
+    other = copy.deepcopy(held["runs"][0])
+    other["results"]["training"]["gpt"] = entry(amp_graph=2.0, TrainStep=3.0)
+    held["runs"][0]["options"]["keep_memory"] = True
+    other["options"] |= {"keep_memory": True, "raised_thresholds": True}
+    held["runs"].append(other)
+    for table in (narrow, wide, markdown):
+        assert "9.00" not in table(held)
+        assert "3.00" in table(held)
+        assert "malloc thresholds raised on all sides" in table(held)
+    assert (
+        "Left out, as amp_graph alone kept freed memory in them (`keep_memory=true`, which no longer exists): 1 run"
+        in markdown(held)
+    )
 
 
 def test_a_page_without_its_markers_is_refused():

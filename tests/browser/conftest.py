@@ -1,4 +1,4 @@
-"""Chromium, driven by selenium; pages of reports to open in it; and the times that the tests print at the end."""
+"""Chromium, driven by selenium; pages to open in it; and the times that the tests print at the end."""
 
 import os
 import shutil

@@ -50,7 +50,6 @@ def path(tmp_path_factory):
 
 def test_5000_nodes_open_search_and_click(open_page, path):
     page = open_page(path, "5,000 nodes")
-    page.picture("report-large.png")
     assert len(page.all("#after .node")) < 200, "only the chosen part is drawn"
     assert len(page.all("#tree .module")) < 100
     results = page.search("gelu 17.blocks.9")

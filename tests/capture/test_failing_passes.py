@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, PassError
-from amp_graph.passes.backends.cpu.linear.fuse_addmm_bias import FuseAddmmBias
+from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.graph.meta_keys import UNPLANNED
@@ -300,12 +300,12 @@ def test_a_step_goes_on_without_a_pass_and_its_note_is_one_line(monkeypatch):
     def run(self, gm):
         raise ValueError("made to fail\nand more about it")
 
-    monkeypatch.setattr(FuseAddmmBias, "run", run)
+    monkeypatch.setattr(LowerWeightGradients, "run", run)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp_graph.TrainStep(model, lambda y, x: y.square().sum(), optimizer, "bf16")
-    with pytest.warns(AmpGraphWarning, match="the pass fuse-addmm-bias is left out"):
+    with pytest.warns(AmpGraphWarning, match="the pass lower-weight-gradients is left out"):
         step(X, X)
-    (note,) = [note for note in amp_graph.report(step).notes if note.startswith("fuse-addmm-bias: ")]
-    assert note.startswith("fuse-addmm-bias: left out: ")
+    (note,) = [note for note in amp_graph.report(step).notes if note.startswith("lower-weight-gradients: ")]
+    assert note.startswith("lower-weight-gradients: left out: ")
     assert note.endswith("ValueError: made to fail")

@@ -16,8 +16,7 @@ from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
-from amp_graph.passes.backends.cpu.norm import add_norm_kernel, batch_norm_kernel, group_norm_kernel
-from amp_graph.passes.backends.cpu.pointwise import lookup_table
+from amp_graph.passes.backends.cpu.norm import batch_norm_kernel
 from amp_graph.passes.native import cast_kernel, jit_compiler
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.profitability import gemm_thresholds
@@ -26,31 +25,25 @@ BF16 = torch.bfloat16
 KERNELS = {
     "linears": panel_gemm,
     "attention": attention_kernel,
-    "norms": add_norm_kernel,
     "attention's backward": attention_kernel,
-    "norms' backward": add_norm_kernel,
     "batch norms": batch_norm_kernel,
     "cross entropy": cross_entropy_kernel,
     "depthwise": depthwise_kernel,
-    "group norms": group_norm_kernel,
     "casts": cast_kernel,
-    "tables": lookup_table,
     "amx products": amx_gemm,
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
     "mlp": (nn.Linear(8, 8), {"linears"}),
-    "transformer": (TRANSFORMER, {"linears", "attention", "norms", "attention's backward", "norms' backward"}),
+    "transformer": (TRANSFORMER, {"linears", "attention", "attention's backward"}),
     "wide": (nn.Linear(512, 512), {"linears", "casts", "amx products"}),
-    "activations": (nn.GELU(), {"tables"}),
     "large": (nn.Linear(8, 1 << 15), {"linears", "cross entropy", "casts", "amx products"}),
     "language model": (
         nn.Sequential(TRANSFORMER, nn.Linear(8, 5000)),
-        {*KERNELS} - {"batch norms", "depthwise", "group norms", "tables"},
+        {*KERNELS} - {"batch norms", "depthwise"},
     ),
     "convolutions": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), {"batch norms"}),
     "channels apart": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 7, groups=8)), {"depthwise"}),
-    "diffusion": (nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), {"group norms"}),
     "sequences": (nn.Conv1d(8, 8, 31, groups=8), {"depthwise"}),
     "on another device": (nn.Linear(8, 8, device="meta"), set()),
     "nothing": (nn.ReLU(), set()),
@@ -71,7 +64,7 @@ def loaded(monkeypatch):
 
 
 def _loads(found, name, *given):
-    found.append({"norms": "norms' backward", "attention": "attention's backward"}[name] if True in given else name)
+    found.append("attention's backward" if True in given else name)
 
 
 def joined(threads):
@@ -122,7 +115,7 @@ def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch)
     def fails(low, backward=False):
         raise CompilerError("no compiler")
 
-    monkeypatch.setattr(add_norm_kernel, "library", fails)
+    monkeypatch.setattr(attention_kernel, "library", fails)
     joined(begin(TRANSFORMER, BF16, trains=True))  # an error in a thread would fail this test
     assert set(loaded) == {"linears", "attention", "attention's backward"}
 

@@ -286,36 +286,6 @@ def test_an_error_of_the_users_code_shows_its_last_line_of_theirs(amp, file):
     assert len(err.splitlines()) <= 6
 
 
-def test_demo_is_forwarded_with_its_words(amp, monkeypatch):
-    seen = []
-    demo = types.SimpleNamespace(main=lambda words: seen.append(words) or 3)
-    monkeypatch.setitem(sys.modules, "amp_graph.demo", demo)
-    assert amp("demo", "--steps", "5", "--help")[0] == 3
-    assert seen == [["--steps", "5", "--help"]]
-
-
-def test_demo_without_its_extras_names_the_fix(amp, monkeypatch):
-    def missing(words):
-        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-
-    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=missing))
-    status, out, err = amp("demo")
-    assert (status, out) == (1, "")
-    assert err.startswith("demo: sklearn is not installed\n")
-    assert "pip install 'amp-graph[demo]'" in err
-
-
-def test_a_module_of_ours_that_is_missing_is_no_extra(amp, monkeypatch):
-    def missing(words):
-        raise ModuleNotFoundError("No module named 'amp_graph.nothing'", name="amp_graph.nothing")
-
-    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=missing))
-    status, _, err = amp("demo")
-    assert status == 1
-    assert "No module named 'amp_graph.nothing'" in err
-    assert "pip install" not in err
-
-
 def test_help_and_version_return_zero(amp):
     assert amp("--version")[1].startswith("amp-graph ")
     for words in ([], ["dump"], ["explain"], ["lists"]):
@@ -328,8 +298,8 @@ def test_an_interrupt_and_a_reader_who_leaves_are_no_errors(amp, monkeypatch):
     def interrupted(words):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(sys.modules, "amp_graph.demo", types.SimpleNamespace(main=interrupted))
-    assert amp("demo") == (130, "", "")
+    monkeypatch.setitem(sys.modules, "amp_graph.cli.command_lists", types.SimpleNamespace(run=interrupted))
+    assert amp("lists") == (130, "", "")
 
 
 class Terminal(io.StringIO):

@@ -1,6 +1,4 @@
-"""``--report``, ``--measure`` and ``--against`` of ``amp-graph dump`` and ``explain``."""
-
-import json
+"""``--report`` and ``--measure`` of ``amp-graph dump`` and ``explain``."""
 
 import pytest
 
@@ -41,22 +39,12 @@ def test_explain_opens_the_report_at_its_node(target, tmp_path, capsys):
     assert dict(zip(page.column("name"), page.column("op"), strict=True))[name].startswith("gelu")
 
 
-def test_dump_against_another_policy_prints_the_changes(target, capsys):
-    words = ["dump", target, "--policy", "bf16,deny=linear", "--against", "bf16"]
-    assert main(words) == 0
-    assert "low -> full" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["policy"] == ["bf16-O1", "bf16-O1,deny=linear"]
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--measure"], "--measure is for the report"),
         (["--report", "/nowhere/at/all.html"], "dump: cannot write /nowhere/at/all.html"),
-        (["--step", "--against", "bf16"], "--against is of a model's graphs"),
         (["--step", "--report", "r.html"], "--report is of a model's graphs"),
-        (["--against", "bf16", "--format", "dot"], "--against prints text or JSON"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_error(target, capsys, words, told):

@@ -4,7 +4,7 @@ import sysconfig
 
 import pytest
 
-from amp_graph.demo.data import MissingData, SourceText
+from examples.demo.data import MissingData, SourceText
 
 
 def test_so_much_text_is_read_as_is_asked():

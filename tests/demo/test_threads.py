@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_graph.demo import threads
+from examples.demo import threads
 
 
 @pytest.mark.parametrize(("many", "one", "chosen"), [(2.0, 1.0, 1), (1.0, 2.0, 4), (1.0, 1.0, 4)])

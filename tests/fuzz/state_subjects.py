@@ -1,4 +1,4 @@
-"""What is fuzzed of states and reports: dicts that torch.load or json.load gave, and files of batches and kernels.
+"""What is fuzzed of states: dicts that torch.load or json.load gave, and files of batches and kernels.
 
 A state is loaded as a whole, and then saves again and trains; or it is refused, and nothing has changed.
 """
@@ -17,7 +17,6 @@ from torch import nn
 
 from amp_graph.cli.command_locate import _read as read_batch
 from amp_graph.errors import AmpGraphError, ScaleError
-from amp_graph.report.report_diff import diff_of
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -161,30 +160,6 @@ def use_optimizer_state(given: Any) -> None:
     _train(model, optimizer)
 
 
-# -- reports ---------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def _report() -> str:
-    import amp_graph
-
-    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), "bf16")
-    model(torch.randn(4, 8))
-    return json.dumps(amp_graph.report(model).to_dict())
-
-
-def report(rng: random.Random) -> Any:
-    return changed(rng, json.loads(_report()))
-
-
-def use_report(given: Any) -> None:
-    whole = json.loads(_report())
-    for pair in ((whole, given), (given, whole)):
-        found = diff_of(*pair)
-        found.text()
-        found.to_dict()
-
-
 # -- batches ---------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +190,5 @@ STATES = {
     "loss scales": (scale_state, use_scale_state, PROMISED),
     "train steps": (step_state, use_step_state, PROMISED, _step),
     "optimizers": (optimizer_state, use_optimizer_state, PROMISED, _optimizer_state),
-    "reports": (report, use_report, (AmpGraphError,), _report),
     "batches": (batch_file, use_batch_file, (AmpGraphError,), _batch),
 }

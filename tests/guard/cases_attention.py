@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from amp_graph.passes.backends.cpu.attention import attention_kernel
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
+from amp_graph.passes.backends.cpu.attention import attention_kernel, dropout_bits
 from tests.guard.case import BF16, FP32, drawn, op, over, same
 
 QUERIES = (0, 1, 3, 17, 33, 290)
@@ -70,8 +69,8 @@ def attention(batch, groups, queries, keys, width, kind, apart):
     )
     if kind == "dropout":
         p = 0.25
-        kept = bitmask_dropout.dropout_bits(q[..., 0], p, keys)
-        noise = bitmask_dropout.kept_of(kept, batch * heads * queries * keys).double().div(1 - p)
+        kept = dropout_bits.dropout_bits(q[..., 0], p, keys)
+        noise = dropout_bits.kept_of(kept, batch * heads * queries * keys).double().div(1 - p)
         noise = noise.view(batch, heads, queries, keys)
     found = op("attention_forward")(q, k, v, mask, causal, scale, kept, p)
     inputs = [t.double().requires_grad_() for t in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Products of matrices between guard pages: panels, matrix units, groups, and recurrent layers."""
+"""Products of matrices between guard pages: panels, matrix units, and recurrent layers."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,6 @@ from torch import nn
 
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from tests.guard.case import BF16, SIZES, drawn, op, over, same
-from tests.guard.small import multiply_small
 
 ROWS = (*SIZES, 16, 130)
 EDGES = (0, 1, 3, 17, 32, 33, 65)
@@ -38,7 +37,6 @@ def products(rows, depth, columns, a, b, wide):
     wanted = left.double() @ right.double() + (0 if bias is None else bias.double())
     same(op("product_low")(left, right, bias, wide), wanted, 2.0**-7)
     same(op("amx_product")(left, right, bias, wide), wanted, 2.0**-7)
-    same(multiply_small(left, right, bias, False), wanted, 2.0**-7, "small")
 
 
 @over(tiled=True, rows=(0, 1, 33, 65), depth=(0, 1, 31, 257), columns=(0, 3, 33, 65), wide=(True, False))
@@ -57,26 +55,6 @@ def large_products(sizes, a, b):
         return
     left, right = laid(rows, depth, a), laid(depth, columns, b, 0.1)
     same(op("amx_product")(left, right, None, True), left.double() @ right.double(), 2.0**-7)
-
-
-@over(
-    tiled=True, ends=((0, 0), (0, 3), (2, 2), (1, 18), (5, 40)), rows=(0, 40, 43), columns=(1, 33), turned=(True, False)
-)
-def groups(ends, rows, columns, turned):
-    ends = [min(end, rows) for end in ends]
-    offs, depth = torch.tensor(ends, dtype=torch.int32), 17
-    x = drawn(rows, depth)
-    weight = drawn(len(ends), *((columns, depth) if turned else (depth, columns)))
-    wanted, start = torch.zeros(rows, columns, dtype=torch.float64), 0
-    gradient = torch.zeros(len(ends), depth, columns, dtype=torch.float64)
-    grad = drawn(rows, columns)
-    for group, end in enumerate(ends):
-        plain = weight[group].double()
-        wanted[start:end] = x[start:end].double() @ (plain.t() if turned else plain)
-        gradient[group] = x[start:end].double().t() @ grad[start:end].double()
-        start = max(start, end)
-    same(op("rows_by_groups")(x, weight, offs, turned), wanted, 2.0**-7)
-    same(op("gradient_by_groups")(x, grad, offs, len(ends), True), gradient, 2.0**-7)
 
 
 # -- recurrent layers ------------------------------------------------------------------------------------------------

@@ -36,19 +36,16 @@ NO_KERNELS = {"use_openmp", "has_tiles", "panel", "deep"}
 WITHOUT_C = {
     "cudnn_rnn": "cuDNN's, on CUDA",
     "cudnn_rnn_backward": "cuDNN's, on CUDA",
-    "linear_bias": "oneDNN's linear",
-    "small_product": "torch's; what stands for it in compiled graphs is called as small_gemm.c",
     "table_gradient": "torch's index_add_",
     "mkldnn_rnn_layer": "oneDNN's LSTM",
     "recurrent": "torch's layers",
     "recurrent_backward": "torch's layers",
-    "in_rows": "a copy of torch's",
     "check_finite_and_unscale_": "torch's",
     "check_finite_and_unscale": "torch's",
     "update_loss_scale_": "torch's",
     "update_loss_scale": "torch's",
 }
-WITHOUT_OPERATORS = ("amp_graph.demo", "amp_graph.integrations")  # which need packages of their own
+WITHOUT_OPERATORS = ("amp_graph.integrations",)  # which need packages of their own
 CALLED = 1 << 16  # bytes for the names of what a child has called
 
 
@@ -69,7 +66,7 @@ def exported() -> set[tuple[str, str]]:
     for source in (c for folder in folders for c in folder.rglob("*.c")):
         for name in re.findall(r"^(?:void|int|int64_t) (\w+)\(", source.read_text(), re.MULTILINE):
             found.add((source.stem, name))
-    return {(source, name) for source, name in found if name not in NO_KERNELS} | {("small_product", "small_product")}
+    return {(source, name) for source, name in found if name not in NO_KERNELS}
 
 
 # -- in a child -------------------------------------------------------------------------------------------------------

@@ -59,4 +59,4 @@ def test_the_blocks_of_a_section_run_in_order(section, tmp_path, monkeypatch):
 )
 def test_blocks_of_other_pages_that_need_packages_run(block):
     assert block.needs == ["peft"]
-    run_blocks([block], {"amp_graph": amp_graph, "model": gpt2()})
+    run_blocks([block], {"amp_graph": amp_graph, "torch": torch, "model": gpt2()})

@@ -183,6 +183,18 @@ def test_checkpointing_and_evaluation_during_training(tmp_path):
     assert results[0] == pytest.approx(results[1], rel=2e-3)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_model_stays_converted_on_request_for_a_report(compiled, tmp_path):
+    found = gpt2()
+    how = {"torch_compile": True, "torch_compile_backend": "eager"} if compiled else {}
+    one = trainer(found, tmp_path, None, callback("bf16", keep_converted=True), max_steps=1, **how)
+    one.train()
+    assert amp_graph.report(one.model).graphs[0].casts
+    one.train()  # as before: one conversion, one that is kept
+    assert conversion_of(found) is not None
+    assert [e for e in one.state.log_history if e.get("casts")]
+
+
 def test_metrics_reach_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is missing; fix: pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

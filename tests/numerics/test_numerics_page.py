@@ -1,4 +1,4 @@
-"""The examples of docs/numerics.md run, one after the other."""
+"""The examples of docs/numerics.md on calibrating, comparing and bisecting run, one after the other."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 def test_the_blocks_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    _, _, part = PAGE.read_text().partition("## Before the training")
+    for block in re.findall(r"```python\n(.*?)```", part, re.DOTALL):
         exec(compile(block, str(PAGE), "exec"), names)
     said = capsys.readouterr().out
     assert "run.json: its value: max 4.8e5 > 65504 in 4 of 4 batches" in said

@@ -14,7 +14,6 @@ MAKE = {
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "Rprop": torch.optim.Rprop,
-    "ours": lambda p: amp_graph.optim.AdamW(p, 1e-2),
     "LBFGS": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=4),
     "LBFGS, with line search": lambda p: torch.optim.LBFGS(p, 1, max_iter=4, line_search_fn="strong_wolfe"),
 }

@@ -85,16 +85,15 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("update", ["torch", "auto"])
 @pytest.mark.parametrize("name", WITH_STATE)
-def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name, update):
+def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name):
     """The graph of the first layout is there at the end, and its states are no longer the optimizer's."""
     found = []
     plain, last = torch.contiguous_format, torch.channels_last
     for layouts in ((plain, plain, plain), (plain, last, plain)):
         model = images()
         optimizer = KINDS[name](model.parameters())
-        step = step_of(model, optimizer, update=update)
+        step = step_of(model, optimizer)
         for layout in layouts:
             model.to(memory_format=layout)
             for _ in range(2):

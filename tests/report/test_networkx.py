@@ -227,9 +227,9 @@ def test_networkx_is_imported_only_where_a_graph_is_made():
 
 
 def test_the_docs_example_finds_what_it_says():
-    (block,) = blocks(ROOT / "docs" / "graph.md", "python")
+    (block,) = blocks(ROOT / "docs" / "internals" / "graph.md", "python")
     found = {}
-    exec(compile(block, "docs/graph.md", "exec"), found)
+    exec(compile(block, "docs/internals/graph.md", "exec"), found)
     operation = dict(found["graph"].nodes(data="operation"))
     assert [operation[name] for name in found["chain"] if "." in operation[name][:5]] == [
         "aten.layer_norm",
@@ -240,7 +240,7 @@ def test_the_docs_example_finds_what_it_says():
 
 
 def test_the_docs_name_every_attribute():
-    text = (ROOT / "docs" / "graph.md").read_text()
+    text = (ROOT / "docs" / "internals" / "graph.md").read_text()
     model = amp_graph.convert(Net(), "bf16")
     model(torch.randn(4, 8))
     graph = amp_graph.report(model).to_networkx()

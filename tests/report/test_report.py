@@ -1,6 +1,8 @@
 """The report: what it counts, what it says where nothing happened, and that it is stable and escaped."""
 
+import functools
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -170,6 +172,7 @@ def test_a_call_that_captured_nothing_is_told_with_its_notes():
             "its submodule '0' is",
             "amp_graph.report(model.get_submodule('0'))",
         ),
+        (torch.compile(nn.Linear(2, 2), backend="eager"), "given Linear, which is not", "backend='amp_graph'"),
     ],
 )
 def test_a_model_that_is_not_converted_is_refused(model, what, fix):
@@ -179,6 +182,50 @@ def test_a_model_that_is_not_converted_is_refused(model, what, fix):
     assert "fix:" in str(caught.value)
     assert fix in str(caught.value)
     assert issubclass(CaptureError, AmpGraphError)
+
+
+compiled = functools.partial(torch.compile, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, lambda m: compiled(nn.DataParallel(m))])
+def test_a_wrapped_model_has_the_report_of_what_is_inside(wrap):
+    model = amp_graph.convert(nn.Linear(2, 2), "bf16")
+    outer = wrap(model)
+    assert amp_graph.report(outer).graphs == ()
+    model(torch.ones(2, 2)).sum().backward()
+    assert amp_graph.report(outer).graphs == amp_graph.report(model).graphs != ()
+
+
+@pytest.mark.parametrize("compile", ["eager", "aot_eager"])
+def test_the_graphs_of_the_backend_are_in_the_report_of_their_model(compile, tmp_path):
+    torch._dynamo.reset()  # it would run the graph of an earlier model
+    outer = torch.compile(Net(), backend="amp_graph", options={"policy": "bf16", "compile": compile})
+    outer(torch.randn(4, 8)).sum().backward()
+    converted = amp_graph.convert(Net(), "bf16", compile=compile)
+    converted(torch.randn(4, 8)).sum().backward()
+    found, expected = amp_graph.report(outer), amp_graph.report(converted)
+    assert (found.model, found.compile, found.dtype) == ("Net", f"backend amp_graph, {compile}", "bf16")
+    (graph,), (same,) = found.graphs, expected.graphs
+    reasons = [
+        {(n.ops, n.precision, n.reason.replace("l_forward_", "l_")) for n in one.operations} for one in (graph, same)
+    ]
+    assert reasons[0] == reasons[1]
+    assert Counter(cast.of for cast in graph.casts) == Counter(cast.of for cast in same.casts)
+    assert (graph.autocast, f"train, {graph.mode}") == (same.autocast, same.mode)
+    with torch.no_grad():
+        outer(torch.randn(4, 8))
+    assert [one.mode for one in amp_graph.report(outer).graphs] == ["with gradients", "without gradients"]
+    amp_graph.report(outer).html(tmp_path / "report.html")
+    assert "without gradients" in amp_graph.report(outer).text()
+    with pytest.raises(CaptureError, match="another model of its class"):
+        amp_graph.report(torch.compile(Net(), backend="amp_graph"))
+
+
+def test_a_compiled_call_of_a_converted_model_is_in_its_report():
+    outer = compiled(amp_graph.convert(nn.Linear(2, 2), "bf16"))
+    outer(torch.ones(2, 2)).sum().backward()
+    found = amp_graph.report(outer)
+    assert (found.model, len(found.graphs)) == ("Linear", 1)
 
 
 def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():

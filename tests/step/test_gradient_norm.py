@@ -9,10 +9,8 @@ import amp_graph
 from tests.step.test_train_step import batches, build
 
 WAYS = {
-    "in torch's kernels": {"update": "torch"},
-    "in one pass": {"update": "one_pass"},
-    "with a scale": {"policy": "fp16", "update": "torch"},
-    "with a scale, in one pass": {"policy": "fp16", "update": "one_pass"},
+    "plain": {},
+    "with a scale": {"policy": "fp16"},
     "micro-batches": {"micro_batches": 2},
     "by norm and value": {"clip_value": 0.01},
     "not traced": {"sizes": True},
@@ -20,10 +18,7 @@ WAYS = {
 }
 
 
-COMPILED = {way: [pytest.mark.compiled] if options.get("update") == "one_pass" else [] for way, options in WAYS.items()}
-
-
-@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, marks in COMPILED.items()])
+@pytest.mark.parametrize("way", WAYS)
 def test_it_is_that_of_the_loop_by_hand(way):
     options = dict(WAYS[way])
     policy, kind, sizes = (

@@ -16,13 +16,12 @@ from amp_graph.passes.pipeline_row import Phase, checked
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.step import step_graph, step_table
 from amp_graph.step.step_table import (
-    BY_TORCH,
     CLIPPED,
     EAGERLY,
     MASTERS,
-    ONE_PASS,
     RANKS,
     SCALED,
+    SCALED_OR_CLIPPED,
     SCALED_OR_SPLIT,
     SPLIT,
     STEP_TABLE,
@@ -67,26 +66,24 @@ def appended(monkeypatch):
 
 
 KINDS = {
-    "bf16": ({}, {BY_TORCH, EAGERLY}),
-    "fp16, clip": (dict(policy="fp16", clip_norm=1.0), {SCALED, SCALED_OR_SPLIT, BY_TORCH, EAGERLY, CLIPPED}),
-    "masters": (dict(policy="bf16-O2", clip_value=0.1), {MASTERS, BY_TORCH, EAGERLY, CLIPPED}),
-    "micro-batches": (dict(micro_batches=2), {SCALED_OR_SPLIT, SPLIT, BY_TORCH, EAGERLY}),
+    "bf16": ({}, {EAGERLY}),
+    "fp16, clip": (dict(policy="fp16", clip_norm=1.0), {SCALED, SCALED_OR_CLIPPED, SCALED_OR_SPLIT, EAGERLY, CLIPPED}),
+    "masters": (dict(policy="bf16-O2", clip_value=0.1), {MASTERS, EAGERLY, CLIPPED, SCALED_OR_CLIPPED}),
+    "micro-batches": (dict(micro_batches=2), {SCALED_OR_SPLIT, SPLIT, EAGERLY}),
     "masters, fp16, micro-batches": (
         dict(policy="fp16-O2", micro_batches=2),
-        {SCALED, SCALED_OR_SPLIT, SPLIT, MASTERS, BY_TORCH, EAGERLY},
+        {SCALED, SCALED_OR_CLIPPED, SCALED_OR_SPLIT, SPLIT, MASTERS, EAGERLY},
     ),
-    "one pass": (dict(policy="fp16", update="one_pass", clip_norm=1.0), {SCALED, SCALED_OR_SPLIT, ONE_PASS}),
-    "one pass, micro-batches": (dict(update="one_pass", micro_batches=2), {SCALED_OR_SPLIT, SPLIT, ONE_PASS}),
-    "outside": (dict(optimizer=torch.optim.RMSprop, policy="fp16"), {SCALED, SCALED_OR_SPLIT, BY_TORCH, EAGERLY}),
-    "of torch": (dict(optimizer=torch.optim.SGD, update="torch"), {BY_TORCH, EAGERLY}),
-    "compiled": (dict(policy="fp16", compile="aot_eager"), {SCALED, SCALED_OR_SPLIT, BY_TORCH}),
+    "outside": (
+        dict(optimizer=torch.optim.RMSprop, policy="fp16"),
+        {SCALED, SCALED_OR_CLIPPED, SCALED_OR_SPLIT, EAGERLY},
+    ),
+    "SGD": (dict(optimizer=torch.optim.SGD), {EAGERLY}),
+    "compiled": (dict(policy="fp16", compile="aot_eager"), {SCALED, SCALED_OR_CLIPPED, SCALED_OR_SPLIT}),
 }
 
 
-COMPILED = {kind: [pytest.mark.compiled] if ONE_PASS in passes else [] for kind, (_, passes) in KINDS.items()}
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in COMPILED.items()])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_appends_in_the_order_of_the_table_what_its_rows_say(kind, appended):
     options, holds = KINDS[kind]
     _says_what_is_appended(appended(**options)[-1], holds)
@@ -97,7 +94,7 @@ def test_so_does_a_step_over_two_ranks(options, appended):
     with two_ranks():
         names = appended("fp16", **options)[-1]
     split = {SPLIT} if options else set()
-    _says_what_is_appended(names, {SCALED, SCALED_OR_SPLIT, RANKS, BY_TORCH, EAGERLY} | split)
+    _says_what_is_appended(names, {SCALED, SCALED_OR_CLIPPED, SCALED_OR_SPLIT, RANKS, EAGERLY} | split)
 
 
 def _says_what_is_appended(names, holds):

@@ -1,7 +1,7 @@
 """Inductor with passes of ours over the ATen graphs that it generates code from.
 
 Before: ``compile_fx(gm, inputs)``.
-After: ``compile_with_inductor(gm, inputs, passes=[FuseAddmmBias()])``.
+After: ``compile_with_inductor(gm, inputs, passes=[LowerWeightGradients()])``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from amp_graph.passes.backends.inductor.inductor_options import options_of_step
-from amp_graph.passes.backends.inductor.small_gemm_template import FILES, lower_small_products
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.product_precision import Lowered
 from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.dynamo_frames import undisabled
 
 HOOK = "post_grad_custom_pre_pass"
@@ -41,8 +39,6 @@ def compile_with_inductor(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    _lower_linear_bias()
-    lower_small_products()
     lowered = Lowered(gm)
     gm.meta[LOST] = lowered.found
     ours: dict[str, Any] = {HOOK: _hook(passes, lowered)} if getattr(config, HOOK) is None else {}
@@ -50,23 +46,6 @@ def compile_with_inductor(
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **(options or {})})
     return undisabled(compiled) if whole else compiled
-
-
-def _lower_linear_bias() -> None:
-    """Let compiled code call oneDNN for ``amp_graph::linear_bias``, instead of our operator in Python.
-
-    Inductor's own lowering of ``_linear_pointwise`` requires a frozen weight; 2.11 to 2.13.
-    """
-    from torch._inductor import lowering, mkldnn_ir
-    from torch._inductor.ir import TensorBox
-
-    if OPS.linear_bias.default in lowering.lowerings:
-        return
-
-    def lowered(x: Any, weight: Any, bias: Any) -> Any:
-        return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
-
-    lowering.register_lowering(OPS.linear_bias.default, type_promotion_kind=None)(lowered)
 
 
 def _hook(passes: Sequence[Pass], lowered: Lowered) -> Any:
@@ -82,7 +61,7 @@ def _hook(passes: Sequence[Pass], lowered: Lowered) -> Any:
             run_passes(_module_of(graph), passes)
 
         def uuid(self) -> Any:
-            files = (__file__, *FILES, *sorted({inspect.getfile(type(one)) for one in passes}))
+            files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))
             return [get_hash_for_files(files), [repr(one) for one in passes], torch.get_num_threads()]
 
     return Passes()

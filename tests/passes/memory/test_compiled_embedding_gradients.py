@@ -134,15 +134,15 @@ def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
     assert not POOL.tensors
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_a_compiled_step_uses_one_memory_for_all_tables_of_a_shape(monkeypatch):
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_uses_one_memory_for_all_tables_of_a_shape(compile, monkeypatch):
     monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
 
     def trained(policy):
         model = Tables()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step = amp_graph.TrainStep(model, lambda y: y.square().sum(), optimizer, policy, compile="inductor")
+        step = amp_graph.TrainStep(model, lambda y: y.square().sum(), optimizer, policy, compile=compile)
         losses = [step((IDS + turn) % ROWS) for turn in range(3)]
         return losses, list(model.parameters()), len(POOL.tensors), step.graph_text()
 

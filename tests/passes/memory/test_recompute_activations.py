@@ -1,6 +1,5 @@
 """Values that are computed again in backward: the same bits, less that is saved, and second derivatives."""
 
-import contextlib
 import gc
 import math
 import weakref
@@ -10,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph.passes.backends.cpu.norm.add_norm_recompute import ADD_NORM, add_norm_computed_again
-from amp_graph.passes.backends.cpu.norm.fuse_add_norm import FuseAddNorm
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import recompute_functions
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.memory.recomputable_ops import gelu_computed_again
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.recompute_functions import KEY
-from amp_graph.passes.profitability import recompute_thresholds, thresholds
+from amp_graph.passes.profitability import recompute_thresholds
 from amp_graph.passes.profitability.recompute_thresholds import computing_again_is_seen
 from amp_graph.policy import Policy
 from tests.passes.graphs import capture, capture_function, differences, passes_for, run_step, standard_passes
@@ -36,7 +33,6 @@ ROWS, WIDE = 30, 320
 @pytest.fixture(autouse=True)
 def _small_values_are_worth_it(monkeypatch):
     monkeypatch.setattr(recompute_thresholds, "FEWEST_COMPUTED_AGAIN", 1)
-    monkeypatch.setattr(thresholds, "FEWEST_NORMED", 1)
 
 
 @pytest.mark.parametrize(("fewest", "thorough", "count"), [(0, False, 1), (1, False, 0), (1, True, 1)])
@@ -126,18 +122,6 @@ def full_stream(s, x):
     return x + F.linear(F.linear(norm(s, x), s.w), s.w.t())
 
 
-# As the norms above, but fused with the sum before it, or with what others read of the value.
-FUSED = {
-    "alone": (FAST, lambda s, x: F.linear(norm(s, F.linear(x, s.w[:8])), s.w)),
-    "a low stream": (FAST, low_stream),
-    "a full stream": ("bf16", full_stream),
-    "three readers": ("bf16", three_readers),
-    "an rms norm": (FAST, lambda s, x: F.linear(F.rms_norm(F.linear(x, s.w[:8]), (8,), s.g, 1e-6), s.w)),
-    "a view": (FAST, lambda s, x: F.linear(norm(s, F.linear(x, s.w[:8])).flatten(0, 1), s.w)),
-    "the norm in full, too": ("bf16", lambda s, x: F.linear(h := norm(s, x * 2), s.w).sum() * h.exp()),
-}
-
-
 def in_autocast(s, x):
     with torch.autocast("cpu", torch.bfloat16):
         return F.linear(F.gelu(F.linear(x, s.w)), s.v)
@@ -197,47 +181,6 @@ def test_no_bit_changes_and_one_tensor_less_is_saved(name):
     assert len(changes) == 1
     assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
     assert saved(plain, graph.given)[0] - saved(ours, graph.given)[0] == less
-
-
-def fused(name):
-    policy, function = FUSED[name]
-    graph = captured(function)
-    plain, ours, changes = both(graph, policy, before=[FuseAddNorm()], thorough=True)
-    assert len(changes) == 1
-    assert sum(n.target is add_norm_computed_again for n in ours.graph.nodes) == 1
-    return graph, plain, ours
-
-
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.compiled
-def test_fused_norms_are_computed_again_from_the_sum(name, hooks):
-    graph, plain, ours = fused(name)
-    with hooks():
-        assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
-    assert saved(plain, graph.given)[0] - saved(ours, graph.given)[0] == ROWS * 8 * 2
-
-
-@pytest.mark.parametrize("name", ["a low stream", "a full stream", "the norm in full, too"])
-@pytest.mark.compiled
-def test_control_another_fused_norm_is_seen(name, monkeypatch):
-    graph, plain, ours = fused(name)
-    wrong = lambda node: torch.zeros_like(node.saved_tensors[0], dtype=torch.bfloat16)  # noqa: E731
-    monkeypatch.setitem(recompute_functions.COMPUTE, ADD_NORM, wrong)
-    assert differences(run_step(ours, graph.given), run_step(plain, graph.given))
-
-
-@pytest.mark.compiled
-def test_the_sum_beside_a_norm_is_not_taken_for_it():
-    """The sum, the norm in fp32 and that in low precision have one node of autograd."""
-    x, w = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(8, 8).bfloat16().requires_grad_()
-    form = ((8,), None, None, 1e-5, torch.bfloat16, 2, True, True)
-    made = add_norm_computed_again(x * 1, x * 2, *form)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: None):
-        for one in (*made, *(t.view(2, 16)[:, :8] for t in made)):
-            computing_again(torch.mul)(one, w[:2] if one.shape[0] == 2 else w[:4])
-    assert [sum(t.data_ptr() == one.data_ptr() for t in packed) for one in made] == [2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -376,11 +319,11 @@ def a_part_first(out, leaves):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("work", [twice, of_second_order, in_an_autocast_region, a_part_first])
-@pytest.mark.parametrize("model", ["mlp", "images", "norm", "fused norm"])
+@pytest.mark.parametrize("model", ["mlp", "images", "norm"])
 def test_gradients_are_those_of_the_graph_without(model, work):
-    graphs = {"mlp": RECOMPUTED["gelu"][2], "norm": RECOMPUTED["norm in full"][2], "fused norm": low_stream}
+    graphs = {"mlp": RECOMPUTED["gelu"][2], "norm": RECOMPUTED["norm in full"][2]}
     graph = captured(graphs[model]) if model in graphs else capture(residual(), IMAGES)
-    plain, ours, changes = both(graph, FAST, before=[FuseAddNorm()] * (model == "fused norm"))
+    plain, ours, changes = both(graph, FAST)
     assert changes
     results = [gradients(graph, run.forward, work) for run in (ours, plain)]
     for a, b in zip(*results, strict=True):

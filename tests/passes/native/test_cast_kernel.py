@@ -284,7 +284,7 @@ class Words(nn.Module):
         return self.head(images.relu())
 
 
-@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=upcast_into_huge_pages"])
+@pytest.mark.parametrize("policy", ["bf16"])
 def test_a_converted_model_trains_bit_for_bit_as_without_c(policy, monkeypatch):
     monkeypatch.setattr(cache_entry, "LARGE", 1)
     ids = torch.randint(50, (8, 4), generator=torch.Generator().manual_seed(1))

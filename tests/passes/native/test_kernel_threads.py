@@ -8,18 +8,23 @@ import textwrap
 import pytest
 import torch
 
-from amp_graph.passes.backends.cpu.norm import add_norm_kernel
+from amp_graph.passes.backends.cpu.norm import batch_norm_kernel
 from amp_graph.passes.native import jit_compiler
 from amp_graph.passes.native.jit_compiler import CompilerError
 
-X = torch.randn(2048, 256, generator=torch.Generator().manual_seed(0))
+X = torch.randn(8, 256, 16, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+X = X.contiguous(memory_format=torch.channels_last)
 W, B = torch.linspace(0.5, 1.5, 256), torch.linspace(-1, 1, 256)
+
+
+def forward():
+    return batch_norm_kernel.batch_norm_relu(X, None, None, W, B, 0.1, 1e-5, True)
 
 
 @pytest.fixture(autouse=True)
 def _needs_a_compiler():
     try:
-        add_norm_kernel.library(torch.bfloat16)
+        batch_norm_kernel.library(torch.bfloat16)
     except CompilerError as error:
         pytest.skip(str(error))
 
@@ -30,18 +35,15 @@ def on(request):
 
     def run(count):
         torch.set_num_threads(count)
-        made = add_norm_kernel.residual_norm(X, None, W, B, 256, 1e-5, torch.bfloat16, True, True, True)
-        grads = [made[1], made[2]]
-        return made + add_norm_kernel.residual_norm_backward(
-            grads, X, X, made[0], W, 256, torch.bfloat16, True, True, True, True, True
-        )
+        out, stats = forward()
+        return [out, stats, *batch_norm_kernel.batch_norm_relu_backward(out, X, W, B, stats, True, True)]
 
     yield run
     torch.set_num_threads(threads)
 
 
 def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
-    libraries = [add_norm_kernel.library(torch.bfloat16, backward) for backward in (False, True)]
+    libraries = [batch_norm_kernel.library(torch.bfloat16)]
     assert all((library in jit_compiler._on_openmp) is jit_compiler.has_openmp() for library in libraries)
     one, two = on(1), on(2)
     nothing = (jit_compiler.ctypes.c_void_p * len(jit_compiler.OPENMP))()
@@ -59,7 +61,7 @@ def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
 
 @pytest.mark.skipif(not jit_compiler.has_openmp(), reason="torch runs on another library of threads here")
 def test_shares_are_handed_to_openmp():
-    library, seen = add_norm_kernel.library(torch.bfloat16), []
+    library, seen = batch_norm_kernel.library(torch.bfloat16), []
     ctypes = jit_compiler.ctypes
     work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     parallel = ctypes.CFUNCTYPE(None, work, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(
@@ -70,14 +72,14 @@ def test_shares_are_handed_to_openmp():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        wanted = add_norm_kernel.residual_norm(X, None, W, B, 256, 1e-5, torch.bfloat16, True, False, True)
+        wanted = forward()
         library.use_openmp((ctypes.c_void_p * 3)(*functions))
-        found = add_norm_kernel.residual_norm(X, None, W, B, 256, 1e-5, torch.bfloat16, True, False, True)
+        found = forward()
     finally:
         torch.set_num_threads(threads)
         jit_compiler._sharing_threads(library)
         jit_compiler._on_openmp.remove(library)
-    assert seen == [2], "one team, of whom one did the shares of two"
+    assert seen == [2, 2], "a team for the statistics and one for the rest, of whom one did the shares of two"
     assert all(map(torch.equal, found, wanted))
 
 
@@ -85,10 +87,11 @@ def test_shares_are_handed_to_openmp():
 def test_a_child_of_a_fork_does_not_wait_for_threads_that_are_gone():
     code = """
         import os, signal, torch
-        from amp_graph.passes.backends.cpu.norm import add_norm_kernel as norm_ops
+        from amp_graph.passes.backends.cpu.norm import batch_norm_kernel as norm_ops
         torch.set_num_threads(2)
-        x, w = torch.randn(2048, 256), torch.ones(256)
-        run = lambda low: norm_ops.residual_norm(x, None, w, w, 256, 1e-5, low, True, False, True)[1]
+        x, w = torch.randn(8, 256, 16, 16).contiguous(memory_format=torch.channels_last), torch.ones(256)
+        given = {low: x.to(low) for low in (torch.bfloat16, torch.float16)}
+        run = lambda low: norm_ops.batch_norm_relu(given[low], None, None, w, w, 0.1, 1e-5, True)[0]
         (torch.randn(1000, 1000) @ torch.randn(1000, 1000)).sin()
         wanted = run(torch.bfloat16)
         child = os.fork()

@@ -10,18 +10,14 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.backends.cpu.attention import attention_kernel, dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
-needs_draws = pytest.mark.skipif(
-    bitmask_dropout.library(torch.bfloat16) is None, reason="torch draws otherwise on this CPU"
-)
 LENGTH, WIDTH, HEADS = 12, 32, 4
 
 
@@ -344,27 +340,16 @@ def test_heads_that_were_folded_for_the_products_are_no_longer_copied():
     assert "reshape(" not in graph_text(graph.rewritten.gm)
 
 
-@needs_draws
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_drops_what_torch_drops(name):
     becomes_the_call_and_is_as_exact(DROPPED[name])
 
 
-@needs_draws
 def test_control_other_draws_are_seen(monkeypatch):
-    plain_bits = bitmask_dropout.dropout_bits
-    monkeypatch.setattr(
-        bitmask_dropout, "dropout_bits", lambda x, p, keys=1: (torch.rand(1), plain_bits(x, p, keys))[1]
-    )
+    plain_bits = dropout_bits.dropout_bits
+    monkeypatch.setattr(dropout_bits, "dropout_bits", lambda x, p, keys=1: (torch.rand(1), plain_bits(x, p, keys))[1])
     with pytest.raises(AssertionError):
         becomes_the_call_and_is_as_exact(dropped)
-
-
-@needs_draws
-def test_without_our_draws_dropout_stays_written_out(monkeypatch):
-    monkeypatch.setattr(bitmask_dropout, "library", lambda dtype: None)
-    assert stepped(dropped)[1] == 0
-    assert stepped(plain)[1] == 1
 
 
 @pytest.mark.sampled(2)
@@ -478,9 +463,8 @@ def test_rows_with_the_least_number_added_are_as_exact_as_written_out(function, 
     fused, calls = stepped(function)
     assert calls == 1
     assert all(ours <= 1.1 * theirs for ours, theirs in zip(errors(fused, exact), written_out, strict=True))
-    monkeypatch.setattr(
-        "amp_graph.passes.backends.cpu.attention.lower_attention._as_it_was", lambda gm, node, mask, mode: mask
-    )
+    kernels = attention_kernel._mask_of
+    monkeypatch.setattr(attention_kernel, "_mask_of", lambda mask: kernels(mask.bfloat16()))
     assert max(errors(stepped(function)[0], exact)) > 10 * max(written_out), "control: -inf in bf16"
 
 

@@ -4,15 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import amp_graph
-from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.recognize.gelu import FuseGelu
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
-from tests.corpus import make
 from tests.passes.graphs import capture_function, run_step, standard_passes
 
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -124,15 +119,3 @@ def test_a_gelu_in_which_something_is_written_half_way_stays():
     gm = capture_function(function, X).fresh()
     result = run_passes(gm, [IdentifyOps(), FuseGelu()], checked=True)[1].result
     assert not result.changes
-
-
-@pytest.mark.compiled
-def test_llamas_norms_are_one_call_each_and_one_pass_with_their_sums(monkeypatch):
-    monkeypatch.setattr(thresholds, "FEWEST_NORMED", 1)
-    model, args, kwargs = make("llama_gqa")
-    norms = sum("RMSNorm" in type(m).__name__ for m in model.modules())
-    amp_graph.convert(model, "bf16")(*args, **kwargs)
-    (graph,) = conversion_of(model).graphs
-    calls = [n for n in graph.rewritten.gm.graph.nodes if n.target is add_norm]
-    assert len(calls) == norms
-    assert sum(n.args[1] is not None for n in calls) == norms - 1

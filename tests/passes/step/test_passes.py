@@ -100,9 +100,7 @@ def test_passes_in_a_row_are_a_train_step(kind, options, clips):
     for scale in scales:
         scale.to(torch.device("cpu"))
     theirs = kind(model.parameters(), **options)
-    step = amp_graph.TrainStep(
-        model, None, theirs, "O0", loss_scale=scales[0], clip_norm=clips[0], clip_value=clips[1], update="torch"
-    )
+    step = amp_graph.TrainStep(model, None, theirs, "O0", loss_scale=scales[0], clip_norm=clips[0], clip_value=clips[1])
     gm, signature = exported(AsTuple(twin), *next(batches(1)))
     name_exported(gm, signature)
     passes, tensors = passes_of(twin, kind(twin.parameters(), **options), scales[1], clips)

@@ -8,27 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
-from amp_graph.passes.backends.cpu.convolution.conv1d_as_gemm import conv1d_by_windows
 from amp_graph.passes.backends.cpu.convolution.conv_functions import (
-    conv2d_low,
-    conv_transpose_low,
     depthwise_low,
     depthwise_rows,
 )
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
-from amp_graph.passes.backends.cpu.linear.gram_matrix import own_product
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_low
-from amp_graph.passes.backends.cpu.norm.add_norm_functions import add_norm
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
-from amp_graph.passes.backends.cpu.norm.group_norm_kernel import group_norm_low
-from amp_graph.passes.backends.cpu.pointwise.lookup_table import activated
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
-from amp_graph.passes.layout.sink_casts_into_concat import joined_low
 from amp_graph.passes.memory.compiled_embedding_gradients import compiled_rows
 
 LOW, WIDE, LAST = torch.bfloat16, torch.float32, torch.channels_last
@@ -72,16 +64,6 @@ FUNCTIONS = {
         lambda x, w, b: F.conv2d(x, w, b, 2),
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
-    "conv2d": (
-        lambda x, w, b: conv2d_low(x, w, b, (1, 1), (1, 1)),
-        lambda x, w, b: F.conv2d(x, w, b, 1, 1),
-        (image(2, 4, 5, 5), drawn(6, 4, 3, 3), drawn(6)),
-    ),
-    "conv transpose": (
-        lambda x, w, b: conv_transpose_low(x, w, b, (2, 2), (1, 1), (1, 1), 1, (1, 1)),
-        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1),
-        (drawn(2, 4, 5, 5), drawn(4, 6, 3, 3), drawn(6)),
-    ),
     "depthwise": (
         lambda x, w, b: depthwise_low(x, w, b, (1, 1), (1, 1), True, True),
         lambda x, w, b: F.conv2d(x, w, b, 1, 1, groups=4),
@@ -91,16 +73,6 @@ FUNCTIONS = {
         lambda x, w, b: depthwise_rows(x, w, b, (1,), (1,), True, True),
         lambda x, w, b: F.conv1d(x, w, b, 1, 1, groups=4),
         (drawn(2, 4, 7), drawn(4, 1, 3), drawn(4)),
-    ),
-    "conv1d": (
-        lambda x, w, b: conv1d_by_windows(x, w, b, 1, 1, True),
-        lambda x, w, b: F.conv1d(x, w, b, 1, 1),
-        (drawn(2, 4, 7), drawn(6, 4, 3), drawn(6)),
-    ),
-    "group norm": (
-        lambda x, w, b: group_norm_low(x, 2, w, b, 1e-5),
-        lambda x, w, b: F.group_norm(x.contiguous(), 2, w, b),  # of others torch has few derivatives
-        (image(2, 4, 5, 5), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
     ),
     "layer norm": (
         lambda x, w, b: layer_norm_low(x, (8,), w, b),
@@ -122,37 +94,19 @@ FUNCTIONS = {
         lambda x, y, w, b: F.relu(F.batch_norm(x, None, None, w, b, True) + y),
         (image(2, 4, 5, 5), image(2, 4, 5, 5).flip(0), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
     ),
-    "sum and norm": (
-        lambda x, y, w, b: add_norm(x, y, (8,), w, b, 1e-5, LOW, 2, True, True),
-        lambda x, y, w, b: (s := x + y, n := F.layer_norm(s, (8,), w, b), n.to(LOW), n.to(LOW)),
-        (drawn(5, 8, dtype=WIDE), drawn(5, 8), drawn(8, dtype=WIDE), drawn(8, dtype=WIDE)),
-    ),
-    "sum and norm of vectors": (
-        lambda x, y, w, b: add_norm(x, y, (8,), w, b, 1e-5, LOW, 1, False, True),
-        lambda x, y, w, b: (s := x + y, F.layer_norm(s, (8,), w, b).to(LOW)),
-        (drawn(8, dtype=WIDE), drawn(8), drawn(8, dtype=WIDE), drawn(8, dtype=WIDE)),
-    ),
     "shared cast": (
         lambda x: shared_cast(x, LOW, 2, True),
         lambda x: (x, x.to(LOW), x.to(LOW)),
         (drawn(3, 4, dtype=WIDE),),
-    ),
-    "joined": (
-        lambda x, y: joined_low([x, y], 1, False, LOW),
-        lambda x, y: torch.cat([x, y], 1).to(LOW),
-        (drawn(3, 4, dtype=WIDE), drawn(3, 2, dtype=WIDE)),
     ),
     "pooled": (
         lambda x: pooled(x, True, x.dtype),
         lambda x: F.adaptive_avg_pool2d(x, 1),
         (image(2, 4, 5, 5),),
     ),
-    "own product": (own_product, lambda x: x @ x.mT, (drawn(2, 3, 4),)),
     "linear": (linear_low, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
     "linear of a vector": (linear_low, F.linear, (drawn(4), drawn(6, 4), drawn(6))),
     "large linear": (linear_trained, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
-    "gelu": (lambda x: activated(x, "gelu"), F.gelu, (drawn(5, 4),)),
-    "silu": (lambda x: activated(x, "silu"), F.silu, (drawn(5, 4),)),
     "cross entropy": (
         lambda x: cross_entropy_low(x, CLASSES, label_smoothing=0.1),
         lambda x: F.cross_entropy(x.float(), CLASSES, label_smoothing=0.1),

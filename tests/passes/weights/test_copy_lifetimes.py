@@ -208,13 +208,3 @@ def test_inference_with_prepacked_weights_is_the_same_before_and_after_training(
     fresh = amp_graph.convert(amp_graph.revert(copy.deepcopy(trained)), "bf16")
     with torch.no_grad():
         assert torch.equal(trained(x), fresh(x))
-
-
-def test_an_optimizer_that_writes_copies_keeps_them():
-    model, x = made("bf16")
-    optimizer = amp_graph.optim.AdamW(model.parameters())
-    for _ in range(3):
-        loss_of(model, x, "bf16").backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert copies(model).bytes >= DEPTH * COPY

@@ -13,8 +13,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.inference import chunk_upcast_linears, prepack_weights
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.weights import memory_access_hooks
 from amp_graph.passes.weights.held_weights import FOR_GOOD
@@ -148,17 +147,14 @@ FORMS = {
     "packed": (mlp, ROWS, False),
     "panels": (mlp, FEW, False),
     "folded": (images, PICTURES, False),
-    "parts": (mlp, ROWS, False),
 }
 
 
 @pytest.fixture
 def form(request, monkeypatch):
     kind, x, trains = FORMS[request.param]
-    monkeypatch.setattr(thresholds, "LEAST_MAPPED", 4096 if request.param == "parts" else thresholds.LEAST_MAPPED)
-    if request.param in ("packed", "parts"):
+    if request.param == "packed":
         monkeypatch.setattr(prepack_weights, "panels_are_profitable", lambda *given: False)
-    monkeypatch.setattr(chunk_upcast_linears, "outputs_at_once", lambda rows, outputs: 16)
     torch.manual_seed(0)
     ours = kind().train(trains)
     theirs = copy.deepcopy(ours)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
+from amp_graph.passes.backends.cpu.attention import dropout_bits as bits
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.profitability.thresholds import attention_kernel_is_profitable
 from amp_graph.passes.registry import own_functions
@@ -49,15 +49,13 @@ def attention_low(
     with a gradient.
 
     Scores, probabilities and their gradients are fp32, as inside torch's kernel; where that runs forward, the result is
-    bit-equal. Dropout draws what torch's own draws, in one of our kernels or not at all.
+    bit-equal. Dropout draws what torch's own draws.
     """
     query, key, value = inputs = _in_rows(query), _in_rows(key), _in_rows(value)
     masked = attn_mask is not None and attn_mask.requires_grad
     trains = torch.is_grad_enabled() and (masked or any(t.requires_grad for t in inputs))
-    profitable = _drops_by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
+    profitable = _by_ours(*inputs) if dropout_p else trains or _by_ours(*inputs, queries=query.shape[-2])
     if not _kernels_take(inputs, attn_mask, enable_gqa) or not profitable:
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask.to(query.dtype)
         # torch's kernel has no forward-mode derivative, unlike attention that was written out.
         torchs = _one_by_one if in_forward_mode() else F.scaled_dot_product_attention
         return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -82,7 +80,7 @@ def by_formula(
     scale: float = 1.0,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` by separate operations, as in the formula; attn_mask: floats."""
-    chances = (query @ key.mT * scale + attn_mask).softmax(-1)
+    chances = (query @ key.mT * scale + attn_mask).softmax(-1).to(value.dtype)
     return (F.dropout(chances, dropout_p) if dropout_p else chances) @ value
 
 
@@ -95,15 +93,11 @@ def _by_ours(query: Tensor, key: Tensor, value: Tensor, queries: int | None = No
     return attention_kernel_is_profitable(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
 
 
-def _drops_by_ours(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    return _by_ours(query, key, value) and bitmask_dropout.library(query.dtype) is not None
-
-
 def _drawn(query: Tensor, key: Tensor, p: float) -> tuple[Tensor | None, float]:
     """Return the bits of the probabilities that a dropout of ``p`` keeps, and ``p``."""
     if not p:
         return None, p
-    calls: Any = OPS if is_seen(query) else bitmask_dropout
+    calls: Any = OPS if is_seen(query) else bits
     return calls.dropout_bits(query[..., 0], p, key.shape[2]), p
 
 
@@ -189,7 +183,7 @@ def _by_products(
     else:
         chances = scores.softmax(-1)
     if kept is not None:
-        chances = chances * bitmask_dropout.scaled_by_bits(torch.ones_like(chances), kept, dropped)
+        chances = chances * bits.kept_of(kept, chances.numel()).view(chances.shape) / (1 - dropped)
     return (chances @ wide[2]).to(query.dtype)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.memory.huge_pages import empty_like
 from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError, threads_for
 from amp_graph.passes.native.kernel_table import register_kernel
@@ -65,7 +64,7 @@ def forward(
 
     query: [batch, heads, queries, width]; key, value: [batch, heads or a divisor of it, keys, width], all bf16 and
     accepted by ``takes``; mask: added to the scores, of 2 or 4 dimensions that broadcast; kept: the bits of the
-    probabilities that a dropout of ``dropped`` keeps, as ``dropout_in_bits`` has them. Raises MemoryError.
+    probabilities that a dropout of ``dropped`` keeps, as ``dropout_bits`` has them. Raises MemoryError.
     """
     made = result_like(query)
     _run((query, key, value, made, None, None, None, None), mask, causal, scale, kept, dropped)
@@ -110,13 +109,13 @@ def backward_with_mask(
 
 def result_like(query: Tensor) -> Tensor:
     """Return memory for a result in the layout of torch's kernel: as the queries, without gaps."""
-    return empty_like(query)
+    return torch.empty_like(query)
 
 
 def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for the gradients: in the layout of their tensors, or contiguous where heads share a key."""
     shares = query.shape[1] != key.shape[1]
-    return empty_like(query.contiguous() if shares else query), empty_like(key), empty_like(value)
+    return torch.empty_like(query.contiguous() if shares else query), torch.empty_like(key), torch.empty_like(value)
 
 
 def rows(t: Tensor) -> Tensor:

@@ -15,13 +15,11 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.graph.edit import describe
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of
-from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION, WRITTEN_OUT
+from amp_graph.passes.graph.meta_keys import IDENTITY, REGION, WRITTEN_OUT
 from amp_graph.passes.graph.node_info import is_zero
 from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.precision.decompose_composites import expand
@@ -31,8 +29,7 @@ from amp_graph.passes.profitability.thresholds import (
     explicit_backward_is_profitable,
     torchs_attention_is_profitable,
 )
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
-from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.passes.torch_compat.fake import concrete_size
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,8 @@ class Attention(Pass):
             else:
                 action = "own kernel" if _by_ours(node) else "explicit backward"
                 reason = "torch's CPU kernel is slower in bf16"
-                given["attn_mask"] = _as_it_was(gm, node, mask, mode)
             node.op, node.target = "call_function", target
             node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
-            while given["attn_mask"] is not mask and not mask.users:  # including the new reader
-                unread, mask = mask, mask.all_input_nodes[0]
-                gm.graph.erase_node(unread)
             changes.append(Change(self.name, action, node.name, reason))
         return PassResult(gm, tuple(changes), tuple(skips))
 
@@ -87,7 +80,7 @@ def _hides_attention(node: Node) -> bool:
         return False
     inside = [o for o in identity.operations if o.op is SDPA]
     drops = not all(is_zero(o.arguments["dropout_p"]) for o in inside)
-    return bool(inside) and (_drops_by_ours(node) if drops else is_trained(node) or _by_ours(node))
+    return bool(inside) and (_by_ours(node) or (not drops and is_trained(node)))
 
 
 def _is_attention(node: Node) -> bool:
@@ -104,33 +97,6 @@ def _by_ours(node: Node) -> bool:
     return attention_kernel_is_profitable(made.device.type, made.dtype, queries)
 
 
-def _drops_by_ours(node: Node) -> bool:
-    return _by_ours(node) and bitmask_dropout.library(torch.bfloat16) is not None
-
-
-def _as_it_was(gm: GraphModule, node: Node, mask: Any, mode: FakeTensorMode | None) -> Any:
-    """Return the fp32 mask that ``mask``, or the base of its view, was cast from; else ``mask``. Our kernel adds both.
-
-    The lowest fp32 number becomes -inf in bf16: a fully masked row would change.
-    """
-    if mode is None or not isinstance(mask, Node) or is_trained(mask) or not _by_ours(node):
-        return mask
-    views, cast = list[Node](), mask
-    while CAST not in cast.meta:
-        sources = cast.all_input_nodes
-        if len(sources) != 1 or storage_key(value(sources[0])) != storage_key(value(cast)):
-            return mask
-        views, cast = [cast, *views], sources[0]
-    found = cast.all_input_nodes[0]
-    if value(found).dtype != torch.float32:
-        return mask
-    for view in views:
-        with gm.graph.inserting_before(view):
-            source, before = found, view.all_input_nodes[0]
-            found = describe(gm.graph.node_copy(view, lambda n: source if n is before else n), view, mode)  # noqa: B023
-    return found
-
-
 def _is_worse_fused(node: Node, mask: Any) -> bool:
     """Say whether torch's kernel would compute attention that was written out, and its gradients, less accurately.
 
@@ -143,7 +109,7 @@ def _is_worse_fused(node: Node, mask: Any) -> bool:
 def _why_not(given: dict[str, Any], node: Node) -> str:
     """Return why a call stays as it is, or ""."""
     drops = given["dropout_p"] != 0
-    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _drops_by_ours(node)):
+    if drops and not (isinstance(given["dropout_p"], float) and given["dropout_p"] < 1 and _by_ours(node)):
         return "its dropout draws random numbers inside the kernel"
     query, key, mask = given["query"], given["key"], given["attn_mask"]
     if isinstance(mask, Node) and is_trained(mask) and not _by_ours(node):

@@ -25,7 +25,7 @@ class LowerPointwiseConv(Pass):
     """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and this is profitable.
 
     Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows in memory.
-    Exactness: rounding-equal; sums are fp32 in another order. Runs before ``convolution``, which handles the rest.
+    Exactness: rounding-equal; sums are fp32 in another order.
 
     ``folds``: whether batch norms in evaluation will be folded into the convolutions before them, which saves more.
     """

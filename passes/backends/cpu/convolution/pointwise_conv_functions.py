@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.backends.cpu.convolution.conv_functions import rows, weight_gradient
+from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.registry import declare, own_functions
 from amp_graph.passes.torch_compat.autograd import takes_fp32
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
@@ -56,10 +56,16 @@ class _PointwiseConv(torch.autograd.Function):
         if of_x:
             dx = _spread(grad, weight, x, ctx.stride) if ctx.few else _torchs(grad, weight, x, ctx.stride)
         if of_weight:
-            dweight = weight_gradient(grad, x, weight, ctx.stride, (0, 0), takes_fp32(ctx, 1))
+            read = rows(x if ctx.stride == (1, 1) else x[:, :, :: ctx.stride[0], :: ctx.stride[1]])
+            dweight = gradients_of_linear(rows(grad), read, False, takes_fp32(ctx, 1))[0].view(weight.shape)
         if of_bias:
             dbias = grad.sum((0, 2, 3))
         return dx, dweight, dbias, None, None
+
+
+def rows(image: Tensor) -> Tensor:
+    """Return an image [batch, channels, height, width] as [places, channels]; a view where it is channels_last."""
+    return image.permute(0, 2, 3, 1).flatten(0, 2)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], few: bool) -> Tensor:

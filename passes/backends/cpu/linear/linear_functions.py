@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
+from amp_graph.passes.backends.cpu.linear import amx_gemm
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear, room, side_by_side
 from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows, library, product
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
@@ -164,16 +164,6 @@ def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = F
     if library() is None or by_units(a.numel() * b.shape[1]):
         return amx_gemm.amx_product(a, b, bias, wide)
     return product(side_by_side(a), side_by_side(b), bias, wide)
-
-
-def multiply_into(made: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write what ``product_low`` returns for non-empty matrices to contiguous rows of ``made``."""
-    if by_units(a.numel() * b.shape[1]):
-        amx_gemm.multiply_into(made, a, b)
-    elif library() is not None:
-        panel_gemm.multiply_into(made, side_by_side(a), side_by_side(b))
-    else:
-        made.copy_(a @ b)
 
 
 def by_units(multiplications: int) -> bool:

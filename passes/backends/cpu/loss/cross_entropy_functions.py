@@ -15,11 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.backends.cpu.loss.cross_entropy_kernel import losses_of_rows, write_gradient_of_rows
-from amp_graph.passes.memory.huge_pages import empty_like, widen
-from amp_graph.passes.native.kernel_table import load_kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
-from amp_graph.passes.native.run_compiler import CompilerError
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
 
@@ -103,41 +100,26 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smooth: float, widened: bool
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.ignore, ctx.smooth, ctx.kernels = ignore, smooth, _kernels_for(logits)
+        ctx.ignore, ctx.smooth = ignore, smooth
         ctx.set_materialize_grads(False)
-        stats: tuple[Tensor, ...] = ()
-        if ctx.kernels is None:
-            rows = OPS.cross_entropy_rows(logits, target, weight, ignore, smooth)
-        else:
-            rows, *stats = ctx.kernels.forward(logits, target, weight, ignore, smooth)
-        ctx.save_for_backward(logits, target, weight, *stats)
-        return rows, widen(logits) if widened else None
+        rows = OPS.cross_entropy_rows(logits, target, weight, ignore, smooth)
+        ctx.save_for_backward(logits, target, weight)
+        return rows, logits.float() if widened else None
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_wide: Tensor | None) -> Any:
-        logits, target, weight, *stats = ctx.saved_tensors
+        logits, target, weight = ctx.saved_tensors
         if grad is None:
             found = None if grad_wide is None else grad_wide.to(logits.dtype)
         elif not is_plain(grad, grad_wide):
-            kernel = OPS.cross_entropy_backward if ctx.kernels is None else ctx.kernels.backward
-            found = kernel(grad, logits, *stats, target, weight, grad_wide, ctx.ignore, ctx.smooth)
+            how = (ctx.ignore, ctx.smooth)
+            found = OPS.cross_entropy_backward(grad, logits, target, weight, grad_wide, *how)
         else:
             again = lambda wide: _by_torch(wide, target, weight, ctx.ignore, "none", ctx.smooth)  # noqa: E731
             (found,) = gradients_by_torch(again, (logits.float(),), (True,), (grad,))
             assert found is not None, "a loss depends on the logits"
             found = (found if grad_wide is None else found + grad_wide).to(logits.dtype)
         return found, None, None, None, None, None
-
-
-def _kernels_for(logits: Tensor) -> Any:
-    """Return the operators that a device other than the CPU has for both directions, ``forward`` and ``backward``.
-
-    ``forward`` also returns statistics, which ``backward`` takes after the logits. None: those of this file.
-    """
-    try:
-        return load_kernel(f"cross_entropy on {logits.device.type}", logits.dtype)
-    except CompilerError:
-        return None
 
 
 def cross_entropy_rows(logits: Tensor, target: Tensor, weight: Tensor | None, ignore: int, smooth: float) -> Tensor:
@@ -185,7 +167,7 @@ def cross_entropy_backward(
     single rounding. ``made``: where to write it, contiguous. It may be the logits: each row is read before it is
     written.
     """
-    made = empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
+    made = torch.empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
     flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
     whole, at_target, each = _coefficients(grad, target, weight, ignore, smooth, flat.shape[1])

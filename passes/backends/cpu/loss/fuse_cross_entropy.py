@@ -23,10 +23,7 @@ from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, 
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
-from amp_graph.passes.native.kernel_table import load_kernel
-from amp_graph.passes.native.run_compiler import CompilerError
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.cuda_kernel_thresholds import cross_entropy_kernel_is_profitable
 from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
@@ -65,7 +62,7 @@ class FuseCrossEntropy(Pass):
     sums the weight's gradient chunk by chunk, took longer than what it saves. Law: labels are class indices, with any
     ignore_index, class weights, label smoothing and reduction. Logits with other readers are upcast for those; their
     gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the gradient of the
-    logits is fp32, rounded once, as that of ``float()`` is. On CUDA where Triton runs, and where it is profitable.
+    logits is fp32, rounded once, as that of ``float()`` is.
     """
 
     device: str = "cpu"  # that the graph is planned for
@@ -80,7 +77,7 @@ class FuseCrossEntropy(Pass):
             found = _logits(given["self"]) if given is not None else None
             if mode is None or given is None or found is None:
                 continue
-            reason = _why_not(node, given, found, memory) or _why_no_kernel(given, found, self.device)
+            reason = _why_not(node, given, found, memory) or _why_not_in_parts(given, found, self.device)
             if reason:
                 skips.append(Skip(node.name, reason))
                 continue
@@ -152,19 +149,14 @@ def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -
     return ""
 
 
-def _why_no_kernel(given: dict[str, Any], found: Logits, planned_for: str) -> str:
+def _why_not_in_parts(given: dict[str, Any], found: Logits, planned_for: str) -> str:
     """Return why torch's operations are left for the device, or ""."""
     low = value(found.low)
     device = planned_for if low.device.type == "cpu" else low.device.type
     rows, classes = (concrete_size(n) for n in value(given["self"]).shape)
-    profitable = (cross_entropy_in_parts_is_profitable, cross_entropy_kernel_is_profitable)
-    if not any(one(device, low.dtype, rows, classes) for one in profitable):
-        return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {device}"
-    try:
-        load_kernel(f"cross_entropy on {device}", low.dtype)
-    except CompilerError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    if cross_entropy_in_parts_is_profitable(device, low.dtype, rows, classes):
+        return ""
+    return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {device}"
 
 
 def _dtype(node: Node) -> torch.dtype:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.memory.huge_pages import empty_like
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
 from amp_graph.passes.native.kernel_table import register_kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
@@ -67,7 +66,7 @@ def batch_norm_relu_again(
     other: the summand of ``batch_norm_add_relu``, or None.
     """
     x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
-    out = empty_like(x)
+    out = torch.empty_like(x)
     table = _table(x, weight, bias, stats, out, relu, other=other)
     _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
     return out
@@ -103,7 +102,7 @@ def _forward(
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=LAST)
-    stats, out = torch.empty((2, x.shape[1]), dtype=torch.float32), empty_like(x)
+    stats, out = torch.empty((2, x.shape[1]), dtype=torch.float32), torch.empty_like(x)
     if not x.numel():
         return out, stats.zero_()
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
@@ -173,8 +172,8 @@ def _gradients(
     x, grad, width = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST), x.shape[1]
     grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
-    dx = empty_like(x) if wants_x else None
-    masked = None if out is None else empty_like(x)
+    dx = torch.empty_like(x) if wants_x else None
+    masked = None if out is None else torch.empty_like(x)
     place = address_of(stats)
     rows = (x.numel() // max(1, width), width, relu, address_of(x), LOW, address_of(grad), LOW)
     given = (_places(weight), _places(bias), place, place + 4 * width)

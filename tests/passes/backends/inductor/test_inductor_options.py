@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.passes.backends.cpu.linear.amx_gemm import OPS
 from amp_graph.passes.backends.inductor.inductor_options import options_of_step
-from amp_graph.passes.backends.inductor.small_gemm_template import OPS
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.torch_compat.fake import make_fx
 
@@ -25,7 +25,7 @@ def test_a_small_step_of_torchs_operators_is_called_from_cpp():
 
 def test_operators_of_ours_are_called_from_python():
     given = X.bfloat16(), W.bfloat16().t()
-    assert options(lambda x, w: OPS.small_product(x, w, None, False), *given) == CHECKS
+    assert options(lambda x, w: OPS.amx_product(x, w, None, False), *given) == CHECKS
 
 
 def test_operators_of_others_are_looked_at():

@@ -7,16 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
+from amp_graph.passes.backends.cpu.attention import dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
-from amp_graph.passes.backends.cpu.pointwise import bitmask_dropout
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError
 from amp_graph.passes.profitability import thresholds
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
-
-needs_draws = pytest.mark.skipif(bitmask_dropout.library(BF16) is None, reason="needs a torch whose draws are known")
 
 
 @pytest.fixture(params=BUILDS, autouse=True)
@@ -158,7 +156,7 @@ def dropped(given, causal, p, seed=3):
     query, key, value, grad = given
     shape = (*query.shape[:3], key.shape[2])
     torch.manual_seed(seed)
-    kept = bitmask_dropout.dropout_bits(query[..., 0], p, key.shape[2])
+    kept = dropout_bits.dropout_bits(query[..., 0], p, key.shape[2])
     following = [torch.rand(3)]
     call = (query, key, value, None, causal, query.shape[-1] ** -0.5, kept, p)
     found = [kernel.forward(*call), *kernel.backward(grad, *call)]
@@ -174,7 +172,6 @@ def dropped(given, causal, p, seed=3):
     return found, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], following
 
 
-@needs_draws
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_dropped_is_what_torch_drops(name, p):

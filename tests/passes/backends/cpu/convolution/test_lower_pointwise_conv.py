@@ -202,17 +202,6 @@ def test_a_whole_step(kind):
     assert losses("bf16") == pytest.approx(losses("bf16,skip=lower_pointwise_conv"), rel=0.02)
 
 
-def test_convolution_gets_what_is_left():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 48, 1))
-    amp_graph.convert(model, "bf16")(drawn(2, 32, 8, 8)).sum().backward()
-    (graph,) = conversion_of(model).graphs
-    changed = [(t.name, c.node) for t in graph.rewritten.passes for c in t.result.changes]
-    ours = [(name, node) for name, node in changed if name in ("convolution", "lower-pointwise-conv")]
-    assert [name for name, _ in ours] == ["lower-pointwise-conv", "convolution"]
-    assert len({node for _, node in ours}) == 2
-
-
 def test_one_image_without_a_batch_is_left_alone():
     model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.Conv2d(32, 48, 1))
     x = drawn(32, 8, 8)

@@ -332,6 +332,7 @@ ESCAPED = {
 }
 
 
+@pytest.mark.by_profit
 @pytest.mark.parametrize("text", ESCAPED)
 def test_how_uncaptured_code_runs_on_a_cpu_without_low_arithmetic(text, monkeypatch):
     monkeypatch.setattr("amp_graph.policy.machine_for", lambda device: machine("cpu"))

@@ -180,7 +180,8 @@ TABLE = checked((
     # Graphs that run eagerly in calls of a model; a training step casts its weights inside.
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, lambda o: FreezeWeights(_frozen(o)), CALLS, needs=(FROZEN,),
         skippable=False),
-    Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,)),
+    Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,),
+        worth="part of insert-casts: a weight is cast once a forward, in the layout that its reader takes"),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(o.dtype, o.device), CALLS, CUDA,
         after=("freeze-weights",),
         worth="not measured: CUDA"),

@@ -292,7 +292,9 @@ def refuse_mixed(node: Node) -> None:
     mark: Mark | None = node.meta.get(MARK)
     if mark is None or mark.cls is not OpClass.ALLOW:
         return
-    operands = [s for s in node.all_input_nodes if mark.wants.get(s.args[0] if CAST in s.meta else s) != FULL]
+    operands = [
+        s for s in node.all_input_nodes if mark.wants.get(s.all_input_nodes[0] if CAST in s.meta else s) != FULL
+    ]
     given = [t for s in operands for t in tensors(value(s)) if t.is_floating_point() and t.dim() > 0]
     found = sorted({str(t.dtype) for t in given})
     if len(found) > 1:

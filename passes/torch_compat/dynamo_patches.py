@@ -75,7 +75,6 @@ class _Capturing(threading.local):
 
     is_on = False
     is_eager = False
-    is_whole = False  # a graph break would end the capture, so that nothing has run
 
 
 capturing = _Capturing()
@@ -219,17 +218,17 @@ _ASK_FOR_OTHERS |= {"typing_extensions", "warnings"}  # of ``@deprecated``
 def _is_told_of_capture(tx: Any) -> bool:
     """Return whether code that asks if it is compiled is told so; else it hears what it hears in eager mode.
 
-    torch's code and ours is, as its traced branch computes the same by operators that can be traced; so are the mask
-    helpers of transformers in the capture of a whole call, as eager mode reads the mask's values there.
+    torch's code and ours is, as its traced branch computes the same by operators that can be traced; so are the
+    helpers of transformers, which read the values of masks in eager mode, but not its models.
     """
     while tx.f_globals.get("__name__") in _ASK_FOR_OTHERS:
         if tx.parent is None:  # a frame of its own, behind a graph break
             return False
         tx = tx.parent
     name = str(tx.f_globals.get("__name__", ""))
-    if name.startswith("transformers.") and not name.startswith("transformers.models."):
-        return capturing.is_whole
-    return name.startswith(("torch.", "amp_graph.")) and name != transformer.__name__
+    if name.startswith("transformers.models."):
+        return False
+    return name.startswith(("torch.", "amp_graph.", "transformers.")) and name != transformer.__name__
 
 
 # Functions and their substitutes in our captures: used always, or only if a given number is a tensor's value.

@@ -54,12 +54,12 @@ GOLDEN = """\
 %3: f32[4,32] = input down.weight
 %4: f32[4] = input down.bias
 %5: bf16[8,16] = .bfloat16(%2)  # up
-%6: bf16[32,16] = weight_copy(%0, once=True)  # up
-%7: bf16[32] = weight_copy(%1, once=True)  # up
+%6: bf16[32,16] = .bfloat16(%0)  # up
+%7: bf16[32] = .bfloat16(%1)  # up
 %8: bf16[8,32] = linear(%5, %6, %7)  # up
 %9: bf16[8,32] = .relu(%8)
-%10: bf16[4,32] = weight_copy(%3, once=True)  # down
-%11: bf16[4] = weight_copy(%4, once=True)  # down
+%10: bf16[4,32] = .bfloat16(%3)  # down
+%11: bf16[4] = .bfloat16(%4)  # down
 %12: bf16[8,4] = linear(%9, %10, %11)  # down
 %13: f32[8,4] = .float(%12)
 return (%13,)
@@ -70,12 +70,12 @@ GOLDEN_DIFF = """\
 -%7: f32[8,4] = linear(%6, %3, %4)  # down
 -return (%7,)
 +%c0: bf16[8,16] = .bfloat16(%2)  # up
-+%c1: bf16[32,16] = weight_copy(%0, once=True)  # up
-+%c2: bf16[32] = weight_copy(%1, once=True)  # up
++%c1: bf16[32,16] = .bfloat16(%0)  # up
++%c2: bf16[32] = .bfloat16(%1)  # up
 +%5: bf16[8,32] = linear(%c0, %c1, %c2)  # up
 +%6: bf16[8,32] = .relu(%5)
-+%c3: bf16[4,32] = weight_copy(%3, once=True)  # down
-+%c4: bf16[4] = weight_copy(%4, once=True)  # down
++%c3: bf16[4,32] = .bfloat16(%3)  # down
++%c4: bf16[4] = .bfloat16(%4)  # down
 +%7: bf16[8,4] = linear(%6, %c3, %c4)  # down
 +%c5: f32[8,4] = .float(%7)
 +return (%c5,)

@@ -35,7 +35,7 @@ def test_every_command_takes_json():
     commands = next(a for a in parser()._actions if a.choices and "dump" in a.choices).choices
     without = {name for name, one in commands.items() if "--json" not in one._option_string_actions}
     # A script for a shell; what the demo writes to its folder is JSON; what a script prints is its own.
-    assert without == {"completion", "demo", "run"}
+    assert without == {"completion", "run"}
 
 
 def test_explain_tells_each_node(printed):

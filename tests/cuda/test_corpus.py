@@ -7,7 +7,6 @@ import torch
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.weights.update_tracking import weights_were_written
 from amp_graph.policy_words import DTYPES as LOW
 from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, RECURRENT, WORST, above
 from tests.corpus import CASES, make
@@ -73,7 +72,6 @@ def casts(name, policy=None):
         amp_graph.convert(model, policy)
     for _ in range(2):
         model.zero_grad()
-        weights_were_written()
         with CastCounter(model) as counted:
             _, args, kwargs = make(name)
             with context():

@@ -158,10 +158,11 @@ return (%18,)""",
 %20: bf16[2,4,5,5] = conv2d(%18, %19, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
 %21: i64[] = .add_(%8, 1)  # bn2
 %22: bf16[2,4,5,5] = batch_norm(%20, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
-%23: bf16[2,4,5,5] = iadd(%22, %1)
-%24: bf16[2,4,5,5] = relu(%23, inplace=True)  # relu
-%25: f32[2,4,5,5] = .float(%24)
-return (%25,)""",
+%23: f32[2,4,5,5] = within_range(%1, bf16)
+%24: bf16[2,4,5,5] = iadd(%22, %23)
+%25: bf16[2,4,5,5] = relu(%24, inplace=True)  # relu
+%26: f32[2,4,5,5] = .float(%25)
+return (%26,)""",
         )
 
     def test_residual_block_where_channels_last_pays(self):
@@ -179,12 +180,13 @@ return (%25,)""",
 %21: bf16[2,4,5,5] = conv2d(%19, %20, None, (1, 1), (1, 1), (1, 1), 1)  # conv2
 %22: i64[] = .add_(%8, 1)  # bn2
 %23: bf16[2,4,5,5] = batch_norm(%21, %9, %10, %11, %12, True, 0.1, 1e-05)  # bn2
-%24: f32[2,4,5,5] = .contiguous(%1, memory_format=torch.channels_last)  # conv1
-%25: bf16[2,4,5,5] = iadd(%23, %24)
-%26: bf16[2,4,5,5] = relu(%25, inplace=True)  # relu
-%27: bf16[2,4,5,5] = .contiguous(%26, memory_format=torch.contiguous_format)  # relu
-%28: f32[2,4,5,5] = .float(%27)
-return (%28,)""",
+%24: f32[2,4,5,5] = within_range(%1, bf16)
+%25: f32[2,4,5,5] = .contiguous(%24, memory_format=torch.channels_last)
+%26: bf16[2,4,5,5] = iadd(%23, %25)
+%27: bf16[2,4,5,5] = relu(%26, inplace=True)  # relu
+%28: bf16[2,4,5,5] = .contiguous(%27, memory_format=torch.contiguous_format)  # relu
+%29: f32[2,4,5,5] = .float(%28)
+return (%29,)""",
         )
 
     def test_recurrent(self):

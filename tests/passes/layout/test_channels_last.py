@@ -316,11 +316,6 @@ def test_weights_stay_as_they_lie_whatever_the_result_is():
         n.kwargs.get("memory_format") for n in ours.graph.nodes if n.all_input_nodes[:1] == [weight_of(ours)]
     )
     assert result.changes
-    model = amp_graph.convert(Function(critic, **STATE), "bf16")
-    for _ in range(2):  # a cast, and what is kept of it
-        model(X).sum().backward()
-    text = conversion_of(model).graphs[0].rewritten.gm.code
-    assert text.count("weight_copy(") == 2
 
 
 def weight_of(gm):

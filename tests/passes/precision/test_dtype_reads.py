@@ -334,7 +334,7 @@ def test_a_part_of_a_model_asks_for_itself():
     torch.testing.assert_close(out, model.part(X) * 2)
 
 
-def test_weights_are_cast_once_an_update():
+def test_each_call_reads_the_updated_weights():
     model = made(Converts, "bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     reference = made(Converts)
@@ -343,7 +343,6 @@ def test_weights_are_cast_once_an_update():
         before.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert amp_graph.report(model).memory["weight copies"] > 0
     reference.load_state_dict(model.state_dict())
     with torch.autocast("cpu", BF16):
         theirs = reference(X)

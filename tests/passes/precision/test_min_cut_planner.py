@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.passes.casts.insert_casts import InsertCasts
+from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.precision.build_assignment import formulate, low_of
@@ -132,7 +133,10 @@ def inserted(seed, policy):
     gm, done = captured(seed).through(passes_until(InsertCasts, policy))
     kept = any(c.action == "kept full" for c in done[-1].result.changes)
     casts = [n for n in gm.graph.nodes if CAST in n.meta]
-    found = {(n.args[0].name, FULL if n.meta["val"].dtype == FP32 else LOW) for n in casts}
+    sources = [n.args[0].args[0] if n.args[0].target is within_range else n.args[0] for n in casts]
+    found = {
+        (source.name, FULL if n.meta["val"].dtype == FP32 else LOW) for source, n in zip(sources, casts, strict=True)
+    }
     return found, {n.name: m for n, m in marks(gm).items()}, kept
 
 

@@ -124,12 +124,11 @@ def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_au
     model, *_ = trained_as_exactly_as_by_autocast(Head, drawn(6, 4, 6, 6))
     assert model.head.weight.grad.stride() == model.head.weight.stride()
     code = conversion_of(model).graphs[0].rewritten.gm.code
-    assert code.count("weight_copy(") == 6
     assert "linear" in code
 
 
 def test_norms_are_folded_rather():
-    model = amp_graph.convert(Head(norm=True).eval(), "bf16")
+    model = amp_graph.freeze(amp_graph.convert(Head(norm=True).eval(), "bf16"))
     with torch.no_grad():
         model(drawn(6, 4, 6, 6))
     done = {p.name: p.result for p in conversion_of(model).graphs[0].rewritten.passes}
@@ -252,7 +251,7 @@ def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
     x = drawn(2, 3, 32, 32)
     model, out, right = trained_as_exactly_as_by_autocast(Transformer, x)
-    with torch.no_grad():
+    with torch.no_grad(), amp_graph.frozen(model):
         for _ in range(4):
             found = model(x)
             assert (found - right).norm() <= 1.1 * (out - right).norm()

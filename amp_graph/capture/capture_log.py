@@ -32,8 +32,6 @@ class Place:
 class CaptureLog(CaptureListener):
     """Receives Dynamo's events: ``skips`` are whole frames that it did not capture, ``breaks`` are graph breaks."""
 
-    is_whole_only = False
-
     def __init__(self) -> None:
         self.skips: list[Place] = []
         self.breaks: list[Place] = []

@@ -82,7 +82,7 @@ class WholeOnly(CaptureListener):
 class InPieces(CaptureListener):
     """Listens to the capture of partial graphs, forwards events to ``heard``, and stops unexpected captures."""
 
-    is_whole_only = False
+    is_whole = True  # until the capture of a whole call has failed
 
     def __init__(self, code: types.CodeType, heard: Any) -> None:
         self.code, self.heard = code, heard
@@ -167,7 +167,7 @@ class Escaping:
             if isinstance(stopped, AsksDtypes):
                 self.asking.add(self.mode())
             else:
-                self.broken = True
+                self.broken, self.many.is_whole = True, False
         with self.many.expected():
             return self._in_pieces(args, kwargs)
 

@@ -51,6 +51,7 @@ class InsertCasts(Pass):
 
     dtype: torch.dtype
     keep_outputs: bool = True
+    saturates: bool = True  # what would become infinite; lists that reproduce torch.autocast cast as it does
     name: ClassVar[str] = "insert-casts"
     required: ClassVar[bool] = True
 
@@ -64,7 +65,8 @@ class InsertCasts(Pass):
         mode = fake_mode_of(gm)
         if mode is None:
             return PassResult(gm)
-        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), out_of_range(gm, self.dtype))
+        large = out_of_range(gm, self.dtype) if self.saturates else set[Node]()
+        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), large)
         for node in gm.graph.nodes:
             if GIVEN in node.meta:
                 set_value(node, node.meta[GIVEN])

@@ -70,6 +70,8 @@ class CaptureListener:
     nothing of it.
     """
 
+    is_whole = True  # whether it captures whole calls
+
     def begins(self, code: types.CodeType) -> None:
         """A capture of a frame begins: there was no compiled code for it."""
 
@@ -205,8 +207,8 @@ class _CompileTimeConfig:
                 **chosen,
             ),
         ):
-            outer = capturing.is_on, capturing.is_eager
-            capturing.is_on, capturing.is_eager = True, self._eager
+            outer = capturing.is_on, capturing.is_eager, capturing.is_whole
+            capturing.is_on, capturing.is_eager, capturing.is_whole = True, self._eager, self._heard.is_whole
             _CAPTURES.append(None)
             try:
                 result = _with_room(self._inner, frame, *args, **kwargs)
@@ -216,7 +218,7 @@ class _CompileTimeConfig:
                 return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
             finally:
                 _CAPTURES.pop()
-                capturing.is_on, capturing.is_eager = outer
+                capturing.is_on, capturing.is_eager, capturing.is_whole = outer
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
         made = getattr(result, "guarded_code", None)

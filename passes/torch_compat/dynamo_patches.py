@@ -75,6 +75,7 @@ class _Capturing(threading.local):
 
     is_on = False
     is_eager = False
+    is_whole = False  # a graph break would end the capture, so that nothing has run
 
 
 capturing = _Capturing()
@@ -219,13 +220,16 @@ def _is_told_of_capture(tx: Any) -> bool:
     """Return whether code that asks if it is compiled is told so; else it hears what it hears in eager mode.
 
     torch's code and ours is, as its traced branch computes the same by operators that can be traced; so are the
-    helpers of transformers, which read the values of masks in eager mode, but not its models.
+    helpers of transformers, but not its models. Its masks read their values in eager mode, which breaks a graph: they
+    are told so until the capture of a whole call has failed.
     """
     while tx.f_globals.get("__name__") in _ASK_FOR_OTHERS:
         if tx.parent is None:  # a frame of its own, behind a graph break
             return False
         tx = tx.parent
     name = str(tx.f_globals.get("__name__", ""))
+    if name == "transformers.masking_utils":
+        return capturing.is_whole
     if name.startswith("transformers.models."):
         return False
     return name.startswith(("torch.", "amp_graph.", "transformers.")) and name != transformer.__name__

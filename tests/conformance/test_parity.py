@@ -46,12 +46,9 @@ def logs(name):
 
 def differences(name):
     """What `compare` says, without the places: "aten.gelu bfloat16 | float32"."""
-    found = Counter(line.split(": ", 1)[1] for line in compare(*logs(name)))
-    return Counter({line: n for line, n in found.items() if line not in CLAMPS})
+    return Counter(line.split(": ", 1)[1] for line in compare(*logs(name)))
 
 
-# Of the clamp of what a caller gives and a low operation adds: a part of its cast, which makes nothing infinite.
-CLAMPS = ("- | aten.clamp float32", "- | aten.where float32")
 # name: (reason, exactly what differs). Whatever else differs fails, and so does what no longer differs.
 EXCEPTIONS = {
     "graph_break_logging": (

@@ -73,8 +73,6 @@ def amp_graph(
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
     rewritten = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
-    if LEFT_ALONE in gm.meta:
-        warn_of_full_precision("a graph of torch.compile", gm, rewritten.dtype)
     graph = BackendGraph(rewritten, chosen, found, torch.is_grad_enabled())
     for value in example_inputs:
         if isinstance(value, torch.nn.Parameter):

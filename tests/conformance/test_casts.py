@@ -95,10 +95,10 @@ def autocast():
 
 
 @functools.cache
-def step(case, policy=None, updated=True, saves=True):
+def step(case, policy=None, saves=True):
     """(casts, bytes saved without weight copies) of the second step, converted or under autocast.
 
-    Unless weights were `updated` in between, it is a second micro-batch. Without `saves` bytes are not looked at.
+    Without `saves` bytes are not looked at.
     """
     context = autocast if policy is None else contextlib.nullcontext
     model, *_ = make(case)

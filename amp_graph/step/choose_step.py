@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
@@ -49,7 +47,6 @@ class StepRuns:
     loss_fn: Callable[..., Any] | None
     outputs: bool
     steps: CapturedSteps
-    escaped: EscapedCode
     max_graphs: int
     learns: bool
     collector_waits: bool
@@ -118,19 +115,14 @@ class StepRuns:
         return self._as_written(batch)
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
-        """Run a step with an uncaptured forward: under autocast or in fp32, by the policy word ``escaped``."""
+        """Run a step with an uncaptured forward, in fp32."""
         refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
-        escaped = self.escaped
 
         def compute() -> tuple[Any, ...]:
-            with escaped.region() if escaped.is_cast else nullcontext():
-                found = self._forward(*batch)
+            found = self._forward(*batch)
             loss, *others = found if self.outputs else (found,)
             refuse_what_is_no_loss(loss)
-            return (
-                loss.float() if loss.itemsize < 4 else loss,
-                *(escaped.finished(one, tuple(batch), {}) for one in others),
-            )
+            return (loss.float() if loss.itemsize < 4 else loss, *others)
 
         found = self.steps.run_as_written(compute)
         return tuple(found) if self.outputs else found[0]
@@ -142,7 +134,7 @@ class StepRuns:
             return
         told = (
             f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
-            f"{self.escaped.how} from now on; they differ in {why}\n"
+            "in fp32 from now on; they differ in {why}\n"
             f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
         )
         self.notes.append(told)

@@ -21,7 +21,6 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
@@ -179,7 +178,7 @@ class TrainStep:
         how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
-        own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)
+        own = (model, self.loss_fn, self.outputs, self._steps, self.max_graphs)
         self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
 
     # -- the loop -------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ def is_whole(compiled: types.CodeType) -> bool:
     return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
 
 
+def has_compiled(code: types.CodeType) -> bool:
+    """Say whether Dynamo has compiled code for ``code``; 2.11 - 2.13."""
+    return bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method without keeping its object alive.
 

@@ -118,7 +118,7 @@ class GroupUpdate:
             common |= {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
             return lambda ps, grads, kinds: torch._fused_adagrad_(ps, grads, *kinds, **common)
         decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = map(float, g["betas"])
         common |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": g["eps"], "amsgrad": g["amsgrad"]}
         return lambda ps, grads, kinds: kernel(

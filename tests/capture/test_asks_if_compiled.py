@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import amp_graph
+from tests.composed import Composed
 
 transformers = pytest.importorskip("transformers")
 
@@ -20,11 +21,7 @@ def own_asks():
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-class Asks(nn.Module):
-    def __init__(self, question):
-        super().__init__()
-        self.layer, self.question = nn.Linear(8, 8), question
-
+class Asks(Composed, parts=lambda question: dict(layer=nn.Linear(8, 8), question=question)):
     def forward(self, x):
         y = self.layer(x)
         return y * 100 if self.question() else y

@@ -9,6 +9,7 @@ import torch
 
 from amp_graph.integrations.outermost_calls import outermost_calls
 from amp_graph.integrations.packages import missing
+from tests.composed import Composed
 
 PACKAGES = {
     "lightning": "lightning",
@@ -41,11 +42,7 @@ class Inner(torch.nn.Module):
         return x + 1
 
 
-class Outer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Inner(), Inner()
-
+class Outer(Composed, parts=lambda: dict(first=Inner(), second=Inner())):
     def forward(self, x):
         return self.second(self.first(x))
 

@@ -60,7 +60,6 @@ from amp_graph.passes.recognize.attention import FuseAttention
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
 from amp_graph.passes.recognize.gelu import FuseGelu
-from amp_graph.passes.recognize.matmul_to_linear import MatmulToLinear
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
 from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
@@ -118,10 +117,8 @@ TABLE = checked((
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, needs=OURS,
         worth="part of recompute-activations and prepack-weights, which see through it"),
     Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,
-        before=("matmul-to-linear", "fuse-attention"),
+        before=("fuse-attention",),
         worth="part of attention, which is also written with einsum"),
-    Row(MatmulToLinear, RECOGNIZE, BIT_EXACT, lambda o: MatmulToLinear(o.lists), needs=OURS,
-        worth="part of prepack-weights, which packs the weights of linears"),
     Row(FuseGelu, RECOGNIZE, approximate("rounds once, where the formula rounds after each operation"), needs=OURS,
         worth="exactness: the formula has 1.4 times the error in bf16"),
     Row(FuseRmsNorm, RECOGNIZE, approximate("bit-exact in fp32; else fp32 inside, rounded once"), needs=OURS,

@@ -84,7 +84,7 @@ calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weight
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
-step: lower-weight-gradients logits-gradient-in-place
+step: lower-weight-gradients logits-gradient-in-place row-gradients
 autocast's lists: identify-ops decompose-composites plan-precision insert-casts eliminate-casts share-casts
   fp32-norm-gradients""",
         )

@@ -24,6 +24,7 @@ from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.casts.portable_ops import CheckPortable, UsePortableOps
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.uniform_operands import UniformOperands
+from amp_graph.passes.casts.widen_halves import WidenHalves
 from amp_graph.passes.emulation.emulate_cuda import EmulateCuda
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.channels_last import ChannelsLast
@@ -115,6 +116,7 @@ def _frozen(options: PipelineOptions) -> FrozenWeights:
 
 TABLE = checked((
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
+    Row(WidenHalves, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, needs=OURS,
         worth="part of recompute-activations and prepack-weights, which see through it"),
     Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,

@@ -7,7 +7,7 @@ inside it. Exactness: bit-exact (the same ATen operations run, in the same order
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +19,9 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.edit import set_identity
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MODULE, WISH
+from amp_graph.passes.graph.graph_text import target_text
+from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views
+from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
 from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
 from amp_graph.passes.precision.classify import classified
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -62,7 +63,8 @@ class DecomposeComposites(Pass):
 def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
     """Replace ``node`` by its operations and return them; return None and change nothing if that is not possible.
 
-    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes.
+    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes. If
+    ``node`` is planned, its operations are planned as it was.
     """
     try:
         small = trace_node(node, mode, decompose, symbolic=True)
@@ -86,8 +88,12 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
                 _describe(env[part], part, node)
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
+    mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
+        if mark is not None and tensors(part.meta["val"]) and not only_views(part):  # planned as the whole was
+            why = mark.reason.removeprefix(f"{', '.join(mark.ops)}: ")
+            part.meta[MARK] = replace(mark, ops=names_of(part), reason=f"in {target_text(node)}: {why}")
     return made
 
 

@@ -20,7 +20,7 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.capture.sensitivity_sample import Sampled, measure
 from amp_graph.cli.target import load_target
-from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
+from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert, warn_of_unmatched
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
@@ -78,6 +78,7 @@ def sampled(
                 f"plan: level {wanted.level} is not supported: plans are for fp32 parameters\n"
                 "  legal: level O1\n  fix:   --policy bf16"
             )
+        warn_of_unmatched(model, wanted)
         if training is not None:
             model.train(training)
 

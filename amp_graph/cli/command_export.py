@@ -18,7 +18,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.cli.capture_target import quiet
 from amp_graph.cli.target import load_target
 from amp_graph.cli.terminal import write_json
-from amp_graph.convert import revert
+from amp_graph.convert import revert, warn_of_unmatched
 from amp_graph.errors import AmpGraphError
 from amp_graph.export import export, to_aoti, to_onnx
 from amp_graph.export.formats import save
@@ -58,6 +58,7 @@ def _program(args: argparse.Namespace) -> tuple[Policy, ExportedProgram]:
     policy = Policy.parse(args.policy) if args.policy is not None or present is None else present.policy
     if present is not None:
         revert(target.model)
+    warn_of_unmatched(target.model, policy)
     target.model.train(bool(args.training))
     made = export(target.model, target.args, target.kwargs, policy, fold_weights=args.fold_weights)
     return policy, made

@@ -73,18 +73,18 @@ class TestSelection(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-eager: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-gelu fuse-rms-
-  norm conv-to-linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-
-  casts fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last
-  lower-pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-
-  cross-entropy recompute-activations lower-linears
+eager: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-norm conv-to-linear
+  fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts fp32-norm-
+  gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-pointwise-
+  conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy
+  recompute-activations lower-linears
 calls, training: cast-weights batch-weight-casts reuse-embedding-gradients
 calls, inference: batch-weight-casts
 calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weights
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
-step: lower-weight-gradients logits-gradient-in-place
+step: lower-weight-gradients logits-gradient-in-place row-gradients
 autocast's lists: identify-ops widen-halves decompose-composites plan-precision insert-casts eliminate-casts
   share-casts fp32-norm-gradients""",
         )

@@ -70,8 +70,18 @@ def pytest_collection_modifyitems(items):
             found.setdefault((item.path, item.originalname), (mark.args[0], []))[1].append(item)
     for count, cases in found.values():
         cases.sort(key=lambda item: zlib.crc32(item.name.encode()))  # in order they would share a parameter
-        for item in cases[-(-len(cases) // count) :]:
+        seen = set()
+        for _ in range(-(-len(cases) // count)):
+            case = max(cases, key=lambda item: len(values_of(item) - seen))  # noqa: B023
+            seen |= values_of(case)
+            cases.remove(case)
+        for item in cases:
             item.add_marker(pytest.mark.slow)
+
+
+def values_of(item):
+    """Return the places and values of a case's parameters, of which a sample should have as many as it can."""
+    return set(enumerate(item.callspec.id.split("-"))) if hasattr(item, "callspec") else set()
 
 
 def pytest_collection_finish():

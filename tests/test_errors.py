@@ -9,11 +9,14 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError, ListError, PolicyError
-from tests.composed import Composed
 from tests.corpus import make
 
 
-class Net(Composed, parts=lambda: dict(first=nn.Linear(16, 32), second=nn.Linear(32, 4))):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
     def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
 
@@ -215,7 +218,11 @@ class OwnError(Exception):
     pass
 
 
-class Raises(Composed, parts=lambda kind: dict(fc=nn.Linear(16, 4), kind=kind, raising=True)):
+class Raises(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.fc, self.kind, self.raising = nn.Linear(16, 4), kind, True
+
     def forward(self, x):
         y = self.fc(x)
         if self.raising:

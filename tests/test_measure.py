@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from tests import measure
-from tests.composed import Composed
 from tests.corpus.core import Case, args
 from tests.corpus.losses import project
 from tests.measure import Run, error_ratio, gradient_errors
@@ -74,7 +73,11 @@ def test_a_nan_is_never_hidden():
     assert math.isnan(ratios.gradient_worst)
 
 
-class Times(Composed, parts=lambda factor: dict(factor=factor)):
+class Times(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
     def forward(self, x):
         return x * self.factor
 
@@ -104,7 +107,11 @@ def test_a_small_gradient_keeps_its_own_scale():
     assert gradient_errors(lost, Run((), 0.0, true)) == {"big": 0.0, "small": 1.0}
 
 
-class Autocasted(Composed, parts=lambda model, low=BF16: dict(model=model, low=low)):
+class Autocasted(nn.Module):
+    def __init__(self, model, low=BF16):
+        super().__init__()
+        self.model, self.low = model, low
+
     def forward(self, *args, **kwargs):
         with torch.autocast("cpu", self.low):
             return self.model(*args, **kwargs)

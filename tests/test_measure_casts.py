@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.composed import Composed
 from tests.measure import CastCounter, DtypeLog, compare, saved_bytes
 
 BF16 = torch.bfloat16
@@ -24,8 +23,12 @@ def counted(model, x, context=autocast):
     return casts
 
 
-class ThreeCasts(Composed, parts=lambda: dict(weight=nn.Parameter(torch.randn(4, 4)))):
+class ThreeCasts(nn.Module):
     """Exactly three activation casts, and those of one weight (used twice)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
         w = self.weight.to(BF16)
@@ -76,7 +79,11 @@ def test_a_model_without_casts_counts_nothing_and_gradients_are_still_stolen():
 
 
 def test_views_of_weights_are_weights_and_a_square_activation_is_not():
-    class Viewed(Composed, parts=lambda: dict(weight=nn.Parameter(torch.randn(4, 4)))):
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
         def forward(self, x):
             return x.to(BF16) @ self.weight.t().to(BF16)
 

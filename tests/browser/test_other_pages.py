@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.report.report_html import html_page
-from tests.composed import Composed
 
 # Chooses every module and every node, before and after, in each graph, with and without weights.
 EVERYTHING = """
@@ -37,12 +36,20 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.part, x, use_reentrant=False))
 
 
-class Branches(Composed, parts=lambda: dict(one=nn.Linear(16, 16), two=nn.Linear(16, 16))):
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
 
 
-class Broken(Composed, parts=lambda: dict(fc=nn.Linear(16, 16))):
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
     def forward(self, x):
         x = self.fc(x)
         torch._dynamo.graph_break()

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import amp_graph
-from tests.composed import Composed
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,7 +20,11 @@ def own_asks():
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-class Asks(Composed, parts=lambda question: dict(layer=nn.Linear(8, 8), question=question)):
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.layer, self.question = nn.Linear(8, 8), question
+
     def forward(self, x):
         y = self.layer(x)
         return y * 100 if self.question() else y

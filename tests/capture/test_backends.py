@@ -8,7 +8,6 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError, PolicyError
-from tests.composed import Composed
 from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
@@ -162,7 +161,11 @@ def test_a_checkpointed_model_recomputes(compile):
     """The number of matrix products of a step is that of the unconverted model: no more, and no fewer."""
     from torch.utils.checkpoint import checkpoint
 
-    class Net(Composed, parts=lambda: dict(block=nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=False)
 

@@ -10,13 +10,16 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
-from tests.composed import Composed
 
 X = torch.randn(3, 8)
 
 
-class Breaks(Composed, parts=lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 8))):
+class Breaks(nn.Module):
     """Two linears with a graph break between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         x = self.first(x)

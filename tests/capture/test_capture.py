@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
-from tests.composed import Composed
 from tests.corpus import CASES, make
 from tests.measure import DtypeLog
 
@@ -97,7 +96,11 @@ def test_eval_drops_nothing_and_train_does():
     assert (model.train()(x) == 0).any()
 
 
-class Gather(Composed, parts=lambda: dict(table=nn.Embedding(9, 16), head=nn.Linear(16, 4))):
+class Gather(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 16), nn.Linear(16, 4)
+
     def forward(self, ids, scale=1):
         return self.head(self.table(ids)) * scale
 
@@ -114,7 +117,11 @@ def test_other_shapes_and_integer_dtypes(dtype):
 
 
 def test_float64_and_half_inputs_are_captured_as_they_come():
-    class Scale(Composed, parts=lambda: dict(fc=nn.Linear(8, 4))):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
         def forward(self, x, y):
             return self.fc(x) * y
 
@@ -243,7 +250,11 @@ def test_recurrent_roots(kind):
 # -- what is not captured -----------------------------------------------------------------------------
 
 
-class Breaks(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
     def forward(self, x):
         x = self.fc(x)
         torch._dynamo.graph_break()  # the line to be named
@@ -274,7 +285,11 @@ def test_every_piece_of_a_broken_graph_is_converted(name):
     assert set(products(model, *args, **kwargs)) == {BF16}
 
 
-class Hidden(Composed, parts=lambda: dict(fc=nn.Linear(8, 4))):
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
     @torch._dynamo.disable
     def forward(self, x):
         return self.fc(x)
@@ -499,7 +514,11 @@ def test_capturing_logs_no_error_where_libraries_log_once(monkeypatch, caplog):
         once = functools.lru_cache(lambda self, *args, name=name: None)
         monkeypatch.setattr(logging.Logger, name, once, raising=False)
 
-    class Warns(Composed, parts=lambda: dict(fc=nn.Linear(4, 4))):
+    class Warns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
         def forward(self, x):
             logging.getLogger("somebody").warning_once("only now")
             return self.fc(x)

@@ -10,7 +10,6 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError, PolicyError
-from tests.composed import Composed
 
 pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -18,7 +17,11 @@ pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
 ]
 
 
-class Net(Composed, parts=lambda: dict(linear=nn.Linear(8, 8))):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
     def forward(self, x):
         return self.linear(x).relu()
 

@@ -10,7 +10,6 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
-from tests.composed import Composed
 from tests.corpus import CASES, make
 from tests.measure import DtypeLog
 
@@ -213,7 +212,11 @@ class Pair:
     note: str = "as given"
 
 
-class ReturnsDataclass(Composed, parts=lambda: dict(fc=nn.Linear(8, 4))):
+class ReturnsDataclass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
     def forward(self, x):
         y = self.fc(x)
         return Pair(y, y * 2)

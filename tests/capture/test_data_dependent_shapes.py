@@ -14,7 +14,6 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import symbolic_sizes
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
-from tests.composed import Composed
 
 WIDTH, ROWS = 16, 12
 
@@ -199,8 +198,13 @@ def test_a_step_is_one_graph(program):
         check(found, expected, other)
 
 
-class Listed(Composed, parts=lambda: dict(layer=nn.Linear(WIDTH, WIDTH)), seed=0):
+class Listed(nn.Module):
     """Splits rows by counts whose number itself depends on data: no graph has them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x, kinds):
         parts = self.layer(x).split(torch.bincount(kinds, minlength=3).tolist())

@@ -9,13 +9,16 @@ from torch.fx import symbolic_trace
 
 import amp_graph
 from amp_graph.errors import CaptureError
-from tests.composed import Composed
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Masked(Composed, parts=lambda: dict(linear=nn.Linear(4, 4))):
+class Masked(nn.Module):
     """Which rows are returned depends on their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
         return self.linear(x)[x[:, 0] > 0]
@@ -56,7 +59,11 @@ def test_numbers_that_a_shape_depends_on_are_named(name):
 
 
 def test_inputs_with_a_default_may_be_left_out():
-    class Scaled(Composed, parts=lambda: dict(linear=nn.Linear(4, 4))):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
         def forward(self, x, scale=2.0):
             return self.linear(x) * scale
 

@@ -17,13 +17,16 @@ from amp_graph.passes.graph.meta_keys import UNPLANNED
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.recognize.gelu import FuseGelu
-from tests.composed import Composed
 from tests.passes.graphs import BF16, body_text, capture_function, standard_passes
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Net(Composed, parts=lambda: dict(first=nn.Linear(8, 16), norm=nn.LayerNorm(16), last=nn.Linear(16, 4))):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
     def forward(self, x):
         return self.last(F.gelu(self.norm(self.first(x))))
 
@@ -161,7 +164,11 @@ def test_a_graph_without_a_plan_runs_as_under_autocast(monkeypatch, how):
 
 
 def test_a_graph_that_autocast_cannot_run_either_stays_fp32(monkeypatch):
-    class Mixed(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
         def forward(self, x):
             return torch.cdist(self.fc(x).view(6, 8), x) + torch.dot(self.fc(x)[0], x[0])
 
@@ -196,7 +203,11 @@ def test_code_that_escapes_in_fp32_has_its_unplanned_graphs_in_fp32(monkeypatch)
 
 
 def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch):
-    class Tanh(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
         def forward(self, x):
             h = self.fc(x)
             return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
@@ -222,8 +233,12 @@ def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch):
     assert any("run as captured" in note for note in amp_graph.report(model).notes)
 
 
-class Looks(Composed, parts=lambda region: dict(fc=nn.Linear(8, 8), rows=nn.Embedding(4, 8), region=region)):
+class Looks(nn.Module):
     """Looks rows up inside of a region."""
+
+    def __init__(self, region):
+        super().__init__()
+        self.fc, self.rows, self.region = nn.Linear(8, 8), nn.Embedding(4, 8), region
 
     def forward(self, x, i):
         h = self.fc(x)
@@ -258,7 +273,12 @@ def test_an_error_of_the_users_is_eagers_and_leaves_no_mode_on(region):
 
 
 def test_a_call_that_wrote_to_its_input_is_not_run_twice(monkeypatch):
-    class Writes(Composed, parts=lambda: dict(rows=nn.Embedding(4, 8), count=nn.Buffer(torch.zeros(())))):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Embedding(4, 8)
+            self.register_buffer("count", torch.zeros(()))
+
         def forward(self, x, i):
             self.count += 1
             return x + self.rows(i)

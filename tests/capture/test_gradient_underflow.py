@@ -12,7 +12,6 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
-from tests.composed import Composed
 
 SAID = "gradients are too small for fp16"
 
@@ -70,7 +69,11 @@ def test_a_mean_over_many_numbers_is_said():
 
 
 def test_a_loss_that_the_model_computes_is_said():
-    class WithLoss(Composed, parts=lambda: dict(inner=mlp())):
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
         def forward(self, x):
             return F.cross_entropy(self.inner(x), Y) * 2.0**-14
 
@@ -114,7 +117,11 @@ def dead():
     return model
 
 
-class Padded(Composed, parts=lambda: dict(words=nn.Embedding(50, 16, padding_idx=0), out=nn.Linear(16, 4))):
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(50, 16, padding_idx=0), nn.Linear(16, 4)
+
     def forward(self, x):
         return self.out(self.words(x.abs().long()).mean(1))
 

@@ -22,7 +22,6 @@ from amp_graph.capture import captured_graphs
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.base import PassError
-from tests.composed import Composed
 from tests.measure import DtypeLog
 
 BF16, FP16, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -32,8 +31,10 @@ X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
 logger = logging.getLogger("escape")
 
 
-class Pair(Composed, parts=lambda: dict(first=nn.Linear(16, 16), second=nn.Linear(16, 4))):
-    pass
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
 
 
 class Logs(Pair):
@@ -67,14 +68,22 @@ class Loops(Pair):
         return self.second(total)
 
 
-class Part(Composed, parts=lambda: dict(up=nn.Linear(16, 32), down=nn.Linear(32, 16))):
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
     def forward(self, x):
         x = F.gelu(self.up(x))
         torch._dynamo.graph_break()
         return self.down(x)
 
 
-class CallsItsPartOften(Composed, parts=lambda: dict(part=Part(), head=nn.Linear(16, 4))):
+class CallsItsPartOften(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = Part(), nn.Linear(16, 4)
+
     def forward(self, x):
         for _ in range(3):
             x = x + self.part(x)
@@ -219,7 +228,11 @@ def test_an_input_that_comes_back_is_the_input():
 
 
 def test_the_users_own_regions_are_obeyed():
-    class Region(Composed, parts=lambda: dict(first=nn.Linear(16, 16), part=Part(), last=nn.Linear(16, 4))):
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part, self.last = nn.Linear(16, 16), Part(), nn.Linear(16, 4)
+
         def forward(self, x):
             for _ in range(1):
                 x = self.first(x)
@@ -609,7 +622,11 @@ def _(x):
     return torch.empty_like(x)
 
 
-class LooksAtCastCache(Composed, parts=lambda: dict(first=nn.Linear(16, 16))):
+class LooksAtCastCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
     def forward(self, x):
         x = looks_at_cast_cache(self.first(x))
         torch._dynamo.graph_break()
@@ -699,8 +716,12 @@ def test_a_broken_model_is_freed():
 # -- errors, wherever they come from ------------------------------------------------------------------
 
 
-class LooksUp(Composed, parts=lambda: dict(table=nn.Embedding(8, 16), part=Part(), head=nn.Linear(16, 4))):
+class LooksUp(nn.Module):
     """The second piece fails on the CPU's own check of its indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.part, self.head = nn.Embedding(8, 16), Part(), nn.Linear(16, 4)
 
     def forward(self, x, ids):
         x = self.part(x)
@@ -786,7 +807,11 @@ def test_a_piece_that_cannot_be_rewritten_runs_under_autocast_and_is_reported(mo
 def test_code_on_which_tracing_fails_runs_as_written_and_once():
     """Dynamo raises an error of its own at a list whose length data decides."""
 
-    class Routes(Composed, parts=lambda: dict(part=Part(), head=nn.Linear(16, 4), calls=0)):
+    class Routes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head, self.calls = Part(), nn.Linear(16, 4), 0
+
         def forward(self, x):
             self.calls += 1
             total = torch.zeros_like(x)
@@ -805,8 +830,12 @@ def test_code_on_which_tracing_fails_runs_as_written_and_once():
     assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
 
 
-class WhileLarge(Composed, parts=lambda: dict(part=nn.Linear(8, 8), turns=0)):
+class WhileLarge(nn.Module):
     """Shrinks its input, a turn at a time, until a value says that it is small enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.turns = nn.Linear(8, 8), 0
 
     def forward(self, x):
         self.turns = 0
@@ -856,8 +885,12 @@ def test_a_loop_of_a_thousand_turns_that_values_decide(kind):
             assert abs(model.turns - turns) <= 2
 
 
-class WritesToTheBase(Composed, parts=lambda: dict(part=nn.Linear(8, 8))):
+class WritesToTheBase(nn.Module):
     """Gives an input a gradient of which another input is a view: Dynamo has no fake tensor for that."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(8, 8)
 
     def forward(self, x, view, z):
         x.copy_(z)
@@ -874,7 +907,11 @@ class ReadsItsBatch(WritesToTheBase):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
-    class Embeds(Composed, parts=lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 8))):
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
         def forward(self, x, held):
             h = self.first(x)
             torch._dynamo.graph_break()
@@ -951,7 +988,11 @@ def write_to_a_complex_view(h, x):
 def test_a_write_behind_a_conversion_and_a_graph_break_is_seen(writes, policy):
     """Autocast loses them: there ``h.float()`` is another memory, and ``h.bfloat16()`` the same."""
 
-    class Model(Composed, parts=lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 8))):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
         def forward(self, x):
             h = self.first(x)
             torch._dynamo.graph_break()
@@ -1009,7 +1050,12 @@ def test_an_error_in_a_hook_between_graphs():
 
 
 def test_the_users_tensors_are_written_as_under_autocast():
-    class Writes(Composed, parts=lambda: dict(part=Part(), head=nn.Linear(16, 4), seen=nn.Buffer(torch.zeros(16)))):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.head = Part(), nn.Linear(16, 4)
+            self.register_buffer("seen", torch.zeros(16))
+
         def forward(self, x, out):
             for _ in range(2):
                 x = self.part(x)

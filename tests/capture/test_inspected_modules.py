@@ -15,7 +15,6 @@ from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import module_attributes
 from amp_graph.passes.torch_compat.versions import torch_version
 from tests.capture.test_failing_conversions import state_of
-from tests.composed import Composed
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
@@ -68,6 +67,7 @@ def train(model, optimizer, step=None):
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_converting_computes_no_parametrization_and_training_is_as_under_autocast(kind, policy):
+    torch.manual_seed(0)
     ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), KINDS[kind](nn.Linear(16, 4)))
     with torch.no_grad():
         ours(X)  # makes plain attributes of what hooks compute, which are copied where they have no gradient
@@ -86,6 +86,7 @@ def test_converting_computes_no_parametrization_and_training_is_as_under_autocas
 
 @pytest.mark.parametrize("kind", ["spectral norm", "pruned"])
 def test_a_train_step_computes_no_parametrization_before_its_first_call(kind):
+    torch.manual_seed(0)
     ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4))
     with torch.no_grad():
         ours(X)
@@ -98,8 +99,12 @@ def test_a_train_step_computes_no_parametrization_before_its_first_call(kind):
     assert error(train(ours, None, step), exact) < 1e-2
 
 
-class Hidden(Composed, parts=lambda: dict(stored=nn.Parameter(torch.eye(16)))):
+class Hidden(nn.Module):
     """Stores a weight, and has properties that are none of ours to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stored = nn.Parameter(torch.eye(16))
 
     @property
     def weight(self):
@@ -111,8 +116,12 @@ class Hidden(Composed, parts=lambda: dict(stored=nn.Parameter(torch.eye(16)))):
         return x @ self.stored
 
 
-class Strict(Composed, parts=lambda: dict(inner=nn.Linear(16, 16))):
+class Strict(nn.Module):
     """Has a `__getattr__` that raises something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
 
     def __getattr__(self, name):
         if name in self.__dict__.get("_modules", {}):
@@ -135,6 +144,7 @@ def without_weight(weight):
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("kind", [Hidden, Strict])
 def test_properties_and_getattr_are_not_asked(kind, policy):
+    torch.manual_seed(0)
     model = nn.Sequential(kind(), nn.Linear(16, 4))
     exact = model(X)
     amp_graph.convert(model, policy)
@@ -155,7 +165,11 @@ def test_a_missing_weight_is_an_error_of_the_call_as_without_us(weight):
     amp_graph.revert(model)
 
 
-class Narrow(Composed, parts=lambda: dict(down=nn.Linear(16, 0), up=nn.Linear(0, 4))):
+class Narrow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(16, 0), nn.Linear(0, 4)
+
     def forward(self, x):
         return self.up(self.down(x))
 
@@ -191,7 +205,11 @@ def test_the_first_call_initializes_lazy_modules():
     assert conversion_of(model).runs == 2
 
 
-class Branches(Composed, parts=lambda: dict(one=nn.LazyLinear(4), two=nn.LazyLinear(4))):
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.LazyLinear(4), nn.LazyLinear(4)
+
     def forward(self, x, second=False):
         return self.two(x) if second else self.one(x)
 
@@ -208,6 +226,7 @@ def test_what_stays_lazy_after_a_call_does_no_harm():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_train_step_initializes_lazy_modules():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(4))
     step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.5), "bf16")
     losses = [step(X, Y).item() for _ in range(5)]

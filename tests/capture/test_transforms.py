@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
-from tests.composed import Composed
 from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
@@ -23,24 +22,40 @@ def mlp():
     return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
 
 
-class Force(Composed, parts=lambda: dict(net=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)))):
+class Force(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
     def forward(self, x):
         return torch.func.grad(lambda v: self.net(v).sum())(x)
 
 
-class OfIntermediate(Composed, parts=lambda: dict(linear=nn.Linear(16, 16))):
+class OfIntermediate(nn.Module):
     """A low-precision value meets a transform."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
 
     def forward(self, x):
         return self.linear(torch.func.grad(lambda a: (a @ a.T).sum())(self.linear(x)))
 
 
-class Vmapped(Composed, parts=lambda: dict(linear=nn.Linear(16, 16), head=nn.Linear(16, 2))):
+class Vmapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.head = nn.Linear(16, 16), nn.Linear(16, 2)
+
     def forward(self, x):
         return self.head(torch.func.vmap(self.linear)(x))
 
 
-class Tangent(Composed, parts=lambda: dict(linear=nn.Linear(16, 4))):
+class Tangent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
     def forward(self, x):
         return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
 
@@ -167,7 +182,11 @@ def test_a_part_that_escaped_capture_is_said_with_its_parameters():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_buffers_that_forward_writes(reentrant):
-    class Net(Composed, parts=lambda: dict(block=nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()))):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
         def forward(self, x):
             return checkpoint(self.block, x, use_reentrant=reentrant)
 

@@ -11,7 +11,6 @@ import amp_graph
 from amp_graph.errors import ScaleError
 from amp_graph.policy_words import DTYPES as LOW
 from amp_graph.scaling.loss_scale import STUCK, LossScale
-from tests.composed import Composed
 from tests.corpus import CASES, make
 from tests.measure import to_device
 from tests.scaling.test_grad_scaler import moved, torchs
@@ -20,7 +19,11 @@ DEVICE = "cuda"
 WHOLE = ("bert_sdpa", "gpt2", "vit", "resnet_bottleneck", "lstm_lm", "tied_weights")
 
 
-class Net(Composed, parts=lambda: dict(first=nn.Linear(64, 256), norm=nn.LayerNorm(256), last=nn.Linear(256, 8))):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 8)
+
     def forward(self, x):
         return self.last(F.gelu(self.norm(self.first(x))))
 
@@ -42,7 +45,11 @@ def placed(name):
     return model, *to_device((args, kwargs), DEVICE)
 
 
-class WithLoss(Composed, parts=lambda model, case: dict(model=model, loss=case.loss)):
+class WithLoss(nn.Module):
+    def __init__(self, model, case):
+        super().__init__()
+        self.model, self.loss = model, case.loss
+
     def forward(self, args, kwargs):
         return self.loss(self.model(*args, **kwargs))
 

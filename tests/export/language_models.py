@@ -1,12 +1,15 @@
 """BERT, GPT-2 and Llama of transformers, small and with random weights, as models of one tensor to one tensor."""
 
 import torch
+from torch import nn
 
-from tests.composed import Composed
 
-
-class Logits(Composed, parts=lambda model: dict(model=model)):
+class Logits(nn.Module):
     """A model of transformers whose forward takes token numbers and returns the first output, without a cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
 
     def forward(self, ids):
         options = {} if self.model.config.model_type == "bert" else {"use_cache": False}

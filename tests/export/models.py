@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.composed import Composed
-
 WITHOUT = """
 import importlib.abc, sys
 class Blocked(importlib.abc.MetaPathFinder):
@@ -33,8 +31,12 @@ def run_without_amp_graph(code, folder):
     return done.stdout
 
 
-class Mlp(Composed, parts=lambda: dict(up=nn.Linear(32, 128), norm=nn.LayerNorm(128), down=nn.Linear(128, 8))):
+class Mlp(nn.Module):
     """Linears, a layer norm, a GELU written out and a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 128), nn.LayerNorm(128), nn.Linear(128, 8)
 
     def forward(self, x):
         h = self.norm(self.up(x))
@@ -70,22 +72,34 @@ class Attention(nn.Module):
         return x + self.out((scores @ v).transpose(1, 2).flatten(2))
 
 
-class Recurrent(Composed, parts=lambda: dict(lstm=nn.LSTM(16, 32), gru=nn.GRU(32, 16), out=nn.Linear(16, 4))):
+class Recurrent(nn.Module):
     """An LSTM and a GRU."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru, self.out = nn.LSTM(16, 32), nn.GRU(32, 16), nn.Linear(16, 4)
 
     def forward(self, x):
         return self.out(self.gru(self.lstm(x)[0])[0])
 
 
-class Branches(Composed, parts=lambda: dict(one=nn.Linear(16, 16), two=nn.Linear(16, 16))):
+class Branches(nn.Module):
     """A condition, whose branches are graphs of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda x: self.one(x).relu(), lambda x: self.two(x).sin(), (x,))
 
 
-class Writes(Composed, parts=lambda: dict(linear=nn.Linear(16, 16), norm=nn.LayerNorm(16), groups=nn.GroupNorm(4, 16))):
+class Writes(nn.Module):
     """Writes in place between dtypes, and a scalar tensor beside a low-precision one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.groups = nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)
 
     def forward(self, x):
         h = self.linear(x)

@@ -13,7 +13,6 @@ from amp_graph.export import export
 from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.torch_compat.modules import is_exported
-from tests.composed import Composed
 
 from .models import Attention, Branches, Cnn, Mlp, Recurrent, Writes, error, made, run_without_amp_graph
 
@@ -85,7 +84,11 @@ def test_gradients_are_those_of_fp32_parameters():
 
 
 def test_several_readers_of_a_cast_have_one_each_so_that_their_gradients_are_summed_in_fp32():
-    class Readers(Composed, parts=lambda: dict(parts=nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3)))):
+    class Readers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
         def forward(self, x):
             h = torch.logsumexp(torch.stack([x, x]), 0)
             return sum(part(h) for part in self.parts)
@@ -180,7 +183,11 @@ def test_dynamic_sizes_stay_dynamic():
 
 
 def test_checks_of_captured_dtypes_do_not_force_casts():
-    class Converts(Composed, parts=lambda: dict(one=nn.Linear(64, 64), two=nn.Linear(64, 64))):
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
         def forward(self, x):
             return self.two(self.one(x).to(torch.float32).relu())
 
@@ -236,7 +243,11 @@ def test_what_cannot_be_exported_is_one_error():
 def test_an_export_that_fails_leaves_no_hook_behind():
     """torch 2.11 and 2.12 leave one, at which Dynamo breaks the graph of each forward that assigns to a buffer."""
 
-    class Assigns(Composed, parts=lambda: dict(seen=nn.Buffer(torch.zeros(3)))):
+    class Assigns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
         def forward(self, x):
             self.seen = x.detach()
             return x + 1 if x.sum() > 0 else x - 1

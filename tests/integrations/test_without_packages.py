@@ -9,7 +9,6 @@ import torch
 
 from amp_graph.integrations.outermost_calls import outermost_calls
 from amp_graph.integrations.packages import missing
-from tests.composed import Composed
 
 PACKAGES = {
     "lightning": "lightning",
@@ -42,7 +41,11 @@ class Inner(torch.nn.Module):
         return x + 1
 
 
-class Outer(Composed, parts=lambda: dict(first=Inner(), second=Inner())):
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+
     def forward(self, x):
         return self.second(self.first(x))
 

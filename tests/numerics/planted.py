@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.composed import Composed
-
 # What fp16 without a loss scale is warned of.
 SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
 FORWARD = {"plant:mul.1", "plant:div"}  # what makes the large value, and what reads it
@@ -42,7 +40,11 @@ class Plant(nn.Module):
         return x
 
 
-class MLP(Composed, parts=lambda kind: dict(first=nn.Linear(16, 32), plant=Plant(kind, 32), last=nn.Linear(32, 4))):
+class MLP(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.plant, self.last = nn.Linear(16, 32), Plant(kind, 32), nn.Linear(32, 4)
+
     def forward(self, x):
         return self.last(torch.relu(self.plant(self.first(x))))
 

@@ -12,7 +12,6 @@ from torch._higher_order_ops.while_loop import while_loop
 import amp_graph
 from amp_graph.numerics.run_bodies import OPERATORS
 from amp_graph.passes.graph.bodies import REWRITTEN
-from tests.composed import Composed
 from tests.numerics.planted import SILENT, Plant
 
 WIDTH = 8
@@ -33,7 +32,11 @@ class Large(nn.Module):
         return self.down(self.up(x) * 1e-5)
 
 
-class Branch(Composed, parts=lambda: dict(first=nn.Linear(WIDTH, WIDTH), large=Large(), last=nn.Linear(WIDTH, WIDTH))):
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.large, self.last = nn.Linear(WIDTH, WIDTH), Large(), nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x):
         (h,) = torch.cond(
             x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.large(self.first(h)),), (torch.tanh(x),)
@@ -41,7 +44,11 @@ class Branch(Composed, parts=lambda: dict(first=nn.Linear(WIDTH, WIDTH), large=L
         return self.last(h)
 
 
-class Recurrent(Composed, parts=lambda: dict(mix=nn.Linear(WIDTH, WIDTH), large=Large(), last=nn.Linear(WIDTH, WIDTH))):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.large, self.last = nn.Linear(WIDTH, WIDTH), Large(), nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x):
         def step(state, row):
             state = torch.tanh(self.mix(state) + self.large(row))
@@ -50,7 +57,11 @@ class Recurrent(Composed, parts=lambda: dict(mix=nn.Linear(WIDTH, WIDTH), large=
         return self.last(scan(step, torch.zeros(WIDTH), x)[1])
 
 
-class Loop(Composed, parts=lambda: dict(large=Large(), last=nn.Linear(WIDTH, WIDTH))):
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.last = Large(), nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x):
         def body(i, h):
             return i + 1, torch.tanh(self.large(h))
@@ -140,6 +151,7 @@ class Planted(nn.Module):
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])
 def test_the_line_inside_of_a_body_is_named_at_first_try(kind, scale, inside):
+    torch.manual_seed(0)
     model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
     before = {n: p.clone() for n, p in model.named_parameters()}
     found = amp_graph.locate(model, (x, y), F.mse_loss, policy="fp16", scale=scale)
@@ -155,6 +167,7 @@ def test_every_operator_whose_bodies_are_rewritten_can_be_observed():
 
 
 def test_operators_run_as_python_have_torchs_results():
+    torch.manual_seed(0)
     xs, w = torch.randn(4, 3), torch.randn(3)
 
     def step(carry, row, w):
@@ -177,6 +190,7 @@ def test_operators_run_as_python_have_torchs_results():
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "policy"), [("forward", "fp16"), ("coarse", "bf16")])
 def test_what_spoils_the_result_inside_of_a_body_is_first(kind, policy, inside):
+    torch.manual_seed(0)
     model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
     worst, *others = amp_graph.compare(model, [(x, y), (x + 0.5, y)], F.mse_loss, policy=policy).operations
     prefix = {"cond": "plant:cond/0/", "scan": "plant:scan/0/", "cond in scan": "plant:scan/0/cond/1/"}[inside]

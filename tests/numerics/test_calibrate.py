@@ -19,7 +19,6 @@ from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.graph.meta_keys import MARK
-from tests.composed import Composed
 from tests.numerics.planted import KEPT, MODELS, SILENT, Plant, made
 from tests.passes.graphs import capture_function
 
@@ -93,6 +92,7 @@ def test_a_model_within_range_keeps_nothing_and_is_as_before():
 
 
 def test_the_record_is_that_of_eager():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     batches = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(2)]
     found = amp_graph.calibrate(model, batches, F.mse_loss)
@@ -114,6 +114,7 @@ def test_the_record_is_that_of_eager():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_shares_are_those_of_torchs_casts(dtype):
+    torch.manual_seed(0)
     x = torch.randn(20_000) * 2.0 ** torch.randint(-40, 20, (20_000,))
     low = x.to(getattr(torch, dtype)).float()
     tiny = torch.finfo(getattr(torch, dtype)).tiny
@@ -309,7 +310,11 @@ def test_keep_fp32_keeps_every_call_of_a_module():
     assert [m.precision for m in marks if "aten.linear" in m.ops] == ["full", "full"]
 
 
-class Branching(Composed, parts=lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 8))):
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
     def forward(self, x):
         h = torch.cond(x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.first(h) * 2.0,), (x,))[0]
         return self.last(h) * 2.0
@@ -317,6 +322,7 @@ class Branching(Composed, parts=lambda: dict(first=nn.Linear(8, 8), last=nn.Line
 
 @pytest.mark.filterwarnings(SILENT)
 def test_operations_of_a_branch_that_never_ran_are_planned_without_a_record_and_said_so(tmp_path):
+    torch.manual_seed(0)
     model, x = Branching(), torch.randn(4, 8)
     amp_graph.calibrate(model, [(x, x)], F.mse_loss).save(tmp_path / "run.json")
     expected = model(x)
@@ -355,7 +361,11 @@ def test_what_is_wrong_is_said_once_and_clearly():
 
 
 def test_batches_of_other_sizes_and_dicts_are_legal():
-    class Own(Composed, parts=lambda: dict(fc=nn.Linear(4, 2), plant=Plant("forward", 2))):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.plant = nn.Linear(4, 2), Plant("forward", 2)
+
         def forward(self, x, labels=None):
             out = self.plant(self.fc(x))
             return {"out": out, "loss": F.mse_loss(out, labels)}
@@ -368,7 +378,11 @@ def test_batches_of_other_sizes_and_dicts_are_legal():
 
 
 def test_the_depth_of_an_operation_is_how_many_elements_it_adds_up():
-    class Each(Composed, parts=lambda: dict(conv=nn.Conv2d(3, 5, 4), fc=nn.Linear(6, 2))):
+    class Each(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 5, 4), nn.Linear(6, 2)
+
         def forward(self, x):
             h = self.conv(x).mean((2, 3))  # [2, 5, 6, 8] to [2, 5]
             w = self.fc(torch.cat([h, h[:, :1]], 1)).softmax(-1)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.numerics.differences import Against
-from tests.composed import Composed
 from tests.numerics.planted import COARSE, MODELS, made
 
 SLOW = ("CNN", "GPT", "LSTM", "BERT")
@@ -60,6 +59,7 @@ def test_without_a_fault_errors_are_those_of_autocast(name):
 
 
 def test_errors_are_those_of_the_models_own_runs():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     x, y = torch.randn(8, 16), torch.randn(8, 4)
     found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
@@ -87,6 +87,7 @@ def test_the_loss_of_autocasts_run_is_computed_under_autocast():
 
 
 def test_the_model_is_as_before_and_dropout_is_no_error():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))
     batches = [torch.randn(6, 8) for _ in range(2)]
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -98,7 +99,11 @@ def test_the_model_is_as_before_and_dropout_is_no_error():
 
 
 def test_an_operation_without_fp64_makes_fp32_the_reference():
-    class Own(Composed, parts=lambda: dict(fc=nn.Linear(4, 4))):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
         def forward(self, x):
             return torch.ops.amp_graph_tests.only_fp32(self.fc(x))
 
@@ -111,7 +116,11 @@ def test_an_operation_without_fp64_makes_fp32_the_reference():
 
 
 def test_an_operation_in_place_is_blamed_for_its_own_error():
-    class Own(Composed, parts=lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 4))):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
         def forward(self, x):
             h = self.first(x)
             h.mul_(600.0).mul_(600.0)
@@ -189,18 +198,24 @@ def written_weight(model, x):
 )
 def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
     """fp64 would otherwise read what the caller's tensors were before, and tell of an error of 10 %."""
+    torch.manual_seed(0)
     model = WritesBeforeABreak(writes)
     found = amp_graph.compare(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
     assert max(max(one.fp32, one.gradient_fp32 or 0.0) for one in found.operations) < 1e-5
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear"}
 
 
-class Checkpointed(Composed, parts=lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 4))):
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
     def forward(self, x):
         return self.last(checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=False))
 
 
 def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
+    torch.manual_seed(0)
     model, x, y = Checkpointed(), torch.randn(5, 8), torch.randn(5, 4)
     found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
     one = found["first:linear"]
@@ -208,13 +223,21 @@ def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
     assert 1e-4 < one.gradient_error <= 1.05 * one.gradient_autocast < 0.02
 
 
-class Block(Composed, parts=lambda: dict(linear=nn.Linear(8, 8))):
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
     def forward(self, x):
         return torch.tanh(self.linear(x))
 
 
-class Again(Composed, parts=lambda: dict(block=Block(), last=nn.Linear(8, 4))):
+class Again(nn.Module):
     """One layer is captured once, and runs three times in a call, each time behind a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = Block(), nn.Linear(8, 4)
 
     def forward(self, x):
         for _ in range(3):
@@ -224,6 +247,7 @@ class Again(Composed, parts=lambda: dict(block=Block(), last=nn.Linear(8, 4))):
 
 
 def test_each_run_of_a_graph_is_compared_with_its_own_reference():
+    torch.manual_seed(0)
     model, x, y = Again(), torch.randn(5, 8), torch.randn(5, 4)
     found = amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16")
     assert found.autocast_failed == ""
@@ -244,7 +268,11 @@ SEVERAL = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_gradients_of_several_results_are_each_compared_with_their_own(name):
-    class Parts(Composed, parts=lambda: dict(up=nn.Linear(8, 8))):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
         def forward(self, x):
             one, other = SEVERAL[name](self.up(x))
             return one.tanh().sum() + 3 * other.sigmoid().sum()

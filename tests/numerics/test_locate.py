@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.numerics.overflow import watch
-from tests.composed import Composed
 from tests.numerics.overflows import MLP, MODELS, made
 
 SCALE = 2.0**10
@@ -112,7 +111,11 @@ def test_a_converted_model_gives_its_policy_and_stays_converted():
 
 
 def test_dropout_is_drawn_as_in_the_step():
-    class Rare(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
         def forward(self, x):
             h = nn.functional.dropout(torch.ones_like(x), 0.5)
             return self.fc(h * h[:, :1] * 3e4)
@@ -189,7 +192,11 @@ def test_without_a_line_of_the_user_a_module_or_an_operator_is_named(size, first
 
 
 def test_an_infinity_that_a_mask_fills_in_is_no_fault():
-    class Masked(Composed, parts=lambda rows: dict(fc=nn.Linear(8, 8), rows=rows)):
+    class Masked(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.fc, self.rows = nn.Linear(8, 8), rows
+
         def forward(self, x):
             scores = self.fc(x)
             mask = torch.zeros_like(scores, dtype=torch.bool)
@@ -213,7 +220,11 @@ def test_a_weight_that_is_too_large_is_named_with_its_reader():
     assert (found.cast_of, found.module, found.in_fp32) == ("second.weight", "second", 1e6)
 
 
-class Checkpointed(Composed, parts=lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 4))):
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
     def inner(self, x):
         return (torch.relu(self.first(x)) + 1) * 1e5  # inside of a checkpoint
 

@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.composed import Composed
-
 
 class Block(nn.Module):
     """A pre-norm block as in GPT-2, of width 8."""
@@ -23,15 +21,23 @@ class Block(nn.Module):
         return x + self.out(F.gelu(self.fc(self.ln_2(x))))
 
 
-class Inside(Composed, parts=lambda: dict(patch=nn.Linear(8, 8), block=Block(), head=nn.Linear(8, 8))):
+class Inside(nn.Module):
     """A block as most blocks are: in the middle of a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.block, self.head = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
 
     def forward(self, x):
         return self.head(self.block(self.patch(x)))
 
 
-class Stacked(Composed, parts=lambda: dict(embed=nn.Embedding(5, 8), ln=nn.LayerNorm(8), fc=nn.Linear(8, 8))):
+class Stacked(nn.Module):
     """The two ends of a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.ln, self.fc = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -53,17 +59,29 @@ class Residual(nn.Module):
         return self.relu(h)
 
 
-class Recurrent(Composed, parts=lambda: dict(lstm=nn.LSTM(4, 8, batch_first=True), fc=nn.Linear(8, 2))):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
+
     def forward(self, x):
         return self.fc(self.lstm(x)[0][:, -1])
 
 
-class WithLoss(Composed, parts=lambda: dict(a=nn.Linear(8, 16), b=nn.Linear(16, 4))):
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
     def forward(self, x, y):
         return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
 
 
-class WritesToView(Composed, parts=lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8))):
+class WritesToView(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
     def forward(self, x):
         h = self.a(x)
         before = self.b(h)

@@ -9,7 +9,6 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.profitability import call_thresholds
 from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
-from tests.composed import Composed
 
 pytestmark = pytest.mark.by_profit
 needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="no rewrite without bf16 instructions")
@@ -28,16 +27,24 @@ class Readers(nn.Module):
         return x + sum(part(x) for part in self.parts).float()
 
 
-class Attends(Composed, parts=lambda: dict(qkv=nn.Linear(16, 48))):
+class Attends(nn.Module):
     """Attention of a few tokens, whose projections are one linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
 
     def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v)
 
 
-class Words(Composed, parts=lambda size=32: dict(lstm=nn.LSTM(32, size), head=nn.Linear(size, 64))):
+class Words(nn.Module):
     """An LSTM and a linear behind it."""
+
+    def __init__(self, size=32):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, size), nn.Linear(size, 64)
 
     def forward(self, x):
         return self.head(self.lstm(x)[0])

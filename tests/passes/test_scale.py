@@ -10,11 +10,14 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from tests.composed import Composed
 from tests.passes.graphs import standard_passes
 
 
-class Layer(Composed, parts=lambda: dict(norm=nn.LayerNorm(4), a=nn.Linear(4, 8), b=nn.Linear(8, 4))):
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
     def forward(self, x):
         h = nn.functional.layer_norm(x, (4,), self.norm.weight, self.norm.bias)
         h = nn.functional.linear(h, self.a.weight, self.a.bias)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.replay import ranks, recorder, slots
-from tests.composed import Composed
 from tests.replay.stand_in import StandIn
 
 STEPS = 8
@@ -33,8 +32,12 @@ class Net(nn.Module):
         return self.last(torch.relu(self.layers(x)))
 
 
-class TwoHeads(Composed, parts=lambda: dict(body=nn.Linear(8, 8), one=nn.Linear(8, 2), two=nn.Linear(8, 2))):
+class TwoHeads(nn.Module):
     """DDP has to find the parameters that a step leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
 
     def forward(self, x, which):
         return (self.one if which else self.two)(self.body(x).relu())
@@ -166,7 +169,11 @@ def notes_of(model, call):
     return "\n".join(amp_graph.report(model).notes)
 
 
-class Small(Composed, parts=lambda: dict(linear=nn.Linear(8, 8))):
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
     def forward(self, x):
         return self.linear(x).relu() * 2
 

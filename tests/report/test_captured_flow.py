@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.report.reasons import split_reason
-from tests.composed import Composed
 
 
 def captured(model, *inputs, policy="bf16"):
@@ -17,7 +16,11 @@ def captured(model, *inputs, policy="bf16"):
     return told.graphs[0], told.captured[0]
 
 
-class Reads(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
     def forward(self, x, y):
         z = torch.einsum("ab,cb->ac", self.fc(x), y.half().float())
         return nn.functional.pad(z, (1, 1), mode="constant").to(torch.float64)
@@ -51,12 +54,20 @@ def test_a_node_keeps_its_name_through_the_rewriting():
     }  # einsum
 
 
-class Checkpointed(Composed, parts=lambda: dict(part=nn.Sequential(nn.Linear(8, 8), nn.GELU()), head=nn.Linear(8, 4))):
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 4)
+
     def forward(self, x):
         return self.head(checkpoint(self.part, x, use_reentrant=False))
 
 
-class Branches(Composed, parts=lambda: dict(one=nn.Linear(8, 8), two=nn.Linear(8, 8))):
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
 

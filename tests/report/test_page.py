@@ -17,18 +17,25 @@ from amp_graph.report import report_html
 from amp_graph.report.loss_scale_rows import scale_rows
 from amp_graph.report.page_data import page_place
 from amp_graph.report.report_html import html_page
-from tests.composed import Composed
 from tests.report.pages import Page
 
 EVIL = "</script><script>alert(1)</script><!--"
 
 
-class Layer(Composed, parts=lambda: dict(norm=nn.LayerNorm(64), fc=nn.Linear(64, 64))):
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(64), nn.Linear(64, 64)
+
     def forward(self, x):
         return x + self.fc(self.norm(x)).relu()
 
 
-class Net(Composed, parts=lambda: dict(layers=nn.ModuleList(Layer() for _ in range(3)))):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)

@@ -11,11 +11,15 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
 from amp_graph.report.report_text import CELL, fold, size_text
-from tests.composed import Composed
 
 
-class Net(Composed, parts=lambda: dict(layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), norm=nn.LayerNorm(8))):
+class Net(nn.Module):
     """Layers that fold, an operation of every sort, and one that no list names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, x):
         for layer in self.layers:
@@ -24,7 +28,11 @@ class Net(Composed, parts=lambda: dict(layers=nn.ModuleList(nn.Linear(8, 8) for 
         return x.log_softmax(-1)
 
 
-class Broken(Composed, parts=lambda: dict(fc=nn.Linear(8, 8))):
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
     def forward(self, x):
         x = self.fc(x)
         torch._dynamo.graph_break()
@@ -238,7 +246,11 @@ def test_rows_fold_by_operation_precision_and_reason():
 
 
 def test_reasons_that_differ_in_figures_alone_are_one_line():
-    class Block(Composed, parts=lambda width: dict(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width))):
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
         def forward(self, x):
             return self.down(nn.functional.gelu(self.up(x)))
 
@@ -252,7 +264,11 @@ def test_reasons_that_differ_in_figures_alone_are_one_line():
 
 
 def test_a_shared_cast_is_counted_as_a_cast():
-    class Reads(Composed, parts=lambda: dict(norm=nn.LayerNorm(64), one=nn.Linear(64, 64), two=nn.Linear(64, 64))):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.one, self.two = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
         def forward(self, x):
             h = self.norm(x)
             return self.one(h) + self.two(h)
@@ -278,7 +294,11 @@ def test_sizes_are_readable():
 def test_long_module_paths_keep_their_end():
     model = nn.ModuleDict({"a_rather_long_name_of_a_module": nn.ModuleDict({"and_another_one_inside_it": Net()})})
 
-    class Outer(Composed, parts=lambda: dict(inside=model)):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = model
+
         def forward(self, x):
             return self.inside["a_rather_long_name_of_a_module"]["and_another_one_inside_it"](x)
 

@@ -22,12 +22,16 @@ from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
 from amp_graph.run.trained_models import State, TrainedModels
 from amp_graph.run.worker_processes import Workers
-from tests.composed import Composed
 from tests.report.pages import Page
 
 
-class Net(Composed, parts=lambda: dict(encoder=nn.Sequential(nn.Linear(8, 16), nn.ReLU()), head=nn.Linear(16, 4))):
+class Net(nn.Module):
     """A model with two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+        self.head = nn.Linear(16, 4)
 
     def forward(self, x):
         return self.head(self.encoder(x))

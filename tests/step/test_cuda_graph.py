@@ -17,7 +17,6 @@ import amp_graph
 from amp_graph.errors import CaptureError
 from amp_graph.step import cuda_graph
 from amp_graph.step.trace_step import StepBuilder
-from tests.composed import Composed
 
 STEPS = 9  # three as they are, one recording, and replays
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -145,7 +144,11 @@ def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
 
 
 def test_inputs_that_the_model_writes_to_are_written(recordings):
-    class Writes(Composed, parts=lambda: dict(linear=nn.Linear(4, 4))):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
         def forward(self, x):
             x.add_(1)
             return self.linear(x)

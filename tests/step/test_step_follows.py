@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.step.train_step import MADE_FOR
-from tests.composed import Composed
 from tests.step.test_train_step import parameters, same
 
 LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
@@ -32,8 +31,13 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-class Aside(Composed, parts=lambda: dict(a=nn.Linear(8, 4), b=nn.Linear(8, 4)), seed=0):
+class Aside(nn.Module):
     """A layer that is read without gradient, beside one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x):
         with torch.no_grad():

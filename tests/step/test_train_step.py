@@ -18,7 +18,6 @@ from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.optim import torch_fused_update
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.step_arguments import refuse_several_devices
-from tests.composed import Composed
 
 INF, NAN = float("inf"), float("nan")
 
@@ -313,7 +312,11 @@ class TwoBiases(nn.Module):
         return self.weight(x) + (self.b1 + self.b2)
 
 
-class Recurrent(Composed, parts=lambda: dict(lstm=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, 3))):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+
     def forward(self, x):
         return self.head(self.lstm(x[:, None].expand(-1, 4, -1))[0][:, -1])
 
@@ -417,7 +420,11 @@ def test_hooks_of_parameters_are_refused(kind, late):
     assert not same(parameters(model), before)
 
 
-class Phases(Composed, parts=lambda: dict(turns=nn.Parameter(torch.tensor([1 + 2j, 3 - 4j])))):
+class Phases(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+
     def forward(self, x):
         return (x * self.turns).abs().square().mean()
 
@@ -450,6 +457,7 @@ class Scaled(nn.Linear):
     ids=["numbers", "shapes", "tensors"],
 )
 def test_what_has_a_step_of_several_ranks_captured_again_and_again_is_named(given, told):
+    torch.manual_seed(0)
     model = Scaled(6, 3)
     step = amp_graph.TrainStep(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     step._runs.learns = False
@@ -808,7 +816,11 @@ def test_checkpoints_that_draw_stay_as_they_are():
     assert step.graph_text().count("aten.native_layer_norm.default") == 1
 
 
-class Recurrent(Composed, parts=lambda: dict(rnn=nn.LSTM(6, 16, 2, batch_first=True), head=nn.Linear(16, 3))):
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 16, 2, batch_first=True), nn.Linear(16, 3)
+
     def forward(self, x):
         return self.head(self.rnn(x)[0][:, -1])
 
@@ -846,7 +858,11 @@ def test_gradients_that_stay_infinite_at_the_floor_are_named(at_floor):
 
 
 def test_sparse_gradients_are_refused_by_name():
-    class Sparse(Composed, parts=lambda: dict(embed=nn.Embedding(10, 6, sparse=True), head=nn.Linear(6, 3))):
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3)
+
         def forward(self, x):
             return self.head(self.embed(x))
 

@@ -10,7 +10,6 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
 from amp_graph.report.model_report import uncounted_report
-from tests.composed import Composed
 from tests.measure_casts import CastCounter
 
 
@@ -35,8 +34,12 @@ def convolutions():
     )
 
 
-class Broken(Composed, parts=lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8))):
+class Broken(nn.Module):
     """The second graph starts with values that autocast has lowered already, and has weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         x = self.a(x)
@@ -105,7 +108,11 @@ def test_they_are_counted_where_the_model_is_gone():
 
 
 def test_what_cannot_be_counted_says_why():
-    class Selects(Composed, parts=lambda: dict(a=nn.Linear(8, 8))):
+    class Selects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
         def forward(self, x):
             x = self.a(x)
             return self.a(x[x.sum(1) > 0]).sum()

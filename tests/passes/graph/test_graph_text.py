@@ -9,7 +9,6 @@ from torch import nn
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.graph.propagate_fake_values import record_values
-from tests.composed import Composed
 from tests.passes.graphs import capture, capture_function
 
 
@@ -20,7 +19,11 @@ def text_of(function, *inputs):
 
 
 def test_a_small_graph_in_full():
-    class Model(Composed, parts=lambda: dict(scale=nn.Parameter(torch.ones(3)))):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
         def forward(self, x):
             a, b = torch.chunk(x * self.scale, 2)
             return {"a": a[:, ::2], "b": [b.to(torch.float64), None]}

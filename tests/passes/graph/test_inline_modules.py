@@ -9,13 +9,17 @@ from torch.fx import GraphModule, Tracer
 
 import amp_graph
 from amp_graph.passes.graph.inline_modules import inline_modules
-from tests.composed import Composed
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
-class Scaled(Composed, parts=lambda: dict(weight=nn.Parameter(torch.eye(4) * 1.5), calls=nn.Buffer(torch.zeros(())))):
+class Scaled(nn.Module):
     """A module with defaults, one of which is by name alone; ``calls`` counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) * 1.5)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, factor=2.0, *, shift=1.0):
         self.calls.add_(1)
@@ -63,7 +67,12 @@ KEPT = {
 }
 
 
-class Whole(Composed, parts=lambda kind, call: dict(part=kind(), call=call), seed=0):
+class Whole(nn.Module):
+    def __init__(self, kind, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.call = kind(), call
+
     def forward(self, x):
         return self.call(self.part, x)
 

@@ -8,7 +8,6 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout.channels_last import KEPT_BY_INDUCTOR
 from amp_graph.passes.torch_compat.inductor import ConvolutionArgs, lays_out_channels_last
-from tests.composed import Composed
 
 pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -16,7 +15,11 @@ pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
 ]
 
 
-class Net(Composed, parts=lambda *convolutions: dict(convolutions=nn.Sequential(*convolutions))):
+class Net(nn.Module):
+    def __init__(self, *convolutions):
+        super().__init__()
+        self.convolutions = nn.Sequential(*convolutions)
+
     def forward(self, x):
         return self.convolutions(x).mean((2, 3))
 

@@ -9,10 +9,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_graph.passes.loss_scaling import UpdateLossScale, joint_of
 from amp_graph.passes.loss_scaling.update_scale import COUNTS
-from tests.composed import Composed
 
 
-class WithLoss(Composed, parts=lambda: dict(fc=nn.Linear(4, 3))):
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
     def forward(self, x, y):
         return (F.mse_loss(self.fc(x).float(), y),)
 

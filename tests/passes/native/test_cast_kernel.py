@@ -168,6 +168,7 @@ def test_layouts_of_a_convolutions_weight(shape, low, threads, monkeypatch):
 @pytest.mark.parametrize("policy", ["bf16"])
 def test_convolutions_hand_back_gradients_that_lie_as_their_weights(policy):
     """A contiguous weight, and one that was channels_last before: each gradient lies as its weight does."""
+    torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(16, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 160, 3, padding=1, bias=False))
     plain[0].weight.data = plain[0].weight.data.contiguous(memory_format=torch.channels_last)
     x = torch.randn(4, 16, 12, 12)

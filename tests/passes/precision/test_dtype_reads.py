@@ -9,7 +9,6 @@ from torch.amp import custom_bwd, custom_fwd
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from tests.composed import Composed
 from tests.measure import DtypeLog
 
 # Dynamo makes an instance of a function that it traces; Inductor imports what uses torch.jit.
@@ -23,8 +22,10 @@ DTYPES = {"bf16": BF16, "fp16": FP16}
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
 
 
-class Pair(Composed, parts=lambda: dict(first=nn.Linear(16, 16), second=nn.Linear(16, 4))):
-    pass
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
 
 
 class Converts(Pair):
@@ -156,7 +157,11 @@ class HookedFunction(Hooked):
         return self.second(h)
 
 
-class Scaled(Composed, parts=lambda: dict(part=amp_graph.convert(Converts(), "bf16"))):
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = amp_graph.convert(Converts(), "bf16")
+
     def forward(self, x):
         return self.part(x) * 2
 
@@ -259,8 +264,12 @@ def test_gradients_are_as_exact_as_autocasts(kind, compile):
         assert (one - want).norm() <= 1.15 * (other - want).norm() + 1e-7 * want.norm()
 
 
-class RoundsInTraining(Composed, parts=lambda: dict(first=nn.Linear(16, 64), second=nn.Linear(64, 96))):
+class RoundsInTraining(nn.Module):
     """As BLOOM, whose activation is a function of its own in training only, and which returns logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 96)
 
     def forward(self, x):
         h = self.first(x)

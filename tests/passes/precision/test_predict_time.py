@@ -16,7 +16,6 @@ from amp_graph.passes.precision import predict_time
 from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine, machine_text
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.policy import Policy
-from tests.composed import Composed
 from tests.passes.graphs import passes_for
 from tests.passes.planning import machine
 
@@ -71,7 +70,11 @@ def test_the_rules_of_autocast_are_predicted_beside_the_plan_by_hand(plain):
 
 
 def test_autocasts_rules_lower_what_the_plan_leaves(plain):
-    class Two(Composed, parts=lambda: dict(large=nn.Linear(N, N, bias=False), thin=nn.Linear(N, 2, bias=False))):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large, self.thin = nn.Linear(N, N, bias=False), nn.Linear(N, 2, bias=False)
+
         def forward(self, x):
             return self.large(x), self.thin(x.exp())  # exp stays full: its cast takes longer than a thin product gains
 
@@ -328,7 +331,11 @@ def test_checkpoints_of_low_parameters_that_are_left_alone(on):
 def test_sizes_in_containers_are_looked_at(on):
     on("cpu_bf16")
 
-    class Takes(Composed, parts=lambda: dict(layer=mlp())):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = mlp()
+
         def forward(self, batch):
             return self.layer(batch["x"])
 
@@ -360,7 +367,11 @@ def test_left_alone_a_model_is_not_traced_without_a_word(on):
         torch.export.export(model, (torch.randn(1, 256),))
 
 
-class Broken(Composed, parts=lambda: dict(one=nn.Linear(64, 64), two=nn.Linear(64, 64))):
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
     def forward(self, x):
         h = self.one(x)
         torch._dynamo.graph_break()

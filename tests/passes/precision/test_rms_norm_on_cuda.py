@@ -8,35 +8,50 @@ from torch import nn
 from amp_graph import Policy
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
-from tests.composed import Composed
 from tests.passes.graphs import capture, passes_for
 
 
-class Heads(Composed, parts=lambda norm: dict(first=nn.Linear(32, 32), last=nn.Linear(32, 32), norm=norm)):
+class Heads(nn.Module):
     """Norms of queries, whose input comes from a product, and of a product's result that is returned."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), norm
 
     def forward(self, x):
         h = self.norm(self.first(x).view(*x.shape[:-1], 4, 8))
         return self.last(h.flatten(-2))
 
 
-class Written(Composed, parts=lambda: dict(weight=nn.Parameter(torch.randn(8)))):
+class Written(nn.Module):
     """As Llama and its relatives write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
 
     def forward(self, x):
         wide = x.float()
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class Scaled(Composed, parts=lambda: dict(weight=nn.Parameter(torch.randn(8)))):
+class Scaled(nn.Module):
     """With a weight that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
 
     def forward(self, x):
         return F.rms_norm(x, (8,), 1 + self.weight)
 
 
-class Both(Composed, parts=lambda: dict(weight=nn.Linear(8, 8))):
+class Both(nn.Module):
     """With a weight that comes from a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(8, 8)
 
     def forward(self, x):
         return F.rms_norm(x, (8,), self.weight(x[0, 0, 0]))

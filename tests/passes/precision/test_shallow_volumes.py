@@ -9,11 +9,14 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import fp32_operands
-from tests.composed import Composed
 
 
-class ByName(Composed, parts=lambda: dict(weight=nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10))):
+class ByName(nn.Module):
     """Names its operands, the weight before the volume."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)
 
     def forward(self, x):
         return F.conv3d(weight=self.weight, input=x, padding=1)

@@ -15,7 +15,6 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.profitability import thresholds
 from amp_graph.passes.recognize import attention
-from tests.composed import Composed
 from tests.corpus import make
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
@@ -333,6 +332,7 @@ def test_formulas_become_the_call_and_are_as_exact(name):
 
 def test_heads_that_were_folded_for_the_products_are_no_longer_copied():
     """The reshapes copy, because the heads lie behind each other only within a position."""
+    torch.manual_seed(0)
     model = amp_graph.convert(Model(bart), "bf16")
     model(torch.randn(2, LENGTH, WIDTH))
     (graph,) = conversion_of(model).graphs
@@ -375,7 +375,11 @@ class Scoring(nn.Module):
         return q @ k.mT
 
 
-class InParts(Composed, parts=lambda: dict(qkv=nn.Linear(WIDTH, 3 * WIDTH), scoring=Scoring())):
+class InParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scoring = nn.Linear(WIDTH, 3 * WIDTH), Scoring()
+
     def forward(self, x):
         q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         return self.scoring(q, k).softmax(-1) @ v
@@ -394,6 +398,7 @@ def test_without_the_kernel_the_formula_stays():
 
 
 def test_lengths_that_change_are_captured_once_more_and_no_oftener():
+    torch.manual_seed(0)
     model = amp_graph.convert(InParts())
     for length in (12, 20, 28, 36, 40):
         x = torch.randn(2, length, WIDTH)
@@ -520,6 +525,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
+    torch.manual_seed(0)
     model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
     wide = copy.deepcopy(model).double()
     wide(x.double()).square().sum().backward()

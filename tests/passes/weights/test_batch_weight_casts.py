@@ -12,7 +12,6 @@ from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.weights import batch_weight_casts
 from amp_graph.passes.weights.cast_weights import CastWeights
-from tests.composed import Composed
 
 TOGETHER = "bf16,skip=channels_last"
 ALONE = "bf16,skip=channels_last|batch_weight_casts"
@@ -292,8 +291,12 @@ def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     assert bool(calls(model)) == grouped
 
 
-class Switching(Composed, parts=lambda: dict(parts=nn.ModuleList(nn.Linear(16, 16) for _ in range(6)))):
+class Switching(nn.Module):
     """A weight that is read without gradients, and others that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
 
     def forward(self, x):
         with torch.no_grad():

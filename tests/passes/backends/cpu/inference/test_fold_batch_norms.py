@@ -11,7 +11,6 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import fold_batch_norms, folded_conv
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
-from tests.composed import Composed
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16"),
@@ -210,7 +209,11 @@ def test_a_sum_behind_groups_stays_by_itself():
 
 
 def test_two_norms_of_one_convolution():
-    class Shared(Composed, parts=lambda: dict(conv=nn.Conv2d(3, 8, 3), a=nn.BatchNorm2d(8), b=nn.BatchNorm2d(8))):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.a, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
         def forward(self, x):
             return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
 
@@ -222,7 +225,11 @@ def test_two_norms_of_one_convolution():
 def test_one_norm_of_two_eps():
     """By its statistics it is one; what is kept of it is of one eps, whichever call made it."""
 
-    class Twice(Composed, parts=lambda: dict(conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8))):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
         def forward(self, x):
             kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
             return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])

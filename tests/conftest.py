@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
         cases.sort(key=lambda item: zlib.crc32(item.name.encode()))  # in order they would share a parameter
         seen = set()
         for _ in range(-(-len(cases) // count)):
-            case = max(cases, key=lambda item: len(values_of(item) - seen))  # noqa: B023
+            case = max(cases, key=lambda item: len(values_of(item) - seen))
             seen |= values_of(case)
             cases.remove(case)
         for item in cases:

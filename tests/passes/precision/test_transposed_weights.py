@@ -6,7 +6,6 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import transposed_weights
-from tests.composed import Composed
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 FORMS = {
@@ -19,12 +18,14 @@ FORMS = {
 }
 
 
-def drawn(form, after=None):
-    return {"weight": nn.Parameter(torch.randn(6, 8)), "form": form, "after": after}
-
-
-class Turned(Composed, parts=drawn, seed=0):
+class Turned(nn.Module):
     """A product with a weight as ``form`` has it; ``after`` is called with weight and view before the product."""
+
+    def __init__(self, form, after=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 8))
+        self.form, self.after = form, after
 
     def forward(self, x):
         turned = self.form(self.weight)

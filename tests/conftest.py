@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.versions import known
+
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
     # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
@@ -77,6 +79,7 @@ def pytest_collection_modifyitems(items):
             cases.remove(case)
         for item in cases:
             item.add_marker(pytest.mark.slow)
+    known.expect(items, torch.__version__)
 
 
 def values_of(item):

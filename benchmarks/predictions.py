@@ -106,7 +106,7 @@ def main() -> None:
                 for v in ("bf16", "auto")
             )
             found = amp_graph.report(models["auto"]).graphs[-1].predicted
-            told = "  none" if found is None else f"{found.ratio:6.2f}"
+            told = "  none" if found is None else f"{found.speed:6.2f}"
             wrong = found is not None and (found.left_alone != (low > 1)) and abs(low - 1) > 0.05
             microseconds = statistics.median(seconds["fp32"]) * 1e6
             row = f"{name:24} {mode:9} {microseconds:9.1f} {told:>12} {low:8.2f} {auto:9.2f}"

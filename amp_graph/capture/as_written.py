@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from amp_graph.capture.capture_log import first_line
 from amp_graph.capture.diagnostics import Complaints
@@ -35,6 +35,7 @@ class AsWritten:
     policy: Policy
     said: Complaints
     dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
+    widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
     _works: bool = False  # whether a call has run under autocast
     _fails: bool = False  # whether one has failed there, so that all now run in fp32
 
@@ -57,6 +58,8 @@ class AsWritten:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call. The first one that fails under autocast runs again in fp32, with the state of before."""
         if not self.is_cast:
+            if self.widens:
+                args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
             return self.forward(*args, **kwargs)
         before = None if self._works else ModelState(self.model, (args, kwargs))
         try:
@@ -107,6 +110,10 @@ def _autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
 def _restored(leaf: Any, dtype: Any) -> Any:
     """Return a low-precision value in the dtype that it has without autocast."""
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in HALVES and dtype is not None else leaf
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def _in_region(node: Any, kind: str, dtype: torch.dtype) -> Callable[..., Any]:

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.as_written import AsWritten
-from amp_graph.capture.capture_log import CaptureLog
+from amp_graph.capture.capture_log import CaptureLog, TwoDtypes, first_line
 from amp_graph.capture.capture_runners import OWN, CaptureRunners
 from amp_graph.capture.captured_graphs import Captured, CapturedGraphs
 from amp_graph.capture.diagnostics import Complaints
@@ -34,7 +35,7 @@ from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.optim.master_weights import copy_masters, widened
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
     being_traced,
@@ -53,7 +54,7 @@ from amp_graph.passes.torch_compat.dynamo_frames import (
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.policy import Policy
-from amp_graph.policy_words import HELD_LOW
+from amp_graph.policy_words import HALVES, HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -94,7 +95,7 @@ class Conversion:
         self.captured = CapturedGraphs(*own, self.log, self.said, self.options)
         self.plain = AsWritten(self.model, self._wide, self.policy, self.said)  # runs calls without graphs
         self._misses = 0  # calls without any graph, one after the other
-        self._partial = set[tuple[bool, bool]]()  # modes in which graphs leave out weights: such calls have none
+        self._partial = set[tuple[bool, bool, bool]]()  # modes in which graphs leave out weights: such calls have none
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
         self.limits = GraphLimits(self.model, self.forward, *how, self.said, lambda: self.plain.how)
@@ -219,7 +220,7 @@ class Conversion:
             return self.plain.run(args, kwargs)
         captured, limits, self._ready = self.captured, self.limits, None
         before, alone = captured.runs, captured.runs_left_alone
-        if self._has_no_graph() or (limits.has_pauses() and limits.passes()):
+        if self._has_no_graph(args, kwargs) or (limits.has_pauses() and limits.passes()):
             return self.plain.run(args, kwargs)
         try:
             found = self.runners.find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -234,6 +235,11 @@ class Conversion:
         except NoGraph as stopped:
             if not limits.has_none(stopped):
                 raise
+        except TwoDtypes as stopped:
+            self._partial.add(self._mode(args, kwargs))
+            self.plain.widens = True
+            told = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
+            self.said.complain(told, first_line(stopped.__cause__), warned=not self.plain.is_cast)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -250,14 +256,19 @@ class Conversion:
             return self._ran(result, args, kwargs, before, alone)
         return self.plain.run(args, kwargs)
 
-    def _has_no_graph(self) -> bool:
+    def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, bool]:
+        """Return what changes the code of a call more than its sizes do: training, gradients, half inputs."""
+        halves = any(isinstance(t, Tensor) and t.dtype in HALVES for t in tree_leaves((args, kwargs)))
+        return self.model.training, is_grad_enabled(), halves
+
+    def _has_no_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Say whether calls like this one run without graphs, as an earlier one has shown."""
         if self._misses:
             self._misses += 1
             if self._misses not in TRIED_AGAIN:
                 return True
             self.runners.start()  # Dynamo skips a frame for good, even if the cause is gone
-        return (self.model.training, is_grad_enabled()) in self._partial
+        return bool(self._partial) and self._mode(args, kwargs) in self._partial
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
@@ -270,7 +281,7 @@ class Conversion:
         is_new = self.log.events > 0
         if is_new:
             self.plain.learn(result)
-            self._report_parts()
+            self._report_parts(self._mode(args, kwargs))
         captured.notes_reads = False
         if captured.runs_left_alone - alone == captured.runs - before:
             self._leave_alone(args, kwargs)
@@ -278,7 +289,7 @@ class Conversion:
             self._ready = frames.settled()  # nothing is left to report of calls like this one
         return result
 
-    def _report_parts(self) -> None:
+    def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
         """Report what no graph reads; where it has weights, further calls run without graphs, under autocast."""
         self.log.events = 0
         held_low = self.policy.level in HELD_LOW and self.log.breaks  # graphs hand on fp32 copies of all parameters
@@ -289,7 +300,7 @@ class Conversion:
         multiplies = any(p.dim() > 1 and id(p) not in tables for p in unread.values())
         plain = multiplies and self.compile == "eager" and self.plain.is_cast
         if plain:
-            self._partial.add((self.model.training, is_grad_enabled()))
+            self._partial.add(mode)
         self.missed.report_parts(list(unread), self.plain.how if plain else "")
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
@@ -303,6 +314,9 @@ class Conversion:
         """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
+            return
+        if WIDENED in left.gm.meta:  # the code as written needs autocast
+            self.said.left_alone(left.gm, left.dtype)
             return
         if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
             self._alone.add(args, kwargs)

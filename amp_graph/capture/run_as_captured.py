@@ -42,13 +42,7 @@ def rungs_below(gm: GraphModule, policy: Policy, device: str) -> list[Rung]:
     return [under_autocast, in_full] if casts else [in_full]
 
 
-def or_as_captured(
-    first: Callable[[], Runner],
-    rungs: Sequence[Callable[[], Runner]],
-    tell: Callable[[Exception], None],
-    *,
-    always: bool,
-) -> Runner:
+def or_as_captured(first: Rung, rungs: Sequence[Rung], tell: Callable[[Exception], None], *, always: bool) -> Runner:
     """Run what ``first`` returns; once it raises, the first of ``rungs`` that does not, from then on.
 
     A call that wrote its inputs before it raised is not run again; its error propagates. ``always``: guard every call
@@ -57,7 +51,7 @@ def or_as_captured(
     If all fail, the error of the captured graph is raised. Once the callable in use is known, ``settled`` names it.
     """
     found: Runner | None = None  # the callable in use, once known
-    ladder = [functools.cache(first), *rungs]  # they reference a graph, which can be freed once that is known
+    ladder: list[Rung] = [functools.cache(first), *rungs]  # with a graph, which is freed once that is known
 
     def call(*args: Any) -> Any:
         nonlocal found

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from amp_graph.cli.run_options import read_command
 from amp_graph.version import __version__
 
 FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
@@ -25,19 +24,27 @@ BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
+RUN = "amp_graph.cli.command_run"
+RUN_USAGE = """amp-graph run [OPTIONS] SCRIPT [ARGS...]
+       amp-graph run [OPTIONS] -m MODULE [ARGS...]"""
+RUN_EPILOG = """\
+All words after SCRIPT or MODULE are the script's own. Exit status: the script's; 2 if it was not started.
+Environment: AMP_GRAPH_POLICY is the policy without --policy.
+With several processes: torchrun --nproc-per-node 2 -m amp_graph run SCRIPT, accelerate launch -m amp_graph run SCRIPT.
+"""
 EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be read."
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status; errors go to stderr."""
-    words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["run"]:  # the script's own errors and exit status are passed on
-        return _run(words[1:])
     try:
-        args = parser().parse_args(words)
+        args = parser().parse_args(argv)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
-    return _guarded(lambda: int(importlib.import_module(args.module).run(args)), args.traceback)
+    run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
+    if args.module == RUN:  # the script's own errors and exit status are passed on
+        return run(args)
+    return _guarded(lambda: int(run(args)), args.traceback)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +61,11 @@ def parser() -> argparse.ArgumentParser:
     _add_calibrate(
         commands.add_parser("calibrate", help="measure this machine's rates, or a model's ranges", epilog=EPILOG)
     )
-    _add_cost(commands.add_parser("cost", help="compare predicted and measured forward time", epilog=EPILOG))
+    _add_cost(
+        commands.add_parser(
+            "cost", help="measure whether low precision pays: fp32, torch.autocast and the plan", epilog=EPILOG
+        )
+    )
     _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
     _add_locate(commands.add_parser("locate", help="name the operation that makes an infinity or NaN", epilog=FOUND))
     _add_export(
@@ -62,7 +73,10 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
     _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
-    commands.add_parser("run", help="run a training script and convert what it trains; see amp-graph run --help")
+    _add_run(commands.add_parser(
+        "run", help="run a training script and convert what it trains; see amp-graph run --help", usage=RUN_USAGE,
+        epilog=RUN_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    ))  # fmt: skip
     return made
 
 
@@ -75,11 +89,28 @@ def _add_dump(parser: argparse.ArgumentParser) -> None:
     add("--diff", action="store_true", help="print the difference of the two")
     add("--reasons", action="store_true", help="append each node's precision and reason")
     add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
+    add("--skipped", action="store_true", help="with --format report: also what passes left as it was, and why")
     add("--output", metavar="FILE", help="write to FILE instead of stdout")
     add("--report", metavar="FILE", help="also write the HTML report to FILE")
     add("--measure", action="store_true", help="with --report: measure fp32, torch.autocast and the converted model")
     _add_json(parser, format="json")
     parser.set_defaults(module="amp_graph.cli.command_dump")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run an unmodified training script, and convert the models that it trains to mixed precision."
+    add = parser.add_argument
+    add("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module, as python -m does")
+    add("--policy", metavar="P", help='as in amp_graph.convert: "bf16", "bf16,accuracy=fast"')
+    add("--compile", metavar="C", default="eager", help="eager (default), inductor or another Dynamo backend")
+    add("--only", metavar="REGEX", help="convert only modules whose class or path in the model matches")
+    add("--dry-run", action="store_true", help="run as written, and say what would be converted")
+    add("--report", metavar="FILE.html", help="write the HTML report of each converted model")
+    add("--measure", action="store_true", help="time the first steps as written, convert then, and time again")
+    add("--replace-autocast", action="store_true", help="convert models called under the script's own torch.autocast")
+    add("--json", action="store_true", help="what was converted as JSON, in the last line of stderr")
+    parser.set_defaults(module=RUN)
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -194,14 +225,6 @@ def _add_json(parser: argparse.ArgumentParser, **format: str) -> None:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="P", help=POLICY)
     parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
-
-
-def _run(words: list[str]) -> int:
-    try:
-        args, rest = read_command(words)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return int(importlib.import_module(args.command).main(args, rest))
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ class RunError(AmpGraphError):
 class RunOptions:
     """What ``amp-graph run`` was asked for.
 
-    only: which modules are converted, by class or by path in the model; None for every model that is trained.
+    only: which modules are converted, by class or by path in the model; None for every model that is trained. json: the
+    exit report is JSON, in one line.
     """
 
     policy: Policy
@@ -37,6 +38,7 @@ class RunOptions:
     report: Path | None = None
     measure: bool = False
     replace_autocast: bool = False
+    json: bool = False
 
     @staticmethod
     def checked(
@@ -47,6 +49,7 @@ class RunOptions:
         report: str | None = None,
         measure: bool = False,
         replace_autocast: bool = False,
+        json: bool = False,
     ) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
         return RunOptions(
@@ -57,6 +60,7 @@ class RunOptions:
             _writable(report),
             measure and not dry_run,
             replace_autocast,
+            json,
         )
 
 

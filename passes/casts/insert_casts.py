@@ -101,7 +101,8 @@ class _Insertion:
         for source, want in wants.items():
             self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
         self._saturate(node)
-        if mark is not None and any(value(written).dtype == self.dtype for written in mark.written):
+        targets = [self.stand_ins.get(n, n) for n in mark.written] if mark is not None else []
+        if mark is not None and any(value(n).dtype == self.dtype for n in targets):
             for source in self.large.intersection(_eligible(node)) - mark.written:
                 self._bound(source, node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:

@@ -54,8 +54,11 @@ if sys.version_info >= (3, 11):  # before, each frame has its own memory
 class CaptureListener:
     """Receives events of Dynamo's captures; this one ignores them."""
 
-    def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Tracing a frame failed; return whether the frame is to run as written."""
+    def failed(self, code: types.CodeType, error: Exception, *, whole: bool) -> bool:
+        """Tracing a frame failed, that of a ``whole`` call or a part; return whether the frame is to run as written.
+
+        Exceptions reach the caller, and Dynamo caches nothing of the frame.
+        """
         return False
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
@@ -153,7 +156,7 @@ class _CompileTimeConfig:
             try:
                 result = self._captured(frame, *args, **kwargs)
             except _TRACING_FAILED as error:
-                if not self._heard.failed(frame.f_code, error):
+                if not self._heard.failed(frame.f_code, error, whole=frame.f_code is self._code):
                     raise
                 if has_compiled(frame.f_code):
                     return _as_written_once()

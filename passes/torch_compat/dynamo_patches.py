@@ -116,11 +116,12 @@ def _calling_others(plain: Plain) -> Plain:
     """
 
     def call_function(self: Any, fn: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(fn, variables.GetAttrVariable) and fn.name == "masked_select":
-            function, given = torch.masked_select, [fn.obj, *args]
-        else:
-            is_function = isinstance(fn, (variables.TorchInGraphFunctionVariable, variables.UserFunctionVariable))
-            function, given = getattr(fn, "value", getattr(fn, "fn", None)) if is_function else None, args
+        function: Any = None
+        given = args
+        if isinstance(fn, (variables.TorchInGraphFunctionVariable, variables.UserFunctionVariable)):
+            function = getattr(fn, "value", getattr(fn, "fn", None))
+        elif isinstance(fn, variables.GetAttrVariable) and isinstance(fn.obj, variables.TensorVariable):
+            function, given = getattr(torch, fn.name, None), [fn.obj, *args]
         found = _substitute(self, function, given, kwargs)
         if found is None:
             return plain(self, fn, args, kwargs)
@@ -129,7 +130,7 @@ def _calling_others(plain: Plain) -> Plain:
     return call_function
 
 
-def _substitute(tx: Any, function: Any, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+def _substitute(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
     if function in _ASK_IF_COMPILED:
         return None if _is_told_of_capture(tx) else instead.is_compiling
     if function is transformer._detect_is_causal_mask:

@@ -218,6 +218,55 @@ def test_outputs_stay_as_computed_where_the_policy_says_so():
     assert [t.dtype for t in model(X)] == [BF16, FULL]  # the second is handed on between graphs
 
 
+class LoopsAndReturns(Loops):
+    """Returns what a call without graphs may change: values of several dtypes, an input, a parameter, a container."""
+
+    def forward(self, x, low):
+        out = super().forward(x)
+        return {
+            "out": out,
+            "half": out.half(),
+            "double": out.double(),
+            "input": low,
+            "more": (self.second.bias, None, 3),
+        }
+
+
+def test_the_results_of_a_call_without_graphs_are_those_of_the_first_but_for_rounding():
+    low = X.bfloat16()
+    model = amp_graph.convert(LoopsAndReturns(), "bf16")
+    first = model(X, low)
+    for _ in range(2):
+        found = model(X, low)
+        assert set(products(model, X, low)) == {BF16}
+        assert [getattr(v, "dtype", v) for v in found.values()] == [getattr(v, "dtype", v) for v in first.values()]
+        assert found["input"] is low
+        assert found["more"][0] is model.second.bias
+        torch.testing.assert_close(found["out"], first["out"], rtol=0.05, atol=0.05)
+
+
+class LooksUpInALoop(nn.Module):
+    """The table alone is in no graph: its rows are chosen in a loop whose length depends on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.part = nn.Embedding(4, 16), Part()
+
+    def forward(self, x):
+        for row in (x.sum(1) > 0).nonzero()[:, 0]:
+            torch._dynamo.graph_break()
+            x = x + self.table(row % 4)
+        return self.part(x)
+
+
+def test_a_table_that_no_graph_reads_leaves_calls_in_graphs():
+    model = amp_graph.convert(LooksUpInALoop(), "bf16")
+    for _ in range(3):
+        before = conversion_of(model).runs
+        model(X)
+        assert conversion_of(model).runs > before
+
+
 def test_an_input_that_comes_back_is_the_input():
     given = X.bfloat16()
     model = amp_graph.convert(Returns(lambda a, b: (a, given)))

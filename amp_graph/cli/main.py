@@ -37,8 +37,6 @@ With several processes: torchrun --nproc-per-node 2 -m amp_graph run SCRIPT, acc
 EPILOG = "Exit status: 0, 1 for an error, 2 for a command line that cannot be read."
 
 
-
-
 # -- the commands and their options -------------------------------------------------------------------
 
 

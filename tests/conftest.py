@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.versions import known
+
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
     # Dynamo looks at `.grad` of every input it wraps, and hides this warning only where it is not an error.
@@ -69,8 +71,19 @@ def pytest_collection_modifyitems(items):
             found.setdefault((item.path, item.originalname), (mark.args[0], []))[1].append(item)
     for count, cases in found.values():
         cases.sort(key=lambda item: zlib.crc32(item.name.encode()))  # in order they would share a parameter
-        for item in cases[-(-len(cases) // count) :]:
+        seen = set()
+        for _ in range(-(-len(cases) // count)):
+            case = max(cases, key=lambda item: len(values_of(item) - seen))
+            seen |= values_of(case)
+            cases.remove(case)
+        for item in cases:
             item.add_marker(pytest.mark.slow)
+    known.expect(items, torch.__version__)
+
+
+def values_of(item):
+    """Return the places and values of a case's parameters, of which a sample should have as many as it can."""
+    return set(enumerate(item.callspec.id.split("-"))) if hasattr(item, "callspec") else set()
 
 
 def pytest_collection_finish():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.sensitivity_sample import Sampled, measure
 from amp_graph.cli.target import Target, load_target
-from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
+from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert, warn_of_unmatched
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
@@ -72,6 +72,7 @@ def sampled(args: argparse.Namespace) -> tuple[Target, Callable[[torch.nn.Module
                 f"plan: level {target.policy.level} is not supported: plans are for fp32 parameters\n"
                 "  legal: level O1\n  fix:   --policy bf16"
             )
+        warn_of_unmatched(target.model, target.policy)
 
         def loss(one: torch.nn.Module) -> torch.Tensor:
             return loss_or_mixture(target.call(one))

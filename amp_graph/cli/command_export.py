@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from amp_graph.cli.capture_target import plain_target, users_code
 from amp_graph.cli.terminal import write_json
+from amp_graph.convert import warn_of_unmatched
 from amp_graph.errors import AmpGraphError
 from amp_graph.export import export, to_aoti, to_onnx
 from amp_graph.export.formats import save
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         )
     with users_code():
         target = plain_target(args)
+        warn_of_unmatched(target.model, target.policy)
         target.model.train(bool(args.training))
         fold = args.fold_weights
         program = export(target.model, target.args, target.kwargs, target.policy, fold_weights=fold)

@@ -127,7 +127,10 @@ def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(target
     assert main(["plan", f"{target}:{name}"]) == 0
     head, rows = table(capsys, 4)
     assert ("keep_fp32=2" in head) == (name == "converted")
-    assert float(rows["accuracy=fast"][2]) >= 1
+    if name == "converted":  # what it keeps in fp32 reads the sums, which are all that may be lower where fast
+        assert rows["accuracy=fast"] == rows["accuracy=autocast"]
+    else:
+        assert float(rows["accuracy=fast"][2]) > 1
 
 
 def test_the_sweep_predicts_and_measures(target, capsys):

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.report.graph_facts import size_text
 from amp_graph.report.reasons import split_reason
-from amp_graph.report.report_text import CELL, fold, size_text
+from amp_graph.report.report_text import CELL, fold
 
 
 class Net(nn.Module):

@@ -129,7 +129,7 @@ def _skips(graph: GraphReport) -> Iterator[str]:
 
 def shown_operation(node: NodeReport) -> str:
     """Return the operation of a node, or what it calls if that is several."""
-    return node.ops[0].removeprefix("aten.") if len(node.ops) == 1 else node.call.removeprefix(".")
+    return (node.ops[0] if len(node.ops) == 1 else node.call).removeprefix("aten.").removeprefix(".")
 
 
 def size_text(size: int) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, RAdam
+from torch.optim import SGD, Adagrad, Adam, AdamW, RAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_graph
@@ -468,6 +468,26 @@ def test_hooks_of_the_optimizers_step_are_called(make):
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     stepped(model, optimizer, 3, "bf16")
     assert calls == ["before", "after"] * 3
+
+
+@pytest.mark.parametrize("make", [sgd, decayed, lambda p: Adagrad(p, lr=0.01, fused=True)])
+def test_a_step_of_a_fused_optimizer_by_others_is_seen(make):
+    """Fused kernels count no version of a parameter; the update of the next step stays in the graph."""
+    model, twin = mlp(), mlp()
+    optimizer, other = make(model.parameters()), make(twin.parameters())
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    plain = amp_graph.TrainStep(twin, F.cross_entropy, other, "bf16")
+    for i in range(3):
+        step(*batch(i))
+        plain(*batch(i))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+        optimizer.step()
+        other.step()
+        plain.refresh()
+    assert torch.equal(step(*batch()), plain(*batch()))
+    assert same(parameters(model), parameters(twin))
+    assert "_fused_" in step.graph_text()
 
 
 def test_a_hook_that_is_registered_between_two_steps_is_called_and_one_removed_is_not():

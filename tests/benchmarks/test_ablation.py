@@ -113,6 +113,6 @@ def test_every_optional_pass_stays_by_the_law():
     )
     for name, known in optional.items():
         by_figures = any(ablation.stays([row for row in rows if row.name == name]) for rows in tables)
-        assert by_figures or re.match(r"exactness: .*\d|capability: |not measured: (AMX|CUDA)$|part of insert-casts", known.worth or ""), (
-            name
-        )
+        assert by_figures or re.match(
+            r"exactness: .*\d|capability: |not measured: (AMX|CUDA)$|part of insert-casts", known.worth or ""
+        ), name

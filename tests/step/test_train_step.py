@@ -500,7 +500,7 @@ def everything(model, optimizer):
     return [t.detach().clone() for t in (*model.parameters(), *state)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "rmsprop"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("value", [INF, NAN])

@@ -30,8 +30,8 @@ DIAGRAM = {
     Phase.COMPILED: "then, where Inductor compiles it for a CPU",
     Phase.HANDOVER: "then, before any compiler gets it",
     Phase.INDUCTOR: "inside Inductor, the flat graphs of forward and backward",
-    Phase.JOINT: "the joint graph of forward and backward of a training step, which these passes complete",
-    Phase.STEP: "then, the flat graph of a whole training step that runs eagerly",
+    Phase.STEP: "the joint graph of forward and backward of a training step that runs eagerly",
+    Phase.JOINT: "then, the joint graph of any training step, which these passes complete",
 }
 
 

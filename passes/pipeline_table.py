@@ -24,6 +24,7 @@ from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.casts.portable_ops import CheckPortable, UsePortableOps
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.uniform_operands import UniformOperands
+from amp_graph.passes.casts.widen_halves import WidenHalves
 from amp_graph.passes.emulation.emulate_cuda import EmulateCuda
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.channels_last import ChannelsLast
@@ -32,6 +33,7 @@ from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradie
 from amp_graph.passes.memory.max_pool import MaxPoolByHalves
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
+from amp_graph.passes.memory.row_gradients import RowGradients
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
@@ -115,6 +117,7 @@ def _frozen(options: PipelineOptions) -> FrozenWeights:
 
 TABLE = checked((
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
+    Row(WidenHalves, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, skippable=False,
         worth="exactness: a value read before and after a write through the dropout, which is 1.0 off without it"),
     Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,
@@ -182,7 +185,7 @@ TABLE = checked((
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, lambda o: FreezeWeights(_frozen(o)), CALLS, needs=(FROZEN,),
         skippable=False),
     Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,),
-        worth="part of insert-casts: a weight is cast once a forward, in the layout that its reader takes"),
+        worth="not measured: AMX"),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(o.dtype, o.device), CALLS, CUDA,
         after=("freeze-weights",),
         worth="not measured: CUDA"),
@@ -193,8 +196,9 @@ TABLE = checked((
         after=("freeze-weights", "fold-batch-norms")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER,
         worth="capability: Inductor does not compile an LSTM of 64 steps within ten minutes"),
-    # Flat graphs: those inside Inductor, and those of whole steps.
+    # Flat graphs: those inside Inductor, and those of steps.
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
         worth="not measured: AMX"),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
+    Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS),
 ))  # fmt: skip

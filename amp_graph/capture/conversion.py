@@ -34,7 +34,7 @@ from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.graph_breaks.escaped_code import EscapedCode, FailsUnderAutocast
 from amp_graph.optim.master_weights import copy_masters, widened
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
     being_traced,
@@ -282,6 +282,9 @@ class Conversion:
         """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
+            return
+        if WIDENED in left.gm.meta:  # the code as written needs autocast
+            self.said.left_alone(left.gm, left.dtype)
             return
         if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
             self._alone.add(args, kwargs)

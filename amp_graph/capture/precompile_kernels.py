@@ -67,8 +67,6 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
         yield "linears", _loader("panel_gemm", low)  # which the planner needs
     if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention", _loader("attention", low)  # takes longest
-    if _has_many_outputs(linears):  # which are upcast
-        yield f"casts, {low}", _loader("casts", low)
 
 
 def _loader(kernel: str, low: torch.dtype) -> Library:

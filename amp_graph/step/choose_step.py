@@ -18,6 +18,7 @@ from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
 from amp_graph.graph_breaks.escaped_code import EscapedCode
+from amp_graph.graph_breaks.run_under_autocast import MIXED
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
@@ -109,6 +110,11 @@ class StepRuns:
                 if stopped.owner not in (self._traced, self._plain):
                     raise
                 continue
+            except torch._dynamo.exc.TorchRuntimeError as error:
+                if not (self.escaped.is_cast and MIXED.search(str(error))):
+                    raise
+                self._say(f"an operation has operands of two dtypes: such steps run {self.escaped.how}, uncaptured")
+                break
             if len(self.steps.captured) > known and not self.learns:
                 self._recaptures.note(batch)
             self._bare.hit(self.model.training)
@@ -138,12 +144,14 @@ class StepRuns:
     def _say_what_varies(self) -> None:
         """Report once which value differs between steps, so that captures stopped."""
         why = self._plain.why or self._traced.why
-        if why is None or self.notes:
-            return
-        told = (
-            f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
-            f"{self.escaped.how} from now on; they differ in {why}\n"
-            f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
-        )
-        self.notes.append(told)
-        warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")
+        if why is not None:
+            self._say(
+                f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
+                f"{self.escaped.how} from now on; they differ in {why}\n"
+                f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
+            )
+
+    def _say(self, told: str) -> None:
+        if not self.notes:
+            self.notes.append(told)
+            warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")

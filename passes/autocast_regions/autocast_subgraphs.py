@@ -17,6 +17,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
 from amp_graph.passes.graph.autograd_functions import is_custom_function
 from amp_graph.passes.graph.bodies import graph_read
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import adopt_values, fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.identify_ops import identify, is_tensor_call
@@ -128,12 +129,12 @@ def _has_no_rule(body: GraphModule) -> bool:
         if mode is None or not is_tensor_call(node):
             continue
         kinds = {t.device.type for t in tensors(value(node))}
-        if any(_meets_a_rule(node, mode, kind) for kind in kinds):
+        if any(meets_a_rule(node, mode, kind) for kind in kinds):
             return False
     return True
 
 
-def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
+def meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
     """Say whether autocast has a rule for ``node`` or for an operation in its decomposition; True if unknown.
 
     It has no rule for ``einsum`` on the CPU, but has one for the ``bmm`` inside.
@@ -143,7 +144,8 @@ def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
         found = identify(node, mode, apart)
         if isinstance(found, str) or any(node_info.autocast_has_rule(o.op, device) for o in found.operations):
             return True
-        more = {o.op for o in found.operations if node_info.is_composite(o.op) and not node_info.is_view(o.op)} - apart
+        operators = {o.op for o in found.operations if not node_info.is_view(o.op)}
+        more = {op for op in operators if node_info.is_composite(op) or op in DECOMPOSITIONS} - apart
         if not more:
             return False
         apart |= more

@@ -1,7 +1,6 @@
-"""Cast large CPU tensors between fp32 and bf16 or fp16, sum them in fp32, and zero them, with compiled C.
+"""Sum large CPU tensors of fp32, bf16 or fp16 in fp32, and zero them, with compiled C.
 
-Before: ``grad.float()``, which reads its result's memory before it writes there.
-After: ``widened(grad)``, with non-temporal stores: half the time, and the caches keep their content. What C cannot do
+Before: ``a.float() + b``, which writes a cast. After: ``total_of((a, b))``: one pass over memory. What C cannot do
 here, torch does.
 """
 
@@ -23,8 +22,7 @@ from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("cast_kernel.c")
 LARGE = 1 << 18  # elements: below this size, caches keep the result until it is read
-LARGE_OF_PLACES = 1 << 14  # for weights that change their layout, where torch goes element by element
-MOST_TERMS, MOST_PLACES = 16, 64
+MOST_TERMS = 16
 
 
 @lru_cache
@@ -32,29 +30,11 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return the library compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
     found = load_if_possible(SOURCE, MACROS[low])
     if found is not None:
-        for function in (found.add_up, found.round_off, found.channels_first, found.channels_last):
-            function.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+        found.add_up.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
 
 
 register_kernel("casts", lambda low: library(low))
-
-
-def copy_into(made: Tensor, source: Tensor) -> Tensor:
-    """``made.copy_(source)`` between fp32 and low precision, without autograd, for a ``made`` that is not read soon."""
-    wide, low = (source, made) if source.dtype == torch.float32 else (made, source)
-    is_cast = wide.dtype == torch.float32 and low.dtype in MACROS
-    if is_cast and _lays_out(made, source):
-        return made
-    if not is_cast or made.shape != source.shape or not _fits(made, source) or (found := library(low.dtype)) is None:
-        return made.copy_(source)
-    _run(found.add_up if wide is made else found.round_off, made, (source,), past=True)
-    return made
-
-
-def widened(low: Tensor, like: Tensor) -> Tensor:
-    """``low.float()`` without autograd, in new memory with the layout of ``like``, for results not read soon."""
-    return copy_into(torch.empty_strided(low.shape, like.stride(), dtype=torch.float32), low)
 
 
 def clear(made: Tensor) -> Tensor:
@@ -79,30 +59,6 @@ def total_of(terms: Sequence[Tensor]) -> Tensor | None:
     made = torch.empty_like(first, dtype=torch.float32)
     _run(found.add_up, made, terms, past=False)
     return made
-
-
-def is_last(weight: Tensor) -> bool:
-    """Say whether a convolution's weight is channels_last, and not contiguous as well."""
-    return weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def _lays_out(made: Tensor, source: Tensor) -> bool:
-    """Cast a convolution's weight into channels_last, or its gradient out of it, if C can; say whether it did."""
-    if made.dim() != 4 or made.shape != source.shape or made.numel() < LARGE_OF_PLACES or made.is_sparse:
-        return False
-    first, last = (source, made) if made.dtype != torch.float32 else (made, source)
-    outputs, channels, *kernel = made.shape
-    places = kernel[0] * kernel[1]
-    lie = first.is_contiguous() and is_last(last)
-    if not lie or places > MOST_PLACES or any(t.device.type != "cpu" or is_in_mode(t) for t in (made, source)):
-        return False
-    found = library(last.dtype)
-    if found is None:
-        return False
-    from_low, threads = source.dtype != torch.float32, threads_for(made.numel())
-    table = array("q", (outputs, channels, places, address_of(source), from_low, address_of(made)))
-    (found.channels_first if made is first else found.channels_last)(table.tobytes(), threads)
-    return True
 
 
 def _fits(*tensors: Tensor) -> bool:

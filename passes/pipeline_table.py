@@ -132,7 +132,8 @@ TABLE = checked((
         lambda o: FuseAttention(o.lists, o.dtype, o.planned_for, o.keep_fp32), needs=OURS,
         joins=("attention",),  # without which torch's kernel takes longer than the formula
         worth="exactness: the formula has 1.9 times the error in bf16"),
-    Row(DecomposeComposites, PRECISION, BIT_EXACT, lambda o: DecomposeComposites(o.lists), skippable=False),
+    Row(DecomposeComposites, PRECISION, approximate("a mask is added to scores after their product"),
+        lambda o: DecomposeComposites(o.lists), skippable=False),
     Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("decompose-composites",), skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
         lambda o: InsertCasts(o.dtype, o.keep_outputs, saturates=o.lists.unlisted == "opaque"),

@@ -19,7 +19,7 @@ from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
-from amp_graph.convert import convert
+from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.optim.check_optimizer import refuse_hooks
@@ -168,6 +168,8 @@ class TrainStep:
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self._converts and conversion_of(model) is None:
             convert(model, self.policy)
+        else:
+            warn_of_unmatched(model, self.policy)
         widen_states(optimizer)
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None

@@ -19,9 +19,8 @@ from amp_graph.passes.graph.edit import describe, give_value, set_identity
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call
 from amp_graph.passes.graph.meta_keys import INSIDE, REGION, TAKES, WIDENED
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
-
-HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)

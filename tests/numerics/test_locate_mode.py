@@ -22,6 +22,43 @@ def step_of(name, kind, **options):
     return amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", **options), batch
 
 
+def fix_of(locator):
+    """The policy that is suggested; a name in it may have a dot, a dash or a plus."""
+    (fix,) = (fix for fix in locator.results[0].fix if "with it, loss and gradients are finite" in fix)
+    return fix.split("'")[1]
+
+
+@pytest.mark.parametrize("name", ["a", "a-b", "a+b", "0"])
+def test_the_fix_for_a_loop_of_the_users_was_tried(name):
+    inner = torch.nn.ModuleDict({name: Loud()})
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(Called(inner, name)), torch.nn.Linear(8, 4))
+    batch = torch.ones(3, 8), torch.zeros(3, dtype=torch.long)
+
+    def watched(policy):
+        converted, scaler = amp_graph.convert(copy.deepcopy(model), policy), amp_graph.GradScaler(init_scale=8.0)
+        locator = amp_graph.Locator(converted, scaler)
+        loop(converted, torch.optim.SGD(converted.parameters(), 1e-6), scaler, batch)
+        return locator
+
+    with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
+        found = watched("fp16")
+    assert watched(fix_of(found)).skips == 0
+
+
+class Loud(torch.nn.Module):
+    def forward(self, x):
+        return x * 6e4 * 6e4 / 6e4 / 6e4
+
+
+class Called(torch.nn.Module):
+    def __init__(self, inner, name):
+        super().__init__()
+        self.inner, self.name = inner, name
+
+    def forward(self, x):
+        return self.inner[self.name](x)
+
+
 def test_a_skipped_step_is_located_and_changes_nothing():
     step, batch = step_of("cnn", "big")
     locator = amp_graph.Locator(step)
@@ -37,6 +74,10 @@ def test_a_skipped_step_is_located_and_changes_nothing():
         step(*batch)
     assert len(locator.results) == 1
     assert (locator.skips, locator.replays) == (5, 3)
+    policy = fix_of(locator)
+    again = amp_graph.TrainStep(step.model, cross_entropy, step.optimizer, policy)
+    again(*batch)
+    assert int(again.skipped_steps) == 0
     causes = [row["cause"] for row in amp_graph.scale_history(step).rows]
     assert causes[:3] == [found.cause] * 3
     assert causes[3:] == ["not located: 3 skipped steps were"] * 2

@@ -72,13 +72,22 @@ def run_planned(task: Task) -> Ran:
 
 
 def run_in_fp32(task: Task) -> Ran:
-    """Run the code of ``task`` as it is written, without autocast and without a loss scale.
+    """Run the code of ``task`` as it is written, without autocast and without a loss scale."""
+    return _run(replace(for_other_outputs(task), scale=1.0), _in_fp32)
 
-    Gradients of outputs that are not finite say nothing of fp32: then the forward alone is run.
-    """
-    grads = task.outputs_gradients
-    finite = grads is None or not any(g is not None and is_bad(g) for g in grads)
-    return _run(replace(task, scale=1.0, outputs_gradients=grads if finite else [None] * len(grads)), _in_fp32)
+
+def for_other_outputs(task: Task) -> Task:
+    """Return ``task`` with gradients of the outputs' means, where those of its outputs, of which they tell, are bad."""
+    if task.outputs_gradients is None:
+        return task
+
+    def mean(grad: Tensor | None) -> Tensor | None:
+        return grad if grad is None or not is_bad(grad) else torch.full_like(grad, task.scale / grad.numel())
+
+    return replace(task, outputs_gradients=[*map(mean, task.outputs_gradients)])
+
+
+MASKED = "a softmax, whose rows that see nothing are others than in fp32"
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,9 @@ def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
                 found.bad.setdefault(name, origins)
             if found.bad:
                 break
+        lost = [e.number for e in own.watch.events if e.is_lost_in_cast]
+        if lost and not found.bad:
+            found.bad[MASKED] = frozenset(lost)
     found.events = [replace(e, place=own.place(e.place, e.source, e.backward), source=None) for e in own.watch.events]
     return found
 

@@ -8,13 +8,18 @@ autocast is ``h`` itself but under autocast has its own storage, so that writes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.passes.graph.activation_checkpoints import is_checkpoint
+from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
+from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.op_args.dropout_args import given_back
+from amp_graph.passes.torch_compat.dynamo_patches import reads_of_dtype
 from amp_graph.passes.torch_compat.storage import storage_key
 
 METHODS = {"bfloat16": torch.bfloat16, "half": torch.float16}
@@ -37,10 +42,12 @@ class Conversions:
 def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
     """Make ``h.half()`` copy in ``gm``, captured under autocast to ``dtype``; return the conversions of ``gm``.
 
-    ``x.to(dtype)`` does not count: Dynamo records ``x.to(y.dtype)`` the same way, where autocast chose ``y.dtype``.
+    ``x.to(dtype)`` does not count behind code that read the dtype of a value that autocast lowered: Dynamo records
+    ``x.to(y.dtype)`` the same way.
     """
     adopt_values(gm)
-    low = _low_by_user(gm, dtype)
+    given = {node: frozenset([i]) for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    low = _low_by_user(gm, dtype, given, [])
     for node in gm.graph.find_nodes(op="call_method", target=next(n for n, d in METHODS.items() if d is dtype)):
         source = node.args[0]
         if isinstance(source, Node) and _is_low(source, dtype) and low.get(source) != frozenset():
@@ -50,21 +57,42 @@ def conversions(gm: GraphModule, dtype: torch.dtype) -> Conversions:
     return Conversions(found, tuple(_apart(gm, leaves, dtype, low)))
 
 
-def _low_by_user(gm: GraphModule, dtype: torch.dtype) -> dict[Node, frozenset[int]]:
-    """Return the nodes that are low without autocast, each with the inputs that must be low for that."""
-    found: dict[Node, frozenset[int]] = {}
-    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if _is_low(node, dtype):
-            found[node] = frozenset([position])
+Low = dict[Node, frozenset[int]]  # nodes, each with the inputs of the graph that must be low for it to be low
+
+
+def _low_by_user(gm: GraphModule, dtype: torch.dtype, given: Low, read: list[frozenset[int] | None]) -> Low:
+    """Return the nodes that are low without autocast, among them the ``given`` inputs.
+
+    ``read``: of the low values whose dtype the code has read, the same, or None for one that autocast lowered.
+    """
+    found = {node: inputs for node, inputs in given.items() if _is_low(node, dtype)}
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method") or not _is_low(node, dtype):
-            continue
-        operands = [n for n in node.all_input_nodes if any(t.is_floating_point() for t in tensors(value(n)))]
-        if node.op == "call_method" and METHODS.get(str(node.target)) is dtype:
-            found[node] = frozenset()
-        elif operands and all(n in found for n in operands):
-            found[node] = frozenset().union(*(found[n] for n in operands))
+        if node.op in ("call_function", "call_method") and _is_low(node, dtype):
+            operands = [n for n in node.all_input_nodes if any(t.is_floating_point() for t in tensors(value(n)))]
+            if node.op == "call_method" and METHODS.get(str(node.target)) is dtype:
+                found[node] = frozenset()
+            elif node.op == "call_method" and dtype in (*node.args, *node.kwargs.values()):
+                if None not in read:
+                    found[node] = frozenset().union(*filter(None, read))
+            elif is_part(node) and is_checkpoint(node.args[0]):
+                found |= _low_results(gm, node, dtype, found, read)
+            elif operands and all(n in found for n in operands):
+                found[node] = frozenset().union(*(found[n] for n in operands))
+        if reads_of_dtype(node) and _is_low(node, dtype):
+            read.append(found.get(node))
     return found
+
+
+def _low_results(gm: GraphModule, part: Node, dtype: torch.dtype, low: Low, read: list[frozenset[int] | None]) -> Low:
+    """Return ``part``, the result of a checkpoint, if the body of that returns it low without autocast."""
+    checkpoint: Any = part.args[0]
+    body = graph_read(gm, checkpoint.args[0])
+    assert body is not None, "a checkpoint has a body"
+    adopt_values(body)
+    inputs = zip(body.graph.find_nodes(op="placeholder"), checkpoint.args[1:], strict=True)
+    inside = _low_by_user(body, dtype, {node: low[source] for node, source in inputs if source in low}, read)
+    result = body.graph.output_node().args[0][part.args[1]]
+    return {part: inside[result]} if result in inside else {}
 
 
 def _apart(

@@ -77,7 +77,7 @@ def thaw(model: Model) -> Model:
         if found.policy.level == "O2" and not _has_masters(found.model):
             warn(
                 f"amp_graph: the fp32 weights of {type(found.model).__name__} are freed: it trains at level O2 from "
-                "rounded ones\n  fix:   amp_graph.revert(model), then load its checkpoint, then amp_graph.convert(model)"
+                "rounded ones\n  fix:   amp_graph.revert(model), then load its checkpoint and convert it again"
             )
     return model
 

@@ -4,7 +4,7 @@
 
 ``convert(model)`` without a policy, trained at three batch sizes and evaluated at the second. The machine file gives
 the rates of such a CPU, so that what is decided is what would be decided there; without the variable this machine's
-rates decide. A call and its backward, without an update; plain fp32 and ours take turns, in one process and one thread. A
+rates decide. A call and its backward, without an update; plain fp32 and ours take turns, in one process and thread. A
 ratio is the median over rounds with quartiles; above 1.05 a row is marked.
 """
 

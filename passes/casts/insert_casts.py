@@ -109,7 +109,8 @@ class _Insertion:
         if TAKES in node.meta:  # runs as captured, on the dtypes it was captured with
             return
         self._saturate(node)
-        if mark is not None and any(value(written).dtype == self.dtype for written in mark.written):
+        targets = [self.stand_ins.get(n, n) for n in mark.written] if mark is not None else []
+        if mark is not None and any(value(n).dtype == self.dtype for n in targets):
             for source in self.large.intersection(_eligible(node)) - mark.written:
                 self._bound(source, node)
         if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:

@@ -1,4 +1,4 @@
-"""Decompositions of fused inference operators for which torch has none.
+"""Decompositions of fused operators: of inference, for which torch has none, and of products that add a value.
 
 Before: ``_transformer_encoder_layer_fwd(src, ...)``, which computes everything in one precision. After: linears,
 attention, norms and sums, each with its own class.
@@ -70,4 +70,15 @@ def encoder_layer(
     return norm_2(src + feed(src))
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.aten._transformer_encoder_layer_fwd.default: encoder_layer}
+def added_to_product(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return the result of ``aten::baddbmm`` and ``aten::addmm`` by a product and a sum; beta 0 ignores ``addend``."""
+    if beta == 0:
+        return (a @ b) * alpha
+    return torch.add(addend if beta == 1 else addend * beta, a @ b, alpha=alpha)
+
+
+ADDING = (torch.ops.aten.baddbmm.default, torch.ops.aten.addmm.default)
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._transformer_encoder_layer_fwd.default: encoder_layer,
+    **dict.fromkeys(ADDING, added_to_product),
+}

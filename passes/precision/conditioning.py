@@ -20,7 +20,7 @@ from amp_graph.lists.schema import functional_packet
 from amp_graph.passes.graph.fake_values import captured, is_eligible, tensors
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.precision.classify import Classification
-from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.planning_problem import FREE, Problem
 
 
 def _packets(names: str) -> frozenset[str]:
@@ -51,6 +51,7 @@ BOUNDED_ERROR = _packets("""
     """)
 COUNTERS = _packets("arange linspace logspace range")
 ANGLES = _packets("sin cos tan exp exp2 polar sincos")
+SOFTMAX = _packets("softmax _softmax special_softmax _safe_softmax log_softmax _log_softmax special_log_softmax")
 POSITIONS = "comes from integer positions and feeds sin/cos/exp: in low precision, different positions become equal"
 
 
@@ -94,6 +95,16 @@ def _magnifies(node: Node, kind: Classification | None, inexact: set[Node]) -> s
     if names <= BOUNDED_ERROR and not inexact.isdisjoint(node.all_input_nodes):
         return ""
     return ", ".join(sorted(names))
+
+
+def leads_to_softmax(order: Iterable[Node], classes: Mapping[Node, Classification]) -> set[Node]:
+    """Return the nodes that a softmax reads, itself or behind operations that the lists do not decide."""
+    leads: set[Node] = set()
+    for node in reversed(list(order)):
+        readers = [(user, classes[user]) for user in node.users if user in classes]
+        if any(not SOFTMAX.isdisjoint(kind.names) or (user in leads and kind.cls in FREE) for user, kind in readers):
+            leads.add(node)
+    return leads
 
 
 def carriers_of_positions(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:

@@ -7,7 +7,7 @@ inside it. Exactness: bit-exact (the same ATen operations run, in the same order
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,16 +16,20 @@ from torch.fx.node import map_arg
 
 from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.decompositions import ADDING
 from amp_graph.passes.graph.edit import set_identity
-from amp_graph.passes.graph.fake_values import fake_mode_of, tensors
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import is_tensor_call
-from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MODULE, WISH
+from amp_graph.passes.graph.graph_text import target_text
+from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
 from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
 from amp_graph.passes.precision.classify import classified
+from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
+ADDS = frozenset({"aten.baddbmm", "aten.addmm"})
 KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
 
 
@@ -33,7 +37,8 @@ KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
 class DecomposeComposites(Pass):
     """Replaces a node whose operations a list puts in different classes by those operations.
 
-    Exactness: bit-exact.
+    So is ``baddbmm`` or ``addmm`` that adds a mask to what a softmax reads: the product may be low, the sum not.
+    Exactness: approximate (that sum is rounded after its product); else bit-exact.
     """
 
     lists: OpList
@@ -56,13 +61,30 @@ class DecomposeComposites(Pass):
             else:
                 what = f"into {len(parts)} operations of different classes"
                 changes.append(Change(self.name, "expanded", node.name, what))
+        if mode is not None and self.lists.unlisted == "opaque":
+            for node in _masked_products(gm, self.lists, mode):
+                if expand(gm, node, frozenset(ADDING), mode) is not None:
+                    changes.append(Change(self.name, "expanded", node.name, "its sum is for a softmax"))
         return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _masked_products(gm: GraphModule, lists: OpList, mode: FakeTensorMode) -> list[Node]:
+    """Return the products that add a value of two dimensions or more, no bias, to what a softmax reads."""
+    found = [n for n in gm.graph.nodes if is_tensor_call(n) and not ADDS.isdisjoint(names_of(n))]
+    found = [n for n in found if "out" not in n.kwargs and captured(tensor_inputs(n)[0]).dim() > 1]
+    if not found:
+        return []
+    leads = leads_to_softmax(
+        gm.graph.nodes, {n: classified(n, lists, mode) for n in gm.graph.nodes if is_tensor_call(n)}
+    )
+    return [n for n in found if n in leads]
 
 
 def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
     """Replace ``node`` by its operations and return them; return None and change nothing if that is not possible.
 
-    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes.
+    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes. If
+    ``node`` is planned, its operations are planned as it was.
     """
     try:
         small = trace_node(node, mode, decompose, symbolic=True)
@@ -86,8 +108,12 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
                 _describe(env[part], part, node)
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
+    mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
+        if mark is not None and tensors(part.meta["val"]) and not only_views(part):  # planned as the whole was
+            why = mark.reason.removeprefix(f"{', '.join(mark.ops)}: ")
+            part.meta[MARK] = replace(mark, ops=names_of(part), reason=f"in {target_text(node)}: {why}")
     return made
 
 

@@ -15,6 +15,7 @@ from amp_graph.passes.autocast_regions.autocast_subgraphs import bits_shown, ref
 from amp_graph.passes.graph.autograd_functions import is_custom_function
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import RAISES
+from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.precision.planning_problem import LOW, Problem
 from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan
 from amp_graph.passes.torch_compat.dynamo_patches import is_gradient_hook, reads_of_dtype
@@ -27,7 +28,8 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
 
     Such code is a custom function, or makes values with a ``dtype`` argument after it read the dtype of a low value.
     False for a graph that could not be planned after a capture under autocast. Asks the rule-based planner, which
-    lowers all that autocast would: a planner by cost may keep a value full because of the upcast behind it.
+    lowers all that autocast would: a planner by cost may keep a value full because of the upcast behind it. A mask that
+    is converted counts as none: a softmax reads its sum with the scores, and ``low`` may not hold its values.
     """
     gm = problem.gm
     functions = [node for node in gm.graph.nodes if is_custom_function(node) and not is_gradient_hook(node)]
@@ -46,7 +48,9 @@ def raised_by_read_dtypes(problem: Problem, low: torch.dtype) -> bool:
         return True
     if not any(map(is_low, reads)):
         return False
+    masks = leads_to_softmax(gm.graph.nodes, problem.classes)
     reached = {node for node in gm.graph.nodes if _asks_fp32(node) and not is_low(node)}
+    reached -= {node for node in reached & masks if problem.classes[node].conversion}
     for node in gm.graph.nodes:
         kind = problem.classes.get(node)
         if kind is None or kind.cls not in PASSED_ON or is_low(node) or not _is(node, torch.float32):

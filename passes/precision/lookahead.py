@@ -15,8 +15,11 @@ from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import PIECE
 from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.precision.planning_problem import FREE, Problem
 from amp_graph.passes.torch_compat.fake import numel
+
+IN_PLACE = frozenset({"aten.add_", "aten.sub_"})
 
 
 class Lookahead:
@@ -102,7 +105,8 @@ class Lookahead:
         * written ones that such an operation, or one with several operands, aliases: it takes full precision, and a
           cast before it would break the alias;
         * written ones of which the user made a conversion that did nothing at capture: the alias would become a copy;
-        * those of overlapping outputs, whose captured precision is restored.
+        * those of overlapping outputs, whose captured precision is restored;
+        * those of scores to which a mask is added in place: what a softmax reads is not rounded after such a sum.
         """
         memory, storages = self.problem.memory, self.problem.memory.storages
         restored = self.problem.keep_outputs and PIECE not in self.problem.gm.meta  # each output by a cast of its own
@@ -120,7 +124,14 @@ class Lookahead:
                 found = found.union(*(storages[n] for n in written_inside(self.problem.gm, node)))
             elif known is not None and known.cls in (OpClass.DENY, OpClass.OPAQUE, OpClass.PROMOTE):
                 found = found.union(*(storages.get(target, frozenset()) for target in known.written))
-        return found
+        return found | self._masked_in_place() if self.problem.lists.unlisted == "opaque" else found
+
+    def _masked_in_place(self) -> set[int]:
+        storages = self.problem.memory.storages
+        added = [n for node, kind in self.classes.items() if IN_PLACE.issuperset(kind.names) for n in kind.written]
+        written = set[int]().union(*(storages.get(n, frozenset()) for n in added))
+        leads = leads_to_softmax(self.problem.gm.graph.nodes, self.classes) if written else ()
+        return written & set[int]().union(*(storages.get(n, frozenset()) for n in leads))
 
     def _follows(self, node: Node) -> bool:
         """Say whether ``node`` can alias its input in either precision."""

@@ -35,9 +35,11 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     A scheduler installs a ``step`` of its own, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
     2.13.
     """
-    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    every = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if own or any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in every):
+    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks = [
+        hook for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in held.values()
+    ]
+    if any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in hooks):
         return "hooks of its step()"
     step: Any = optimizer.__dict__.get("step")
     behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)

@@ -1,12 +1,15 @@
 """A value that a steep function or a cancellation reads is rounded only where ``torch.autocast`` rounds it."""
 
 import math
+import operator
 
 import pytest
 import torch
 
 import amp_graph
+from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.precision import rule_based_planner
+from tests.passes.graphs import Function, capture_function, passes_until
 from tests.random_chains import NAMES, errors, too_large, wrong_behind_chains
 
 POLICIES = ("bf16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "fp16,accuracy=3")
@@ -154,3 +157,42 @@ def _computes(name):
     packet = getattr(torch.ops.aten, name, None)
     tags = {tag for one in packet.overloads() for tag in getattr(packet, one).tags} if packet else set()
     return bool(tags & {torch.Tag.pointwise, torch.Tag.reduction})
+
+
+def added_through_a_view(s, scores, mask):
+    scores.view(-1, *scores.shape[1:]).add_(mask)
+    return scores
+
+
+SCORES = {
+    "baddbmm": lambda q, k, mask: torch.baddbmm(mask, q, k.mT, beta=2, alpha=0.5),
+    "addmm": lambda q, k, mask: torch.addmm(mask[0], q[0], k[0].T)[None],
+    "add_": lambda q, k, mask: (q @ k.mT).div_(2).add_(mask),
+    "sub_": lambda q, k, mask: (q @ k.mT).mul(0.5).sub_(mask),
+    "iadd": lambda q, k, mask: operator.iadd(torch.bmm(q, k.mT), mask),
+    "view": lambda q, k, mask: added_through_a_view(None, q @ k.mT, mask).clamp(min=-1e4),
+    "converted": lambda q, k, mask: torch.baddbmm(mask.to(q.dtype), q, k.mT),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16,emulate=cuda", "bf16,accuracy=fast,skip=recognize"])
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("written", SCORES)
+def test_a_mask_is_added_to_scores_in_fp32(written, log, policy):
+    def attention(s, x, mask):
+        q = x @ s.w
+        scores = SCORES[written](q, q.roll(1, -1), mask)
+        return (scores.log_softmax(-1).exp() if log else scores.softmax(-1)) @ q
+
+    x, mask = torch.randn(2, 9, 8, requires_grad=True), 1000 + 0.4 * torch.arange(9.0) + torch.zeros(2, 9, 9)
+    model = Function(attention, w=torch.randn(8, 8) / 3)
+    want = model(x, mask)
+    found = amp_graph.convert(model, policy)(x, mask)
+    assert ((found - want).norm() / want.norm()).item() < 0.02
+
+
+def test_the_bias_of_a_layer_is_added_in_its_product():
+    given = {"w": torch.ones(8, 8), "b": torch.ones(8)}
+    graph = capture_function(lambda s, x: torch.addmm(s.b, x, s.w).softmax(-1), torch.ones(8, 8), **given)
+    gm, _ = graph.through(passes_until(InsertCasts))
+    assert [n for n in gm.graph.nodes if "addmm" in str(n.target)]

@@ -39,17 +39,33 @@ def trained(model, policy="bf16"):
     x = X.clone().requires_grad_()
     out = model(x)
     out.float().square().sum().backward()
-    casts = {(cast.of, cast.kept) for cast in amp_graph.report(model).graphs[0].casts}
-    return (out.detach(), x.grad, model.weight.grad), casts
+    return (out.detach(), x.grad, model.weight.grad), casts_of(model)
+
+
+def frozen(form, policy):
+    """What the casts of a frozen model are of."""
+    model = amp_graph.freeze(amp_graph.convert(Turned(form), policy, strict=True))
+    with torch.no_grad():
+        model(X)
+    return casts_of(model)
+
+
+def casts_of(model):
+    return {(cast.of, cast.kept) for cast in amp_graph.report(model).graphs[0].casts}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "fp16"])
 def test_a_turned_weight_has_the_bits_of_a_weight_that_is_turned_before_its_cast(form, policy, monkeypatch):
-    found, _ = trained(Turned(form), policy)
+    """The weight itself is cast, at each call where it trains, and once where it is frozen."""
+    found, casts = trained(Turned(form), policy)
+    assert ("weight", False) in casts
+    assert ("weight", True) in frozen(form, policy)
     monkeypatch.setattr(transposed_weights, "views_of_weights", lambda gm, classes: frozenset())
-    wanted, _ = trained(Turned(form), policy)
+    wanted, before = trained(Turned(form), policy)
     assert all(map(torch.equal, found, wanted))
+    assert ("weight", False) not in before, "control"
+    assert ("weight", True) not in frozen(form, policy), "control"
 
 
 def test_it_is_autocasts_result():

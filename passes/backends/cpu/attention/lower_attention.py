@@ -14,12 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.lists import OpClass
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of
-from amp_graph.passes.graph.meta_keys import IDENTITY, REGION, WRITTEN_OUT
+from amp_graph.passes.graph.meta_keys import IDENTITY, MARK, REGION, WRITTEN_OUT
 from amp_graph.passes.graph.node_info import is_zero
 from amp_graph.passes.op_args.attention_args import NAMES, SDPA, keywords_of
 from amp_graph.passes.precision.decompose_composites import expand
@@ -102,13 +103,15 @@ def _is_worse_fused(node: Node, mask: Any) -> bool:
     """Say whether torch's kernel would compute the gradients of rows that see nothing less accurately.
 
     It saves only the log-sum-exp of a row: if the lowest number is added to all scores, the rest is lost. What an fp16
-    mask can hold loses nothing. For a mask that is trained torch takes no such kernel. An fp32 call of the user stays.
+    mask can hold loses nothing. For a mask that is trained torch takes no such kernel. An fp32 call of the user stays,
+    but not one that the plan left in fp32.
     """
     made = value(node)
     if not isinstance(mask, Node) or is_trained(mask) or not is_trained(node) or made.device.type != "cpu":
         return False
-    written = WRITTEN_OUT in node.meta or made.dtype != torch.float32
-    return written and value(mask).dtype not in (torch.bool, torch.float16)
+    mark = node.meta.get(MARK)
+    planned = WRITTEN_OUT in node.meta or (mark is not None and mark.cls is OpClass.ALLOW)
+    return planned and value(mask).dtype not in (torch.bool, torch.float16)
 
 
 def _why_not(given: dict[str, Any], node: Node) -> str:

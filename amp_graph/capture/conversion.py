@@ -301,7 +301,7 @@ class Conversion:
         plain = multiplies and self.compile == "eager" and self.plain.is_cast
         if plain:
             self._partial.add(mode)
-        self.missed.report_parts(list(unread), self.plain.how if plain else "")
+        self.missed.report_parts(list(unread), self.plain.how if plain else "", warned=multiplies and not plain)
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""

@@ -70,7 +70,7 @@ fuzz: $(STAMPS)/test  ## check that random changes of each file format and state
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
 
 mutants: $(STAMPS)/test $(STAMPS)/mutation  ## change the core in 200 places and see which changes no test finds (MUTANTS_ARGS="--seed 3 --only passes/casts")
-	nice -n 5 $(VENV)/bin/python -m tests.mutants run $(MUTANTS_ARGS)
+	nice -n 5 $(VENV)/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 zoo: $(STAMPS)/demo $(STAMPS)/zoo  ## train 400 models of other packages in bf16 and fp16 (hours; what is measured is not run again)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.zoo $(ZOO_ARGS)

@@ -19,9 +19,10 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.compiler_options import options_text, read_options
 from amp_graph.errors import CaptureError, PolicyError, warn
-from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
+from amp_graph.optim.master_weight_updates import keep_loaded_states, let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
+from amp_graph.passes.calibration.node_keys import module_of
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_frames import compiled_in_place
 from amp_graph.passes.torch_compat.module_attributes import uninitialized
@@ -94,7 +95,7 @@ def convert(
     refuse_what_cannot_be_converted(model, wanted)
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list raises here, not at the first step
-    _warn_of_unmatched_modules(model, wanted)
+    warn_of_unmatched(model, wanted)
     measured = _measured(model, wanted, sample, dynamic)
     wrapped = model.__dict__.get("forward")
     made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs, found)
@@ -107,6 +108,7 @@ def convert(
             let_optimizers_update_masters()
             with lower_parameters(model, wanted):
                 made.attach()
+            keep_loaded_states()
         else:
             made.attach()
     return model
@@ -228,14 +230,21 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
         )
 
 
-def _warn_of_unmatched_modules(model: torch.nn.Module, policy: Policy) -> None:
-    """Warn if ``keep_fp32`` matches no module, so that it keeps nothing in fp32."""
-    if policy.keep_fp32 and not [name for name, _ in model.named_modules() if policy.keeps_fp32(name)]:
-        paths = [name for name, part in model.named_modules() if name and not list(part.children())]
-        warn(
-            f"amp_graph: keep_fp32={policy.keep_fp32!r} matches no module of {type(model).__name__}, so it keeps "
-            f"nothing in fp32\n  legal: a regular expression that matches a whole path, such as {_few(paths)}",
-        )
+def warn_of_unmatched(model: torch.nn.Module, policy: Policy) -> None:
+    """Warn of what ``policy`` keeps in fp32 by the paths of modules that ``model`` does not have."""
+    paths = [name for name, _ in model.named_modules()]
+    absent = [key for key in policy.keep_ops if module_of(key) not in paths]
+    if policy.keep_fp32 and not any(map(policy.keeps_fp32, paths)):
+        told, legal = f"keep_fp32={policy.keep_fp32!r}", "a regular expression that matches a whole path, such as "
+    elif absent:
+        told, legal = f"keep_ops={'|'.join(absent)!r}", "a path and an operation, such as "
+    else:
+        return
+    leaves = [name for name, part in model.named_modules() if name and not list(part.children())]
+    warn(
+        f"amp_graph: {told} matches no module of {type(model).__name__}, so it keeps nothing in fp32\n"
+        f"  legal: {legal}{_few([f'{name}:linear' for name in leaves] if absent else leaves)}",
+    )
 
 
 def _few(names: list[str]) -> str:

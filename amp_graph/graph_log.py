@@ -88,6 +88,6 @@ def warn_of_full_precision(what: str, gm: GraphModule, dtype: torch.dtype) -> No
     low, found = word_of(dtype), gm.meta[LEFT_ALONE]
     warn(
         f"amp_graph: {what} runs in fp32, as {low} is not profitable for this call: it is predicted "
-        f"to take {found.ratio:.2f} times fp32's time on {found.machine}, and the limit is {WORTH_IT}\n"
+        f"to have {found.speed:.2f} times fp32's speed on {found.machine}, and the least is {WORTH_IT:.2f}\n"
         f"  fix:   policy '{low}' lowers it all the same",
     )

@@ -41,8 +41,8 @@ class Phase(str, enum.Enum):
     COMPILED = "compiled"  # the same, afterwards, where Inductor will compile it
     HANDOVER = "handover"  # the rewritten graph, just before any compiler takes it apart
     INDUCTOR = "inductor"  # the flat graphs inside Inductor, forward and backward
-    JOINT = "joint"  # the joint graph of forward and backward of a training step, to which these append the rest
-    STEP = "step"  # the flat graph of a whole training step that runs as it is
+    STEP = "step"  # the joint graph of forward and backward of a training step that runs eagerly
+    JOINT = "joint"  # the joint graph of any training step, to which these append the rest
 
 
 @dataclass(frozen=True)

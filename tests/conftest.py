@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import math
 import os
 import shutil
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.versions import known
 
 # Of other packages only; a warning of our own code is an error (pyproject.toml).
 IGNORED_WARNINGS = (
@@ -70,8 +71,19 @@ def pytest_collection_modifyitems(items):
             found.setdefault((item.path, item.originalname), (mark.args[0], []))[1].append(item)
     for count, cases in found.values():
         cases.sort(key=lambda item: zlib.crc32(item.name.encode()))  # in order they would share a parameter
-        for item in cases[-(-len(cases) // count) :]:
+        seen = set()
+        for _ in range(-(-len(cases) // count)):
+            case = max(cases, key=lambda item: len(values_of(item) - seen))
+            seen |= values_of(case)
+            cases.remove(case)
+        for item in cases:
             item.add_marker(pytest.mark.slow)
+    known.expect(items, torch.__version__)
+
+
+def values_of(item):
+    """Return the places and values of a case's parameters, of which a sample should have as many as it can."""
+    return set(enumerate(item.callspec.id.split("-"))) if hasattr(item, "callspec") else set()
 
 
 def pytest_collection_finish():
@@ -105,7 +117,7 @@ ALWAYS_PROFITABLE = {
 def _all_is_worth_it(request, monkeypatch):
     """Rewrite the tests' small models, whatever time that takes, but for what is marked ``by_profit``."""
     if "by_profit" not in request.keywords:
-        monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", math.inf)
+        monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", 0.0)
         monkeypatch.setattr("amp_graph.policy.is_faster_in", lambda machine, dtype: True)
         for name, at_least in ALWAYS_PROFITABLE.items():
             monkeypatch.setattr(f"amp_graph.passes.profitability.call_thresholds.{name}", at_least)

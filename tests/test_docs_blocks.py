@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from amp_graph.cli.main import main, parser
-from amp_graph.cli.run_options import read_command
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.lists import load
 from tests.doc_blocks import MODEL, PAGES, PROGRAMS, ROOT, Block, blocks_of, chains, given, run_blocks
@@ -105,7 +104,7 @@ def test_commands_run(block, line, folder, capsys):
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
     elif words[0] == "amp-graph" and words[1] in COMMANDS_ELSEWHERE:
-        read_command(words[2:]) if words[1] == "run" else parser().parse_known_args(words[1:])
+        parser().parse_known_args(words[1:])
     elif words[0] == "amp-graph":
         if "onnx" in words:
             pytest.importorskip("onnxscript", reason="pip install onnx onnxscript onnxruntime")

@@ -109,7 +109,7 @@ def test_a_converted_model_goes_through_the_pass(followed, policy, left):
     assert len(re.findall(r"= \.t\(|= \.transpose\(", graph.text)) == left
 
 
-@pytest.mark.parametrize("behind", ["InsertCasts", "MatmulToLinear"])
+@pytest.mark.parametrize("behind", ["InsertCasts", "EinsumToMatmul"])
 def test_a_row_in_the_wrong_place_says_where_it_belongs(followed, monkeypatch, tmp_path, behind):
     text = with_row("RemoveNoOpDropout").replace(ROW, "")
     text, found = re.subn(rf"^    Row\({behind},(.*\n)+?(?=    Row)", lambda row: f"{row[0]}{ROW}", text, flags=re.M)

@@ -1,8 +1,8 @@
 """Runs calls uncaptured, in fp32, for which low precision is not profitable.
 
 Such a call may take 20 us. So a call like the last one is recognized by a single C++ check of its tensor (Dynamo's
-tensor guard). Others are recognized by their kind: the properties that decide the run time. More is not needed, as
-the original forward is right for any call.
+tensor guard). Others are recognized by their kind: the properties that decide the run time, and the dtypes:
+half inputs may not run as written.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _common(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
         if isinstance(one, Tensor):
             if one.is_nested:
                 return None
-            kind += (one.shape, one.device)
+            kind += (one.shape, one.dtype, one.device)
         elif type(one) in (list, tuple, dict):
             inside = _common(tuple(tree_leaves(one)), {})
             if inside is None:

@@ -33,9 +33,9 @@ class Trained:
     seconds: tuple[float, ...]
     errors: Mapping[str, float]
 
-    def time_to(self, other: Trained) -> float:
-        """Return the median over rounds of the time ratio."""
-        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+    def speed_to(self, other: Trained) -> float:
+        """Return the speed as a multiple of ``other``'s: the median over rounds."""
+        return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
 
     def errors_to(self, other: Trained) -> tuple[float, float]:
         """Return the median and the largest ratio of the parameters' errors; 1 if there is nothing to compare."""

@@ -1,119 +1,103 @@
-"""Convert the model that TARGET names, call it once, and return what was captured.
+"""Load the model that TARGET names, as it is or converted; call it once, and return what was captured.
 
-``captured("model.py:build", ["f32[8,16]"], "bf16")`` is a ``Conversion`` with at least one graph.
+``captured(args)``, with the target "model.py:build" and the policy "bf16", is a ``Conversion`` with a graph or more.
 """
 
 from __future__ import annotations
 
-import inspect
+import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.capture.sensitivity_sample import Sampled, measure
-from amp_graph.cli.target import load_target
-from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
+from amp_graph.cli.target import Target, load_target
+from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert, warn_of_unmatched
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
 
 
-def captured(
-    text: str,
-    inputs: Sequence[str] = (),
-    policy: str | None = None,
-    training: bool | None = None,
-    compile: Compile = "eager",
-) -> Conversion:
-    """Capture TARGET; ``training`` None keeps the model's mode. Raises if nothing is captured.
+def plain_target(args: argparse.Namespace, policy: str | None = None) -> Target:
+    """Return TARGET as it was before a conversion, in the mode that was asked for.
 
-    A model that TARGET itself converted keeps its policy if ``policy`` is None.
+    Its policy: that of the command line, or else the one that TARGET itself converted the model with, or ``policy``.
     """
-    with redirect_stdout(sys.stderr):  # keep the user's prints out of our output
-        target = load_target(text, inputs)
-        model = target.model
-        if training is not None:
-            model.train(training)
-        if compile != "eager" and conversion_of(model) is not None:
-            policy = policy or str(conversion_of(model).policy)  # type: ignore[union-attr]
-            revert(model)
-        if policy is not None or conversion_of(model) is None:
-            convert(model, policy, compile=compile)
-        with warnings.catch_warnings(record=True) as seen, quiet():
-            warnings.simplefilter("always", AmpGraphWarning)
-            model(*target.args, **target.kwargs)
+    target = load_target(args.target, args.input)
+    present = conversion_of(target.model)
+    if args.policy is not None or present is None:
+        wanted = Policy.parse(args.policy if args.policy is not None else policy)
+    else:
+        wanted = present.policy
+    if present is not None:
+        revert(target.model)
+    if args.training is not None:
+        target.model.train(args.training)
+    return replace(target, policy=wanted)
+
+
+def captured(args: argparse.Namespace) -> Conversion:
+    """Convert TARGET and call it once. Raises CaptureError if nothing is captured."""
+    with users_code(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", AmpGraphWarning)
+        target = plain_target(args)
+        target.call(convert(target.model, target.policy))
     for warning in seen:
         print(f"warning: {warning.message}", file=sys.stderr)
-    found = conversion_of(model)
+    found = conversion_of(target.model)
     assert found is not None, "convert attaches a conversion"
     if not found.graphs:
         raise CaptureError(_nothing(found))
     return found
 
 
-def sampled(
-    text: str, inputs: Sequence[str] = (), policy: str | None = None, training: bool | None = None
-) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], Policy, list[Sampled]]:
-    """Run TARGET once in fp32, forward and backward; return the model, its loss, the policy, and the measurements.
+def sampled(args: argparse.Namespace) -> tuple[Target, Callable[[torch.nn.Module], torch.Tensor], list[Sampled]]:
+    """Run TARGET once in fp32, forward and backward; return it, its loss, and the measurements.
 
     The loss is the model's own if it returns one, else a fixed random mixture of its floating-point outputs.
     """
-    with redirect_stdout(sys.stderr):
-        target = load_target(text, inputs)
-        model, present = target.model, conversion_of(target.model)
-        wanted = Policy.parse(policy) if policy is not None or present is None else present.policy
-        if present is not None:
-            revert(model)
-        refuse_what_cannot_be_converted(model, wanted)
-        if wanted.level != "O1":
+    with users_code():
+        target = plain_target(args)
+        refuse_what_cannot_be_converted(target.model, target.policy)
+        if target.policy.level != "O1":
             raise PolicyError(
-                f"plan: level {wanted.level} is not supported: plans are for fp32 parameters\n"
+                f"plan: level {target.policy.level} is not supported: plans are for fp32 parameters\n"
                 "  legal: level O1\n  fix:   --policy bf16"
             )
-        if training is not None:
-            model.train(training)
+        warn_of_unmatched(target.model, target.policy)
 
         def loss(one: torch.nn.Module) -> torch.Tensor:
-            return loss_or_mixture(one(*target.args, **target.kwargs))
+            return loss_or_mixture(target.call(one))
 
-        with quiet():
-            return model, loss, wanted, _measured(model, wanted, loss)
-
-
-def _measured(model: torch.nn.Module, policy: Policy, loss: Callable[[torch.nn.Module], torch.Tensor]) -> list[Sampled]:
-    try:
-        return measure(model, policy, loss)
-    except CaptureError as error:
-        raise CaptureError(
-            f"plan: the loss of {type(model).__name__} does not come from a captured graph, or has no gradient\n"
-            "  legal: a TARGET whose forward is captured, at least in part, and runs with gradients\n"
-            "  fix:   amp-graph dump TARGET shows what is captured"
-        ) from error
+        try:
+            return target, loss, measure(target.model, target.policy, loss)
+        except CaptureError as error:
+            raise CaptureError(
+                f"plan: the loss of {type(target.model).__name__} does not come from a captured graph, or has no "
+                "gradient\n  legal: a TARGET whose forward is captured, at least in part, and runs with gradients\n"
+                "  fix:   amp-graph dump TARGET shows what is captured"
+            ) from error
 
 
-def captured_step(text: str, inputs: Sequence[str], policy: str | None, training: bool | None, optimizer: str) -> str:
-    """Return the text of TARGET's whole training step with ``optimizer``, one of torch.optim's.
+def captured_step(args: argparse.Namespace) -> str:
+    """Return the text of TARGET's whole training step with the optimizer ``args.step``, one of torch.optim's.
 
     The loss is the model's own if it returns one, else the mean of its first floating-point output.
     """
-    with redirect_stdout(sys.stderr):
-        target = load_target(text, inputs)
-        target.model.train(True if training is None else training)
-        if conversion_of(target.model) is not None:
-            revert(target.model)
-        made = getattr(torch.optim, optimizer)(target.model.parameters(), lr=0.1)
-        step = TrainStep(target.model, any_loss, made, policy)
-        given = inspect.signature(target.model.forward).bind(*target.args, **target.kwargs).arguments
-        with quiet():
-            step(dict(given))
+    with users_code():
+        target = plain_target(args)
+        target.model.train(args.training is not False)
+        optimizer = getattr(torch.optim, args.step)(target.model.parameters(), lr=0.1)
+        step = TrainStep(target.model, any_loss, optimizer, target.policy)
+        step(target.named_inputs())
     return step.graph_text()
 
 
@@ -137,13 +121,14 @@ def loss_or_mixture(out: Any) -> torch.Tensor:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Stop torch from logging tracebacks of errors that it also raises."""
+def users_code() -> Iterator[None]:
+    """Keep what the user's code prints out of our output, and torch from logging errors that it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         log.setLevel(level)
 

@@ -26,7 +26,7 @@ COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
 def run(args: argparse.Namespace) -> int:
     """Measure, print beside the built-in rates, and write the file."""
     if args.target is not None:
-        return calibrate_model(args.target, args.input, args.policy, args.training, args.output, args.json)
+        return calibrate_model(args)
     if args.input or args.policy or args.training is not None:
         raise AmpGraphError(
             "calibrate: --input, --policy, --train and --eval are for a TARGET, and there is none\n"

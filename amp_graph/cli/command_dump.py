@@ -6,50 +6,54 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TextIO
 
-from amp_graph.capture.conversion import Conversion
 from amp_graph.cli.capture_target import captured, captured_step
 from amp_graph.cli.measure_target import measured_times
-from amp_graph.cli.terminal import write_lines, write_table
+from amp_graph.cli.terminal import write_json, write_lines, write_table
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.native.output_file import write_or_refuse
-from amp_graph.report.graph_dot import dot_lines
-from amp_graph.report.graph_lines import Lines, diff_lines, text_lines
+from amp_graph.report.graph_lines import Lines, diff_lines, style_of, text_lines
 from amp_graph.report.model_report import Report, report
-from amp_graph.report.networkx_graph import graphml
+from amp_graph.report.networkx_graph import dot, graphml
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page
-from amp_graph.report.styles import STYLES
-from amp_graph.rewrite import Rewritten
 
 COLUMNS = ("node", "operation", "type", "precision", "reason")
+WHOLE: dict[str, Callable[[Report], str]] = {"dot": dot, "graphml": graphml, "html": html_page}
 
 
 def run(args: argparse.Namespace) -> int:
     """Capture TARGET and print its graphs."""
     _check(args)
     if args.step:
-        text = captured_step(args.target, args.input, args.policy, args.training, args.step)
+        text = captured_step(args)
         with _opened(args.output) as out:
             out.write((json.dumps({"optimizer": args.step, "graph": text}) if args.format == "json" else text) + "\n")
         return 0
-    found = captured(args.target, args.input, args.policy, args.training)
+    found = captured(args)
     told = report(found.model)
     with _opened(args.output) as out:
-        _write(args, found, told, out)
+        if args.format == "json":
+            write_json(told.to_dict(), out)
+        elif args.format == "report":
+            out.write(told.text(skipped=args.skipped))
+        elif args.format in WHOLE:
+            out.write(WHOLE[args.format](told))
+        else:
+            for graph, record in zip(told.graphs, found.graphs, strict=True):
+                _write_graph(args, graph, record.rewritten.gm.code, out)
     if args.report:
-        times = measured_times(args.target, args.input, args.policy, args.training) if args.measure else {}
-        write_page(replace(told, times=times), args.report, "dump")
+        write_page(replace(told, times=measured_times(args) if args.measure else {}), args.report, "dump")
     return 0
 
 
 def write_page(told: Report, path: str, command: str, chosen: str = "") -> None:
     """Write the HTML page of a report, opened at the node ``chosen``; AmpGraphError if that is not possible."""
-    _write_file(path, html_page(told, chosen), command, "--report report.html")
+    write_or_refuse(path, html_page(told, chosen), command, "--report report.html")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -79,55 +83,32 @@ def _opened(path: str | None) -> Iterator[TextIO]:
         return
     out = io.StringIO()
     yield out
-    _write_file(path, out.getvalue(), "dump", "--output graphs.txt")
+    write_or_refuse(path, out.getvalue(), "dump", "--output graphs.txt")
 
 
-def _write_file(path: str, text: str, command: str, fix: str) -> None:
-    write_or_refuse(path, text, command, fix)
-
-
-def _write(args: argparse.Namespace, found: Conversion, told: Report, out: TextIO) -> None:
-    if args.format == "json":
-        out.write(json.dumps(told.to_dict(), indent=2) + "\n")
-    elif args.format == "report":
-        out.write(told.text())
-    elif args.format == "graphml":
-        out.write(graphml(told))
-    elif args.format == "html":
-        out.write(html_page(told))
-    else:
-        for graph, record in zip(told.graphs, found.graphs, strict=True):
-            _write_graph(args, graph, record.rewritten, out)
-
-
-def _write_graph(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
-    title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
-    if args.format == "dot":
-        return write_lines(((s, "") for s in dot_lines(graph.index, rewritten.gm, rewritten.dtype, title)), out)
+def _write_graph(args: argparse.Namespace, graph: GraphReport, code: str, out: TextIO) -> None:
     gap: Lines = [("", "")] if graph.index else []
-    write_lines([*gap, (f"# {title}", "bold")], out)
+    write_lines([*gap, (f"# {graph.title}", "bold")], out)
     if args.format == "code":
-        write_lines([(line, "") for line in rewritten.gm.code.strip().splitlines()], out)
+        write_lines([(line, "") for line in code.strip().splitlines()], out)
     elif args.format == "table":
         rows = [
-            (
-                (n.number, ", ".join(n.ops), n.type, n.precision, n.reason),
-                STYLES.get("cast" if n.cls == "cast" else n.precision, ""),
-            )
+            ((n.number, ", ".join(n.ops), n.type, n.precision, n.reason), style_of(n))
             for n in graph.nodes
+            if n.precision
         ]
         write_table(COLUMNS, rows, out)
     else:
-        _write_text(args, graph, rewritten, out)
+        _write_text(args, graph, out)
 
 
-def _write_text(args: argparse.Namespace, graph: GraphReport, rewritten: Rewritten, out: TextIO) -> None:
+def _write_text(args: argparse.Namespace, graph: GraphReport, out: TextIO) -> None:
     """Print the requested ones of before, after and the difference; by default, after."""
     chosen = [name for name in ("before", "after", "diff") if getattr(args, name)] or ["after"]
     shown: dict[str, Lines] = {
         "before": [(line, "") for line in graph.before.splitlines()],
-        "after": text_lines(rewritten, args.reasons),
-        "diff": diff_lines(rewritten),
+        "after": text_lines(graph, reasons=args.reasons),
+        "diff": diff_lines(graph),
     }
     for name in chosen:
         if len(chosen) > 1:

@@ -8,17 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from amp_graph.capture.conversion import conversion_of
-from amp_graph.cli.capture_target import quiet
-from amp_graph.cli.target import load_target
+from amp_graph.cli.capture_target import plain_target, users_code
 from amp_graph.cli.terminal import write_json
-from amp_graph.convert import revert
+from amp_graph.convert import warn_of_unmatched
 from amp_graph.errors import AmpGraphError
 from amp_graph.export import export, to_aoti, to_onnx
 from amp_graph.export.formats import save
@@ -39,10 +36,14 @@ def run(args: argparse.Namespace) -> int:
             f"export: --opset {args.opset} is of ONNX, and --to is {args.to}\n  legal: --opset with --to onnx\n"
             f"  fix:   amp-graph export {args.target} --to onnx --opset {args.opset} --output model.onnx"
         )
-    with redirect_stdout(sys.stderr), quiet():  # keep the user's prints, and the compilers', out of our output
-        policy, program = _program(args)
+    with users_code():
+        target = plain_target(args)
+        warn_of_unmatched(target.model, target.policy)
+        target.model.train(bool(args.training))
+        fold = args.fold_weights
+        program = export(target.model, target.args, target.kwargs, target.policy, fold_weights=fold)
         _write(program, args)
-    told = _summary(program, policy, args)
+    told = _summary(program, target.policy, args)
     if args.json:
         write_json(told, sys.stdout)
         return 0
@@ -50,17 +51,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"weights: {', '.join(f'{count} in {dtype}' for dtype, count in told['weights'].items()) or 'none'}")
     print(f"load it with {told['load']}")
     return 0
-
-
-def _program(args: argparse.Namespace) -> tuple[Policy, ExportedProgram]:
-    target = load_target(args.target, args.input)
-    present = conversion_of(target.model)
-    policy = Policy.parse(args.policy) if args.policy is not None or present is None else present.policy
-    if present is not None:
-        revert(target.model)
-    target.model.train(bool(args.training))
-    made = export(target.model, target.args, target.kwargs, policy, fold_weights=args.fold_weights)
-    return policy, made
 
 
 def _write(program: ExportedProgram, args: argparse.Namespace) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amp_graph.cli.capture_target import any_loss, quiet
+from amp_graph.cli.capture_target import any_loss, users_code
 from amp_graph.cli.target import load_target, named
 from amp_graph.cli.terminal import write_json
 from amp_graph.errors import AmpGraphError
@@ -23,7 +22,7 @@ from amp_graph.numerics.overflow.locate import locate
 
 def run(args: argparse.Namespace) -> int:
     """Run the batch of TARGET and print what was found; status 0 where nothing was, and 3 where something was."""
-    with redirect_stdout(sys.stderr), quiet():  # keep the user's prints out of our output
+    with users_code():
         target = load_target(args.target, args.input, has_batch=args.batch is not None)
         target.model.train(True if args.training is None else args.training)
         loss_fn, batch = _loss_and_batch(args, target.model, target.args, dict(target.kwargs))

@@ -12,8 +12,8 @@ from amp_graph.cli.pass_states import Mode, State, states
 from amp_graph.cli.terminal import write_lines, write_table
 from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.policy import Policy
-from amp_graph.report.styles import DIM
 
+DIM = "dim"
 COLUMNS = ("pass", "stage", "phase", "exactness", "state", "law")
 
 

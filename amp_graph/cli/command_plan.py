@@ -1,4 +1,4 @@
-"""``amp-graph plan``: the predicted time and error of a policy's plan; with ``--sweep``, measured as well.
+"""``amp-graph plan``: the predicted speed and error of a policy's plan; with ``--sweep``, measured as well.
 
 Before: ``--policy bf16,accuracy=1.5``. After: its time, error and casts beside those of autocast, fast and fp32; or
 a row for each error budget.
@@ -25,20 +25,21 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.policy import Policy
 
-COLUMNS = ("plan", "predicted us", "to autocast", "predicted error", "low", "full", "casts")
+COLUMNS = ("plan", "predicted us", "speed to autocast", "predicted error", "low", "full", "casts")
 SWEPT = (
-    "budget", "predicted time", "predicted error", "low", "full", "casts",
-    "measured time", "gradient error", "worst parameter",
+    "budget", "predicted speed", "predicted error", "low", "full", "casts",
+    "measured speed", "gradient error", "worst parameter",
 )  # fmt: skip
 NOTE = """\
-All figures are ratios to the plan of accuracy=autocast. Time: forward and backward, median of {rounds} interleaved
-rounds. Gradient error: against fp32 on this batch, the median over parameters of the ratio, and the largest."""
+All figures are ratios to the plan of accuracy=autocast. Speed, above 1 is faster: forward and backward, median of
+{rounds} interleaved rounds. Gradient error: against fp32 on this batch, the median over parameters, and the largest."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Sample TARGET, plan it, and print the table."""
     multiples = _multiples(args.sweep) if args.sweep is not None else []
-    model, loss, policy, found = sampled(args.target, args.input, args.policy, args.training)
+    target, loss, found = sampled(args)
+    model, policy = target.model, target.policy
     plans = plans_for(found, policy, device_of_model(model) or "cpu")
     if args.json:
         return _print_json(plans, multiples, model, loss, found)
@@ -61,7 +62,7 @@ def _print_json(plans: Plans, multiples: list[float], model: torch.nn.Module, lo
     rows = [_as_dict(name, one) for name, one in _plans(plans)]
     if multiples:
         swept = _swept_plans(plans, multiples, model, loss, found)
-        names = ("time", "gradient_error", "worst_parameter")
+        names = ("speed", "gradient_error", "worst_parameter")
         rows = [_as_dict(name, one) | dict(zip(names, measured, strict=True)) for name, one, measured in swept]
     write_json({**told, "plans": rows}, sys.stdout)
     return 0
@@ -83,7 +84,7 @@ def _plans(plans: Plans) -> list[tuple[str, Figures]]:
 def _rows(plans: Plans) -> list[tuple[str, ...]]:
     base = plans.figures(named(plans.policy, "autocast"))
     return [
-        (name, f"{one.picoseconds / 1e6:.1f}", _ratio(one.picoseconds, base.picoseconds), *_counts(one))
+        (name, f"{one.picoseconds / 1e6:.1f}", _ratio(base.picoseconds, one.picoseconds), *_counts(one))
         for name, one in _plans(plans)
     ]
 
@@ -125,7 +126,7 @@ def _sweep(plans: Plans, multiples: list[float], model: torch.nn.Module, loss: L
 def _swept_plans(
     plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled]
 ) -> Iterator[tuple[str, Figures, tuple[float, float, float]]]:
-    """Yield each plan, autocast's first, with its measured time, median and largest gradient error over autocast's."""
+    """Yield each plan, autocast's first, with its measured speed, median and largest gradient error over autocast's."""
     policies = {word: named(plans.policy, word) for word in ("autocast", "fast")}
     policies |= {f"{one:g}": named(plans.policy, one) for one in multiples}
     figures = {name: plans.figures(policy) for name, policy in policies.items()}
@@ -138,9 +139,9 @@ def _swept_plans(
     of_base = of_plan["autocast"]
     for name, one in figures.items():
         told = of_plan[first[one.points]]
-        yield name, one, (told.time_to(of_base), *told.errors_to(of_base))
+        yield name, one, (told.speed_to(of_base), *told.errors_to(of_base))
 
 
 def _swept(name: str, one: Figures, base: Figures, measured: tuple[float, float, float]) -> tuple[str, ...]:
     shown = (f"{figure:.3f}" for figure in measured)
-    return name, _ratio(one.picoseconds, base.picoseconds), *_counts(one), *shown
+    return name, _ratio(base.picoseconds, one.picoseconds), *_counts(one), *shown

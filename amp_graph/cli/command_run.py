@@ -6,19 +6,37 @@ import argparse
 import sys
 
 from amp_graph.run.options import RunError, RunOptions, check_compiler
-from amp_graph.run.running import run
+from amp_graph.run.running import run as run_target
 from amp_graph.run.script import module_target, script_target
 
+USAGE = "run: a SCRIPT or -m MODULE is needed\n  legal: one of them\n  fix:   amp-graph run --policy bf16 train.py"
 
-def main(args: argparse.Namespace, words: list[str]) -> int:
+
+def run(args: argparse.Namespace) -> int:
     """Run the script or module; does not return if it raises."""
+    name, *words = words_of(args) or [""]
     try:
+        if not name:
+            raise RunError(USAGE)
         options = RunOptions.checked(
-            args.policy, args.compile, args.only, args.dry_run, args.report, args.measure, args.replace_autocast
+            args.policy,
+            args.compile,
+            args.only,
+            args.dry_run,
+            args.report,
+            args.measure,
+            args.replace_autocast,
+            args.json,
         )
         check_compiler(args.compile)
-        target = module_target(args.module) if args.module is not None else script_target(words.pop(0))
+        target = script_target(name) if args.module_words is None else module_target(name)
     except RunError as error:
         print(error, file=sys.stderr)
         return 2
-    return run(target, words, options)
+    return run_target(target, words, options)
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """Return the script or module, and its own words."""
+    words: list[str] = args.words if args.module_words is None else args.module_words
+    return words[1:] if words[:1] == ["--"] else words

@@ -12,13 +12,14 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from amp_graph.cli.input_spec import SpecError, make_inputs, pointed
+from amp_graph.policy import Policy
 
 EXAMPLE = "torchvision.models:resnet18, or path/to/file.py:build_model"
 LEGAL = "package.module:name or path/file.py:name"
@@ -28,11 +29,20 @@ GIVES = "a torch.nn.Module, or (module, inputs) where inputs is a tensor, a tupl
 
 @dataclass(frozen=True)
 class Target:
-    """A model, and the inputs to call it with."""
+    """A model, the inputs to call it with, and the policy that it is to be converted with."""
 
     model: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    policy: Policy = field(default_factory=Policy)
+
+    def call(self, model: torch.nn.Module) -> Any:
+        """Call ``model``, which may be a copy, with the inputs."""
+        return model(*self.args, **self.kwargs)
+
+    def named_inputs(self) -> dict[str, Any]:
+        """Return the inputs by the names of forward's parameters."""
+        return dict(inspect.signature(self.model.forward).bind(*self.args, **self.kwargs).arguments)
 
 
 def load_target(text: str, inputs: Sequence[str] = (), *, has_batch: bool = False) -> Target:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,9 +18,9 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
-from amp_graph.convert import convert
+from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
@@ -88,6 +89,7 @@ def bisect(
     _refuse_tolerance(tolerance)
     _refuse_search(metric, max_runs)
     asked = Policy.parse(policy)
+    warn_of_unmatched(model, asked)
     given = [batch for _, batch in checked("bisect", batches)]
     trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
     candidates = trials.in_fp32()
@@ -146,7 +148,9 @@ class _Trials:
         """Say whether the metric is small enough with these operations in fp32."""
         key = frozenset(kept)
         if key not in self.known:
-            self.known[key] = self._run(convert(copy.deepcopy(self.model), self.policy(kept)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", AmpGraphWarning)  # of a trial, which the user never runs
+                self.known[key] = self._run(convert(copy.deepcopy(self.model), self.policy(kept)))
         self.last = self.known[key]
         return self.last <= self.tolerance
 

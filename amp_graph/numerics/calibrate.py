@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
@@ -63,6 +64,7 @@ def calibrate(
     model = plain_model("calibrate", model)
     refuse_loss_fn("calibrate", loss_fn)
     asked = Policy.parse("fp16" if policy is None else policy)
+    warn_of_unmatched(model, asked)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take):
         for number, batch in checked("calibrate", batches, progress):

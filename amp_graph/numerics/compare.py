@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
 from amp_graph.model_state import ModelState, restored, unwritten
@@ -64,6 +65,7 @@ def compare(
     model = plain_model("compare", model)
     refuse_loss_fn("compare", loss_fn)
     asked = Policy.parse(policy)
+    warn_of_unmatched(model, asked)
     comparing = _Comparing(asked, device_of_model(model))
     count = 0
     with captured_by(model, asked, comparing.take) as graphs:

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from amp_graph.errors import warn
@@ -66,7 +67,10 @@ class WatchedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, forget: Callable[[], None]) -> None:
-        """Record the options, and drop graphs at each load of state; a load with wrong shapes is refused."""
+        """Record the options, and drop graphs at each load of state; a load with wrong shapes is refused.
+
+        Each ``step()`` by others is shown by version counters from now on.
+        """
         self.optimizer = optimizer
         self.why_outside = why_not_fused(optimizer)
         self._options = self._read_options()
@@ -74,6 +78,7 @@ class WatchedOptimizer:
         self._read: dict[int, State] = {}
         self._objects: Objects | None = None
         _forget_when_loaded(optimizer, weakref.WeakMethod(forget))
+        optimizer.register_step_post_hook(show_update)
 
     def has_changed(self) -> bool:
         """Return whether options changed since the last call, or the state was replaced; reset the flag.
@@ -183,6 +188,15 @@ def _states(updates: Sequence[GroupUpdate]) -> Iterator[State]:
         names = update.state_names()
         for n, p in enumerate(update.params):
             yield p, tuple((name, values[n]) for name, values in zip(names, update.states, strict=True))
+
+
+def show_update(optimizer: Optimizer, *_: Any) -> None:
+    """Let version counters show an update of all parameters, which fused kernels do not count, but of low ones.
+
+    Those have masters, which are written back.
+    """
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    increment_version([p for p in trained if p.requires_grad and p.itemsize > 2])
 
 
 def load_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -7,7 +7,7 @@ Source: torch/optim/{sgd,adam,adagrad}.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -24,6 +24,7 @@ from amp_graph.policy_words import HALVES
 
 SEVERAL, APART = 16, ("cuda",)
 BLOCK = 1 << 19  # elements that the CPU updates at a time: see benchmarks/update_time.py
+Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], Any]  # of parameters, gradients, state by kind
 STATES = {
     SGD: lambda group: ("momentum_buffer",) if group["momentum"] else (),
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
@@ -96,41 +97,33 @@ class GroupUpdate:
         found_inf: Tensor | None,
     ) -> None:
         steps = states[-1] if "step" in self.state_names() else []
+        run = self._kernel(lr, found_inf)
         if steps:
             torch._foreach_add_(steps, 1)
         for some, low, *kinds in _blocks([params, grads, *states]):
             wide = low if some[0].dtype in HALVES else upcast_all(low)
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
-            self._run_kernel(some, same, kinds, lr, found_inf)
+            run(some, same, kinds)
         if steps and found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
-    def _run_kernel(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        lr: Tensor,
-        found_inf: Tensor | None,
-    ) -> None:
+    def _kernel(self, lr: Tensor, found_inf: Tensor | None) -> Kernel:
+        """Return torch's kernel with its options."""
         g = self.group
         common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
         if self.kind is SGD:
-            options: dict[str, Any] = {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"]}
-            buffers = states[0] if states else []
-            torch._fused_sgd_(params, grads, buffers, lr=lr, is_first_step=False, **options, **common)
-            return
-        *moments, steps = states
+            common |= {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"], "is_first_step": False}
+            return lambda ps, grads, kinds: torch._fused_sgd_(ps, grads, kinds[0] if kinds else [], lr=lr, **common)
         if self.kind is Adagrad:
-            options = {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
-            torch._fused_adagrad_(params, grads, moments[0], steps, **options, **common)
-            return
+            common |= {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
+            return lambda ps, grads, kinds: torch._fused_adagrad_(ps, grads, *kinds, **common)
         decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        largest = moments[2] if len(moments) > 2 else []
-        beta1, beta2 = g["betas"]
-        options = {"beta1": float(beta1), "beta2": float(beta2), "eps": g["eps"], "amsgrad": g["amsgrad"]}
-        kernel(params, grads, moments[0], moments[1], largest, steps, lr=lr, **options, **common)
+        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        beta1, beta2 = map(float, g["betas"])
+        common |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": g["eps"], "amsgrad": g["amsgrad"]}
+        return lambda ps, grads, kinds: kernel(
+            ps, grads, *kinds[:2], kinds[2] if len(kinds) > 3 else [], kinds[-1], **common
+        )
 
     def apply_pointwise(
         self,

@@ -7,11 +7,9 @@ The graph was rewritten in place: its text, and the names of its nodes, are what
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
-from amp_graph.capture.captured_graphs import Captured
-from amp_graph.report.collect_records import Part, parts_of
+from amp_graph.report.records import CapturedNode
 
 NODE = re.compile(r"%\d+(?:: (.*?))? = (input |attribute |)(.*)", re.DOTALL)
 CALL = re.compile(r"([^(]*)\((.*)\)(?:  # (.*))?", re.DOTALL)
@@ -24,40 +22,21 @@ CONVERSIONS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class CapturedNode:
-    """One node of a graph as captured.
+def captured_nodes(path: str, before: str, names: Sequence[str], weights: Collection[str]) -> Iterator[CapturedNode]:
+    """Yield the nodes of the graph at ``path`` as captured, read from its text ``before``.
 
-    ``kind``: "input", "weight", "constant", "operation", "cast" (a conversion of the user's own) or "output".
-    ``sources``: the names of the nodes that it reads. Names and numbers are as in ``NodeReport``.
+    names: those of its nodes. weights: the names of the model's parameters and buffers.
     """
-
-    name: str
-    number: str
-    kind: str
-    call: str
-    type: str
-    module: str
-    sources: tuple[str, ...]
-
-
-def captured_nodes(record: Captured, weights: Collection[str]) -> tuple[CapturedNode, ...]:
-    """Return the nodes of one graph as captured; ``weights`` are the names of the model's parameters and buffers."""
-    return tuple(node for part in parts_of(record.rewritten) for node in _nodes(part, weights))
-
-
-def _nodes(part: Part, weights: Collection[str]) -> Iterator[CapturedNode]:
-    lines = _split(part.before, len(part.names))
     types: list[str] = []
-    for number, (name, line) in enumerate(zip(part.names, lines, strict=False)):
+    for number, (name, line) in enumerate(zip(names, _split(before, len(names)), strict=False)):
         kind, call, type, module, arguments = _parsed(line, weights)
         read = [int(i) for i in READ.findall(STRING.sub("", arguments))]
         sources = dict.fromkeys(i for i in read if i < number)
         if kind == "operation" and _converts(call, type, [types[i] for i in sources]):
             kind = "cast"
         types.append(type)
-        names = tuple(part.path + part.names[i] for i in sources)
-        yield CapturedNode(part.path + name, f"{part.path}%{number}", kind, call, type, module, names)
+        read_names = tuple(path + names[i] for i in sources)
+        yield CapturedNode(path + name, f"{path}%{number}", kind, call, type, module, read_names, line)
 
 
 def _split(text: str, count: int) -> list[str]:

@@ -7,213 +7,195 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.captured_graphs import Captured
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.devices import device_of
+from amp_graph.passes.autocast_regions.casts_under_autocast import casts_under_autocast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
-    INPUT,
     LEFT_ALONE,
-    MARK,
     PREDICTED,
     SPARED,
     UNPLANNED,
 )
 from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
-from amp_graph.passes.manager import Timed
-from amp_graph.passes.precision.op_cost import PICOSECONDS
+from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
-from amp_graph.passes.weights.batch_weight_casts import low_weight
-from amp_graph.passes.weights.cast_weights import cast_weight
 from amp_graph.passes.weights.frozen_weights import is_frozen
-from amp_graph.report.records import ACTIVATION, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
-from amp_graph.rewrite import Rewritten
-
-
-@dataclass(frozen=True)
-class Part:
-    """A graph, or one inside it: its path (``wrap_body_0/``), and what the passes recorded.
-
-    ``names`` are those of the lines of ``before``. ``kept`` are the nodes that stay in full precision because their
-    kernel refused low operands, with its error.
-    """
-
-    path: str
-    gm: GraphModule
-    before: str
-    passes: tuple[Timed, ...]
-    kept: dict[str, str]
-    names: tuple[str, ...] = ()
-
+from amp_graph.report.captured_flow import captured_nodes
+from amp_graph.report.graph_parts import Part, cast_dtype, is_cast, mark_of, parts_of, shown_name
+from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
 UNMEASURED = "it stays low all the same: the rates are not of this machine; amp-graph calibrate measures them"
+PLAN = "plan-precision"  # the pass whose changes are the precisions of the nodes
 
 
 def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphReport:
     """Read one captured graph; ``weights`` are the names of the model's parameters and buffers."""
-    low = record.rewritten.dtype
-    parts = list(parts_of(record.rewritten))
-    dtypes = {t.dtype for part in parts for n in part.gm.graph.nodes for t in tensors(captured(n))}
+    made = record.rewritten
+    parts = list(parts_of(made))
+    nodes = [node for part in parts for node in part.gm.graph.nodes]
+    dtypes = {t.dtype for node in nodes for t in tensors(captured(node))}
     held = weight_nodes(parts, weights)
-    by_dtype, before = _activation_bytes(parts, held)
+    by_dtype, before = _activation_bytes(nodes, held)
+    device = device_of(made.gm)
+    inputs = [t for node in made.gm.graph.find_nodes(op="placeholder") for t in tensors(value(node))]
+    under = (made.dtype, record.grad, partial(_is_weight, weights))
     return GraphReport(
         index,
         record.training,
         record.grad,
-        SHORT[low],
-        record.rewritten.before,
-        graph_text(record.rewritten.gm),
-        tuple(n for part in parts for _, n in node_reports(part, low)),
-        tuple(c for part in parts for _, _, c in cast_reports(part, held)),
-        tuple(n for part in parts for n in _changes(part.passes, "removed", part.path)),
-        tuple(n for part in parts for n in _skips(part)),
+        any(not isinstance(size, int) for t in inputs for size in t.shape),
+        device,
+        SHORT[made.dtype],
+        made.before,
+        tuple(n for part in parts for n in _node_reports(part, parts, held, made.dtype)),
+        tuple(n for part in parts for n in captured_nodes(part.path, part.before, part.names, weights)),
+        tuple(_changes(parts)),
+        tuple(Note(part.path + s.node, t.name, "skipped", s.reason)
+              for part in parts for t in part.passes for s in t.result.skips),
         record.break_reason,
         record.break_line,
         by_dtype,
         before,
         torch.float32 in dtypes,
         any(d.is_floating_point or d.is_complex for d in dtypes),
-        record.rewritten.gm.meta.get(BUDGET),
-        _predicted(parts, record.rewritten.policy.leaves),
-        sum(n.meta.get(SPARED, 0) for part in parts for n in part.gm.graph.nodes),
-        tuple(Note(part.path, t.name, t.failure) for part in parts for t in part.passes if t.failure),
+        made.gm.meta.get(BUDGET),
+        _predicted(parts, made.policy.leaves),
+        sum(node.meta.get(SPARED, 0) for node in nodes),
+        tuple(Note(part.path, t.name, "left out", t.failure) for part in parts for t in part.passes if t.failure),
         "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
-    )
+        None if made.written is None else partial(casts_under_autocast, made.written, device, *under),
+    )  # fmt: skip
+
+
+def _is_weight(weights: Collection[str], name: str, found: Any) -> bool:
+    return isinstance(found, torch.nn.Parameter) or node_info.clean_path(name) in weights
 
 
 def _predicted(parts: list[Part], leaves: str) -> Predicted | None:
-    """Return the predicted time of all parts that contain low precision, or would."""
+    """Return the predicted speed of all parts that contain low precision, or would."""
     found = [part.gm.meta[PREDICTED] for part in parts if PREDICTED in part.gm.meta]
     if not any(one.is_low for one in found):
         return None
     full = sum(one.full for one in found) or 1
-    ratio, autocast = (sum(times) / full for times in ([p.planned for p in found], [p.autocast for p in found]))
+    planned, autocast = sum(one.planned for one in found), sum(one.autocast for one in found)
     left = LEFT_ALONE in parts[0].gm.meta
     why = ""
     if leaves == "graphs" and not left:
         why = UNMEASURED if all(one.may_be_full for one in found) else WANTED
-    return Predicted(ratio, found[0].machine, left, full / PICOSECONDS, autocast, why)
+    speed, of_autocast = full / (planned or 1), full / autocast if autocast else 0.0
+    return Predicted(speed, found[0].machine, left, full / PICOSECONDS, of_autocast, why)
 
 
-def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
-    """Yield a rewritten graph and all its subgraphs."""
-    kept = {note.node: note.reason for note in _changes(rewritten.passes, "kept full")}
-    yield Part(path, rewritten.gm, rewritten.before, rewritten.passes, kept, rewritten.names)
-    for name, gm in _called_graphs(rewritten.gm):
-        if name in rewritten.bodies:
-            yield from parts_of(rewritten.bodies[name], f"{path}{name}/")
-        else:  # a body left as captured, or a checkpoint rebuilt from nodes of this graph
-            yield Part(f"{path}{name}/", gm, "", (), kept)
+def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: torch.dtype) -> Iterator[NodeReport]:
+    """Yield the record of each node of ``part``, which is one of ``parts``."""
+    texts = graph_text(part.gm).split("\n")
+    between = _sources_between(part, parts)
+    for number, node in enumerate(part.gm.graph.nodes):
+        kind, mark = _kind(node, held), mark_of(node)
+        is_call = kind in CALLS
+        precision, reason = _precision(part, node, mark, low) if is_call else ("", "")
+        given = value(node) if node.op != "output" else None
+        own = (written(node) if writes_memory(node) else []) if is_call else tensors(given)
+        planned = mark if is_call else None
+        yield NodeReport(
+            part.path + node.name,
+            f"{part.path}%{number}",
+            kind,
+            target_text(node) if is_call else "output" if kind == "output" else shown_name(node),
+            type_text(given),
+            node_info.module_path(node) if is_call else "",
+            between.get(node.name, tuple(part.path + source.name for source in node.all_input_nodes)),
+            texts[number],
+            planned.ops if planned and planned.ops else (target_text(node),) if is_call else (),
+            str(planned.cls) if planned else "cast" if kind == "cast" else "",
+            precision,
+            reason,
+            planned.origin if planned else "",
+            _user_line(node) if is_call else "",
+            type_text(captured(node)) if is_call else "",
+            planned is None or planned.listed,
+            sum(map(size_of, own)),
+            forward_flops(node, planned.cls, planned.ops) if planned else 0,
+            *(_cast_of(node, held) if kind == "cast" else ()),
+        )
 
 
-def _called_graphs(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
-    for node in gm.graph.nodes:
-        body = graph_read(gm, node)
-        if body is not None:
-            yield str(node.target), body
+def _cast_of(node: Node, held: Collection[Node]) -> tuple[str, str, str, bool]:
+    """Return what a cast casts, whether that is a weight, to which dtype, and whether a frozen model keeps it."""
+    source: Any = node.args[0]
+    return shown_name(source), WEIGHT if source in held else ACTIVATION, SHORT[cast_dtype(node)], is_frozen(node)
 
 
-def is_cast(node: Node) -> bool:
-    """Say whether ``node`` is a cast that the passes inserted."""
-    ours = node.target in (low_weight, cast_weight, shared_cast) or is_frozen(node)
-    return CAST in node.meta and (node.op == "call_method" or ours)
+def _kind(node: Node, held: Collection[Node]) -> str:
+    if node in held:
+        return WEIGHT
+    if node.op == "get_attr":
+        return "constant" if tensors(value(node)) else "subgraph"
+    if node.op in ("placeholder", "output"):
+        return "input" if node.op == "placeholder" else "output"
+    return "cast" if is_cast(node) else "part" if is_part(node) else "operation"
 
 
-def cast_dtype(node: Node) -> torch.dtype:
-    """Return the dtype that a cast converts to."""
-    dtype: Any = node.args[1] if node.target is shared_cast else value(node).dtype
-    assert isinstance(dtype, torch.dtype), "a cast is to a dtype"
-    return dtype
+def _precision(part: Part, node: Node, mark: Mark | None, low: torch.dtype) -> tuple[str, str]:
+    """Return "low", "full" or "captured": what the node computes in, or a cast converts to; and the reason."""
+    if node.name in part.kept:
+        return "full", part.kept[node.name]
+    if mark is not None:
+        return mark.precision, mark.reason
+    if is_cast(node):
+        return "low" if cast_dtype(node) == low else "full", node.meta[CAST]
+    if is_part(node):
+        return "captured", "takes one element of a tuple result"
+    if any(source.op == "get_attr" and value(source) is None for source in node.all_input_nodes):
+        return "captured", "runs a subgraph"
+    made = {t.dtype for t in tensors(value(node))} & {low, torch.float32}
+    if not made or not part.names or node.name in part.names:
+        return "captured", "in a subgraph that stays as captured" if tensors(value(node)) else "computes on no tensor"
+    return "low" if low in made else "full", "put in by a pass, in the precision of its operands"
 
 
-def mark_of(node: Node) -> Mark | None:
-    """Return the plan's mark on ``node``; None on plumbing, which may carry its producer's."""
-    return None if is_part(node) else node.meta.get(MARK)
-
-
-def numbered(gm: GraphModule) -> dict[Node, str]:
-    """Return each node's number in the graph's text: ``%7``."""
-    return {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
-
-
-def shown_name(node: Node) -> str:
-    """Return a node's displayed name: an input's own name, or the node's name."""
-    if node.op == "placeholder":
-        return node_info.clean_path(str(node.meta.get(INPUT, node.target))) or node.name
-    return str(node.target) if node.op == "get_attr" else node.name
-
-
-def user_line(node: Node) -> str:
+def _user_line(node: Node) -> str:
     """Return the user's source line of ``node``; "" if only a line of this package is recorded."""
     line = node_info.source_line(node)
     return "" if line.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep) else line
 
 
-def precision_of(node: Node, low: torch.dtype) -> str:
-    """Return "low", "full" or "captured": what the node computes in, or a cast converts to."""
-    mark = mark_of(node)
-    if mark is not None:
-        return mark.precision
-    return ("low" if cast_dtype(node) == low else "full") if is_cast(node) else "captured"
+def _sources_between(part: Part, parts: list[Part]) -> dict[str, tuple[str, ...]]:
+    """Return what nodes of ``part`` read of other parts: inputs the operands of its call, a body's name its output."""
+    found: dict[str, tuple[str, ...]] = {}
+    for other in parts:
+        for node in other.gm.graph.find_nodes(op="get_attr"):
+            if other is part and (body := next((p for p in parts if p.path == f"{part.path}{node.target}/"), None)):
+                found[node.name] = (body.path + body.gm.graph.output_node().name,)
+            elif part.path == f"{other.path}{node.target}/":
+                inputs = part.gm.graph.find_nodes(op="placeholder")
+                pairs = zip(_operands(node), inputs, strict=False)
+                found |= {taken.name: (other.path + source.name,) for source, taken in pairs}
+    return found
 
 
-def node_reports(part: Part, low: torch.dtype) -> Iterator[tuple[Node, NodeReport]]:
-    """Yield each computing node of ``part`` with its record."""
-    numbers = numbered(part.gm)
-    for node in part.gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        mark = mark_of(node)
-        refused = part.kept.get(node.name, "")
-        yield (
-            node,
-            NodeReport(
-                part.path + node.name,
-                part.path + numbers[node],
-                mark.ops if mark and mark.ops else (target_text(node),),
-                node_info.module_path(node),
-                str(mark.cls) if mark else "cast" if is_cast(node) else "",
-                "full" if refused else precision_of(node, low),
-                refused or (mark.reason if mark else node.meta[CAST] if is_cast(node) else _unmarked(node)),
-                mark.origin if mark else "",
-                user_line(node),
-                type_text(value(node)),
-                type_text(captured(node)),
-                mark is None or mark.listed,
-            ),
-        )
-
-
-def _unmarked(node: Node) -> str:
-    if is_part(node):
-        return "takes one element of a tuple result"
-    if any(source.op == "get_attr" and value(source) is None for source in node.all_input_nodes):
-        return "runs a subgraph"
-    return "in a subgraph that stays as captured" if tensors(value(node)) else "computes on no tensor"
-
-
-def cast_reports(part: Part, held: Collection[Node]) -> Iterator[tuple[Node, Node, CastReport]]:
-    """Yield each cast of ``part``: its source node, the cast node, and the record."""
-    numbers = numbered(part.gm)
-    for node in filter(is_cast, part.gm.graph.nodes):
-        source = node.args[0]
-        of = WEIGHT if source in held else ACTIVATION
-        name, number = part.path + node.name, part.path + numbers[node]
-        kept = is_frozen(node)
-        told = CastReport(name, number, shown_name(source), of, SHORT[cast_dtype(node)], node.meta[CAST], kept)
-        yield source, node, told
+def _operands(body: Node) -> list[Node]:
+    """Return the operands of the call of ``body``; none if several nodes call it."""
+    if len(body.users) != 1:
+        return []
+    (caller,) = body.users
+    leaves = [leaf for leaf in tree_leaves((caller.args, caller.kwargs)) if isinstance(leaf, Node)]
+    last = max(i for i, leaf in enumerate(leaves) if leaf.op == "get_attr" and value(leaf) is None)
+    return leaves[last + 1 :]
 
 
 def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
@@ -224,30 +206,28 @@ def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
         for node in part.gm.graph.nodes:
             is_leaf = node.op in ("placeholder", "get_attr")
             passed_in = node.op == "placeholder" and node.name in names  # a body's operand
-            if is_leaf and (_is_parameter(node) or shown_name(node) in weights or passed_in):
+            is_parameter = isinstance(captured(node), torch.nn.Parameter)
+            if is_leaf and (is_parameter or shown_name(node) in weights or passed_in):
                 held.add(node)
     return held
 
 
-def _is_parameter(node: Node) -> bool:
-    return isinstance(captured(node), torch.nn.Parameter)
+def _changes(parts: list[Part]) -> Iterator[Note]:
+    """Yield what the passes did, without the plan; nodes that a checkpoint was rebuilt from are in its part now."""
+    moved = {n.name: part.path for part in parts if not part.passes for n in part.gm.graph.nodes}
+    for part in parts:
+        own = {node.name for node in part.gm.graph.nodes}
+        for timed in part.passes:
+            for change in timed.result.changes if timed.name != PLAN else ():
+                path = part.path if change.node in own else moved.get(change.node, part.path)
+                yield Note(path + change.node, change.rule, change.action, change.reason)
 
 
-def _changes(passes: tuple[Timed, ...], action: str, path: str = "") -> Iterator[Note]:
-    changes = [change for timed in passes for change in timed.result.changes]
-    return (Note(path + c.node, c.rule, c.reason) for c in changes if c.action == action)
-
-
-def _skips(part: Part) -> Iterator[Note]:
-    for timed in part.passes:
-        yield from (Note(part.path + s.node, timed.name, s.reason) for s in timed.result.skips)
-
-
-def _activation_bytes(parts: list[Part], held: Collection[Node]) -> tuple[dict[str, int], int]:
+def _activation_bytes(nodes: list[Node], held: Collection[Node]) -> tuple[dict[str, int], int]:
     """Sum the bytes that nodes write, by dtype, after and before rewriting; views and weights count 0."""
     after: dict[str, int] = {}
     before = 0
-    for node in (n for part in parts for n in part.gm.graph.nodes if writes_memory(n)):
+    for node in filter(writes_memory, nodes):
         if is_cast(node) and node.args[0] in held:
             continue
         for tensor in written(node):

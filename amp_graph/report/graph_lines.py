@@ -7,67 +7,58 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 
-from torch.fx import GraphModule
-
-from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.report.collect_records import is_cast, node_reports, parts_of
-from amp_graph.report.styles import STYLES
-from amp_graph.rewrite import Rewritten
+from amp_graph.report.records import GraphReport, NodeReport
 
 Lines = list[tuple[str, str]]
+STYLES = {"low": "green", "full": "yellow", "cast": "magenta"}  # of precisions, in a terminal's words
 DIFF_STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def text_lines(rewritten: Rewritten, reasons: bool = False) -> Lines:
+def style_of(node: NodeReport) -> str:
+    """Return the style of a node: that of its precision, or of a cast."""
+    return STYLES.get("cast" if node.cls == "cast" else node.precision, "")
+
+
+def text_lines(graph: GraphReport, *, reasons: bool = False) -> Lines:
     """Return the rewritten graph's text as (line, style), followed by its subgraphs."""
     lines: Lines = []
-    for part in parts_of(rewritten):
-        known = dict(node_reports(part, rewritten.dtype))
-        if part.path:
-            lines += [("", ""), (f"subgraph {part.path.rstrip('/')}:", "bold")]
-        for node, text in zip(part.gm.graph.nodes, _own_lines(part.gm), strict=True):
-            found = known.get(node)
-            style = "" if found is None else STYLES.get("cast" if is_cast(node) else found.precision, "")
-            if reasons and found is not None:
-                text += f"{' |' if '  # ' in text else '  #'} {found.precision}: {found.reason}"
-            lines.append(("  " * bool(part.path) + text, style))
+    for line, node in graph.lines():
+        if node is None:
+            lines.append((line, "bold" if line else ""))
+            continue
+        because = f"{' |' if '  # ' in line else '  #'} {node.precision}: {node.reason}"
+        lines.append((line + because if reasons and node.reason else line, style_of(node)))
     return lines
 
 
-def diff_lines(rewritten: Rewritten) -> Lines:
-    """Return a unified difference of the graph as captured and as rewritten.
+def diff_lines(graph: GraphReport) -> Lines:
+    """Return a unified difference of the graph as captured and as rewritten, and of each subgraph.
 
     A node keeps the number it had as captured; inserted casts are ``%c0``, ``%c1``, other new nodes ``%n0``.
     """
     lines: Lines = []
-    for part in parts_of(rewritten):
-        name = part.path.rstrip("/") or "graph"
-        before = part.before.partition("\n\nsubgraph ")[0].splitlines()
-        after = _renumbered(before, part.gm)
+    for path in dict.fromkeys(node.path for node in graph.nodes):
+        name = path.rstrip("/") or "graph"
+        before = [node.text for node in graph.captured if node.path == path]
+        after = _renumbered(before, [node for node in graph.nodes if node.path == path])
         found = difflib.unified_diff(before, after, f"{name} as captured", f"{name} as rewritten", lineterm="")
         lines += [(line, DIFF_STYLES.get(line[:1], "")) for line in found]
     return lines
 
 
-def _own_lines(gm: GraphModule) -> list[str]:
-    """Return the lines of ``gm`` without its subgraphs, one per node."""
-    return graph_text(gm).split("\n")[: len(gm.graph.nodes)]
-
-
-def _renumbered(before: list[str], gm: GraphModule) -> list[str]:
-    """Return the lines of ``gm`` with the numbers that its nodes had in ``before``."""
-    after = _own_lines(gm)
-    casts = {i for i, node in enumerate(gm.graph.nodes) if is_cast(node)}
-    kept = [i for i in range(len(after)) if i not in casts]
-    names = {str(i): f"%c{count}" for count, i in enumerate(sorted(casts))}
-    keys = [_key(line) for line in before], [_key(after[i]) for i in kept]
+def _renumbered(before: list[str], nodes: Sequence[NodeReport]) -> list[str]:
+    """Return the lines of ``nodes`` with the numbers that they had in ``before``."""
+    casts = [i for i, node in enumerate(nodes) if node.kind == "cast"]
+    kept = [i for i, node in enumerate(nodes) if node.kind != "cast"]
+    names = {str(i): f"%c{count}" for count, i in enumerate(casts)}
+    keys = [_key(line) for line in before], [_key(nodes[i].text) for i in kept]
     for block in difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
         for step in range(block.size):
             names[str(kept[block.b + step])] = f"%{block.a + step}"
-    new = [str(i) for i in kept if str(i) not in names]
-    names.update({i: f"%n{count}" for count, i in enumerate(new)})
-    return [re.sub(r"%(\d+)", lambda m: names[m[1]], line) for line in after]
+    names |= {str(i): f"%n{count}" for count, i in enumerate(i for i in kept if str(i) not in names)}
+    return [re.sub(r"%(\d+)", lambda m: names[m[1]], node.text) for node in nodes]
 
 
 def _key(line: str) -> str:

@@ -25,18 +25,6 @@ class ScaleRow:
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Chart:
-    """The line of a loss scale over steps, on a logarithmic axis, and the points of skipped steps."""
-
-    line: str
-    skipped: tuple[tuple[float, float, ScaleRow], ...]
-    least: float
-    most: float
-    first: int
-    last: int
-
-
 def scale_rows(given: Iterable[Mapping[str, Any]]) -> tuple[ScaleRow, ...]:
     """Return the rows of a history, in the order of their steps; AmpGraphError for a row without step or scale."""
     rows = []
@@ -56,8 +44,11 @@ def scale_rows(given: Iterable[Mapping[str, Any]]) -> tuple[ScaleRow, ...]:
     return tuple(sorted(rows, key=lambda row: row.step))
 
 
-def chart_of(rows: tuple[ScaleRow, ...]) -> Chart | None:
-    """Return the chart of a history; None without a positive finite scale."""
+def chart_of(rows: tuple[ScaleRow, ...]) -> dict[str, Any] | None:
+    """Return the chart of a history: a line over steps, on a logarithmic axis, and the points of skipped steps.
+
+    None without a positive finite scale.
+    """
     drawn = [row for row in rows if row.scale > 0 and math.isfinite(row.scale)]
     if not drawn:
         return None
@@ -65,8 +56,8 @@ def chart_of(rows: tuple[ScaleRow, ...]) -> Chart | None:
     first, last = drawn[0].step, drawn[-1].step
     points = [_point(row, least, most, first, last) for row in drawn]
     line = f"M{points[0][0]:.1f} {points[0][1]:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in points[1:])
-    skipped = tuple((*at, row) for at, row in zip(points, drawn, strict=True) if row.skipped)
-    return Chart(line, skipped, least, most, first, last)
+    skipped = [(*at, row) for at, row in zip(points, drawn, strict=True) if row.skipped]
+    return {"line": line, "skipped": skipped, "least": least, "most": most, "first": first, "last": last}
 
 
 def _point(row: ScaleRow, least: float, most: float, first: int, last: int) -> tuple[float, float]:

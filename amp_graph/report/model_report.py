@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +22,11 @@ from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
-from amp_graph.report.captured_flow import CapturedNode, captured_nodes
-from amp_graph.report.casts_of_autocast import Count, count_of, counted
 from amp_graph.report.collect_records import read_graph
-from amp_graph.report.graph_flow import Flow, flow_of
 from amp_graph.report.loss_scale_rows import ScaleRow, scale_rows
 from amp_graph.report.memory_report import memory_of
 from amp_graph.report.networkx_graph import digraph
-from amp_graph.report.page_summary import checked_times
+from amp_graph.report.page_summary import checked_times, summary_of
 from amp_graph.report.precision_report import precision_lines
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page, notebook_frame
@@ -52,44 +49,39 @@ AS_WRITTEN = "level O0: the model runs unchanged, and nothing is captured"
 FAILED = "nothing was captured: every call ran uncaptured"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The report of a converted model: its graphs, and what was not captured.
+    """The report of a converted model: its graphs, and what was not captured. All other forms are views of it.
 
     model: its class. policy: the one in force. dtype: the policy's low precision on the model's device ("bf16").
-    compile: the compiler, and its options. status: empty if there are graphs; otherwise why there are none. graphs: a
-    record of each captured graph, with its ``nodes`` and ``casts``. skipped: places that ran uncaptured, and why.
+    compile: the compiler, and its options. graphs: a record of each captured graph, with its ``nodes`` and ``casts``.
+    status: empty if there are graphs; otherwise why there are none. skipped: places that ran uncaptured, and why.
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
-    flows: the data flow of each of ``graphs``. captured: the nodes of each as captured. times: measured seconds, by
-    what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or where it is given.
-    counts: what counts the casts of ``torch.autocast`` in each graph, until it is done.
+    times: measured seconds, by what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or
+    where it is given.
     """
 
     model: str
     policy: Policy
     dtype: str
     compile: str
-    status: str
     graphs: tuple[GraphReport, ...]
-    skipped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     memory: dict[str, int]
+    status: str = ""
+    skipped: tuple[tuple[str, str], ...] = ()
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
-    flows: tuple[Flow, ...] = ()
-    captured: tuple[tuple[CapturedNode, ...], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
     loss_scale: tuple[ScaleRow, ...] = ()
-    counts: tuple[Count, ...] = field(default=(), repr=False, compare=False)  # of graphs not yet counted
 
-    def counted(self) -> Report:
-        """Return the report with the casts of ``torch.autocast`` in its graphs; ``report`` did that already."""
-        return replace(self, graphs=counted(self.graphs, self.counts), counts=()) if self.counts else self
+    def text(self, width: int | None = WIDTH, *, skipped: bool = False) -> str:
+        """Return the report as text; reasons are wrapped at ``width`` columns (None: never).
 
-    def text(self, width: int | None = WIDTH) -> str:
-        """Return the report as text, one screen per graph; reasons are cut at ``width`` columns (None: never)."""
-        return report_text(self, width)
+        skipped: also list the nodes that passes left as they were, and why.
+        """
+        return report_text(self, width, skipped=skipped)
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path`` as one self-contained HTML page that fetches nothing.
@@ -114,27 +106,41 @@ class Report:
         """
         return digraph(self)
 
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of all graphs together: shares in low precision, casts, speeds, memory."""
+        return summary_of(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values; deterministic for the same model, policy and inputs."""
         return {
-            "format": 1,
+            "format": 2,
             "model": self.model,
             "policy": str(self.policy),
             "accuracy": self.policy.accuracy,
             "dtype": self.dtype,
             "compile": self.compile,
             "status": self.status,
+            "summary": self.summary(),
             "graphs": [graph.to_dict() for graph in self.graphs],
             "skipped": [{"where": where, "reason": reason} for where, reason in self.skipped],
             "notes": list(self.notes),
             "memory": dict(self.memory),
             "escaped": self.escaped,
             "breaks": [{"where": where, "reason": reason} for where, reason in self.breaks],
+            "times": dict(self.times),
+            "loss_scale": [asdict(row) for row in self.loss_scale],
         }
 
     def __str__(self) -> str:
         """Return the report as text."""
         return self.text()
+
+    def __repr__(self) -> str:
+        """Return what it is of, in a line."""
+        operations = self.summary()["operations"]
+        low = f"{operations['low']} of {operations['all']} operations low" if self.graphs else self.status
+        many = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"
+        return f"<amp_graph report of {self.model}, policy {self.policy}: {many}, {low}; print it for its text>"
 
 
 def report(
@@ -149,46 +155,31 @@ def report(
     The model may be wrapped by DDP or ``torch.compile``, or not converted and compiled with ``backend="amp_graph"``.
 
     optimizer: the model's, to count its state under ``memory`` and describe its update. times: measured seconds of a
-    step or call, shown beside the predicted ones: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
+    step or call, shown beside the predicted speed: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
     loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
     Raises CaptureError if ``model`` is neither, AmpGraphError for times or rows that cannot be read.
     """
-    found = uncounted_report(model, optimizer).counted()
+    found = _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
     return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale) or found.loss_scale)
-
-
-def uncounted_report(model: torch.nn.Module | TrainStep, optimizer: torch.optim.Optimizer | None = None) -> Report:
-    """Return the report without the casts of autocast, which take the time of a call on fake tensors to count.
-
-    What ``counted`` needs for them is in the report: it can be called when the model is gone.
-    """
-    return _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
     found = conversion_of(behind_compile(model))
     if found is None:
         return _of_compiled(model, optimizer)
-    return Report(
-        type(found.model).__name__,
+    frozen = found.captured.frozen
+    return _made(
+        found.model,
         found.policy,
-        _dtype(found.policy, found.model),
+        found.graphs,
         _backend(found.compile, found.options),
+        (*found.said.notes, *notes_of_memory(found), *notes_of_replay(found), *precision_lines(found)),
+        memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
+        optimizer,
         status=_status(found),
         skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
-        notes=(
-            *found.said.notes,
-            *notes_of_emulation(found.policy, [record.rewritten for record in found.graphs]),
-            *notes_of_memory(found),
-            *notes_of_replay(found),
-            *precision_lines(found),
-            *notes_of_scale(optimizer),
-            *notes_of_kernels(found.model),
-        ),
-        memory=memory_of(found.model, optimizer, found.captured.frozen.tensors if found.captured.frozen else ()),
         escaped=found.escaped_runs,
         breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
-        **_graphs(found.graphs, found.model),
     )
 
 
@@ -199,70 +190,57 @@ def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     if not found:
         raise CaptureError(_not_converted(model))
     last, graphs = found[-1], [Captured(graph.rewritten, None, graph.grad) for graph in found]
-    policy = last.rewritten.policy
-    return Report(
-        type(written).__name__,
-        policy,
-        _dtype(policy, written),
-        f"backend amp_graph, {_backend(last.compile, last.options)}",
-        status="",
-        skipped=(),
-        notes=(
-            *notes_of_emulation(policy, [graph.rewritten for graph in found]),
-            *notes_of_scale(optimizer),
-            *notes_of_kernels(written),
-        ),
-        memory=memory_of(written, optimizer, ()),
-        **_graphs(graphs, written),
-    )
-
-
-def _graphs(records: Sequence[Captured], model: torch.nn.Module) -> dict[str, Any]:
-    weights = _weights(model)
-    return {
-        "graphs": tuple(read_graph(i, record, weights) for i, record in enumerate(records)),
-        "flows": tuple(flow_of(record, weights) for record in records),
-        "captured": tuple(captured_nodes(record, weights) for record in records),
-        "counts": tuple(count_of(record, weights) for record in records),
-    }
+    backend, memory = f"backend amp_graph, {_backend(last.compile, last.options)}", memory_of(written, optimizer, ())
+    return _made(written, last.rewritten.policy, graphs, backend, (), memory, optimizer)
 
 
 def _of_step(step: TrainStep) -> Report:
     """Return the report of a step: its forward graphs, with the loss in them."""
     graphs = [Captured(captured.rewritten, step.model.training, grad=True) for captured in step.captured]
-    return Report(
-        f"TrainStep of {type(step.model).__name__}",
+    found = _made(
+        step.model,
         step.policy,
-        _dtype(step.policy, step.model),
+        graphs,
         _backend(step.compile, step.compiler_options),
+        (*step.notes, *(note for captured in step.captured for note in notes_of_passes(captured))),
+        memory_of(step.model, step.optimizer, step.weight_copies()),
+        step,
         status="" if graphs else NOT_CAPTURED.replace("model", "step"),
-        skipped=(),
-        notes=(
-            *step.notes,
-            *notes_of_emulation(step.policy, [captured.rewritten for captured in step.captured]),
-            *dict.fromkeys(note for captured in step.captured for note in notes_of_passes(captured)),
-            *notes_of_scale(step),
-            *notes_of_kernels(step.model),
-        ),
-        memory=memory_of(step.model, step.optimizer, step.weight_copies()),
         loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
-        **_graphs(graphs, step.model),
     )
+    return replace(found, model=f"TrainStep of {found.model}")
 
 
-def _weights(model: torch.nn.Module) -> set[str]:
+def _made(
+    model: torch.nn.Module,
+    policy: Policy,
+    records: Sequence[Captured],
+    compile: str,
+    notes: Iterable[str],
+    memory: dict[str, int],
+    scaled: object,
+    **more: Any,
+) -> Report:
+    """Return the report of a model; ``scaled``: the step or the optimizer that may have a loss scale."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name for name, _ in named}
+    weights = {name for name, _ in named}
+    graphs = tuple(read_graph(i, record, weights) for i, record in enumerate(records))
+
+    def all_notes() -> Iterator[str]:
+        yield from notes
+        yield from notes_of_emulation(policy, [record.rewritten for record in records])
+        yield from notes_of_scale(scaled)
+        yield from notes_of_kernels(model)
+
+    devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
+    dtype = SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
+    said = tuple(dict.fromkeys(all_notes()))
+    return Report(type(model).__name__, policy, dtype, compile, graphs, said, memory, **more)
 
 
 def _backend(compile: Compile, options: Options) -> str:
     name = compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
     return f"{name}{options_text(options)}"
-
-
-def _dtype(policy: Policy, model: torch.nn.Module) -> str:
-    devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
-    return SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
 
 
 def _status(found: Conversion) -> str:

@@ -1,18 +1,15 @@
-"""The figures on the first screen of a report's page: what is low, casts, time, memory.
+"""The figures on the first screen of a report's page: what is low, casts, speed, memory.
 
-Before: a ``Report``. After: ``Summary(flops=Share(low=9.6e9, all=9.7e9), casts=Casts(captured=0, ...), ...)``.
+Before: a ``Report``. After: ``{"flops": {"low": 9.6e9, "all": 9.7e9}, "casts": {...}, "speeds": [...], ...}``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
-from amp_graph.report.graph_flow import Flow
 from amp_graph.report.records import WEIGHT, GraphReport
 
 if TYPE_CHECKING:
@@ -23,134 +20,74 @@ FULL, AUTOCAST, OURS = "fp32", "torch.autocast", "amp_graph"
 AS_WRITTEN = "as written"  # of a script, in its own precision
 
 
-@dataclass(frozen=True)
-class Share:
-    """How much of a quantity is in low precision."""
+def summary_of(report: Report) -> dict[str, Any]:
+    """Return the figures of all graphs together.
 
-    low: int
-    all: int
+    ``flops``, ``bytes``, ``operations``: how much of them is ``low``, of ``all``. ``casts``: see ``_casts``;
+    ``speeds``: see ``_speeds``; ``machine``: what the predictions are for. ``written``: bytes of activations,
+    ``captured_bytes``: as captured.
+    """
+    nodes = [node for graph in report.graphs for node in graph.nodes]
+    planned = [node for graph in report.graphs for node in graph.operations]
+    sizes = [item for graph in report.graphs for item in graph.bytes.items()]
+    written = sum(size for _, size in sizes)
+    low_flops = sum(node.flops for node in nodes if node.precision == "low")
+    return {
+        "flops": {"low": low_flops, "all": sum(node.flops for node in nodes)},
+        "bytes": {"low": sum(size for name, size in sizes if name in LOW), "all": written},
+        "operations": {"low": sum(node.precision == "low" for node in planned), "all": len(planned)},
+        "casts": _casts(report.graphs),
+        "speeds": _speeds(report),
+        "machine": next((graph.predicted.machine for graph in report.graphs if graph.predicted), ""),
+        "memory": report.memory,
+        "written": written,
+        "captured_bytes": sum(graph.captured_bytes for graph in report.graphs),
+    }
 
-    @property
-    def percent(self) -> float:
-        """The low share of all, in percent; 0 of nothing."""
-        return 100 * self.low / self.all if self.all else 0.0
 
-
-@dataclass(frozen=True)
-class Casts:
-    """Numbers of casts: ``captured`` are the user's own, of which ``own`` are still in the rewritten graphs.
+def _casts(graphs: tuple[GraphReport, ...]) -> dict[str, Any]:
+    """Return numbers of casts: ``captured`` are the user's own, of which ``own`` are still in the rewritten graphs.
 
     ``kept``: those of ``weights`` whose result stays between calls. ``autocast``: those of ``torch.autocast`` in the
-    graphs as captured, or why one of them was not counted; None without a graph.
+    graphs as captured, of activations and of weights; None where none was counted, and ``why_not`` says why.
     """
-
-    captured: int
-    own: int
-    activations: int
-    weights: int
-    kept: int
-    autocast: CastsUnderAutocast | None = None
-
-    @property
-    def after(self) -> int:
-        """All casts of the rewritten graphs."""
-        return self.own + self.activations + self.weights
-
-
-@dataclass(frozen=True)
-class Time:
-    """The time under one precision: predicted as a multiple of fp32's, measured in seconds; None: unknown."""
-
-    name: str
-    predicted: float | None
-    measured: float | None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The figures of all graphs of a report together; ``machine``: what the predicted times are for."""
-
-    flops: Share
-    bytes: Share
-    operations: Share
-    casts: Casts
-    times: tuple[Time, ...]
-    machine: str
-    memory: dict[str, int]
-    written: int
-    captured_bytes: int
-
-    @property
-    def reference(self) -> Time | None:
-        """The measured time that others are compared with: fp32's, or else that of the script as written."""
-        known = {time.name: time for time in self.times if time.measured is not None}
-        return known.get(FULL) or known.get(AS_WRITTEN)
-
-
-def summary_of(told: Report) -> Summary:
-    """Return the figures of ``told``."""
-    nodes = [node for graph in told.graphs for node in graph.operations]
-    sizes = [item for graph in told.graphs for item in graph.bytes.items()]
-    written = sum(size for _, size in sizes)
-    found = [graph.predicted for graph in told.graphs if graph.predicted is not None]
-    return Summary(
-        _flops(told),
-        Share(sum(size for name, size in sizes if name in LOW), written),
-        Share(sum(node.precision == "low" for node in nodes), len(nodes)),
-        _casts(told),
-        _times(told),
-        found[0].machine if found else "",
-        dict(told.memory),
-        written,
-        sum(graph.captured_bytes for graph in told.graphs),
-    )
-
-
-def _flops(told: Report) -> Share:
-    low = every = 0
-    for graph, flow in zip(told.graphs, told.flows, strict=True):
-        lowered = {node.name for node in graph.nodes if node.precision == "low"}
-        low += sum(vertex.flops for vertex in flow.vertices if vertex.name in lowered)
-        every += sum(vertex.flops for vertex in flow.vertices)
-    return Share(low, every)
-
-
-def _casts(told: Report) -> Casts:
-    casts = [cast for graph in told.graphs for cast in graph.casts]
-    weights = sum(cast.of == WEIGHT for cast in casts)
-    names = [{n.name for n in nodes if n.kind == "cast"} for nodes in told.captured]
-    own = sum(map(_still_there, told.graphs, told.flows, names))
-    kept = sum(cast.kept for cast in casts)
-    return Casts(sum(map(len, names)), own, len(casts) - weights, weights, kept, _under_autocast(told))
-
-
-def _under_autocast(told: Report) -> CastsUnderAutocast | None:
-    """Return the casts of ``torch.autocast`` in all graphs, or why those of one were not counted."""
-    found = [graph.autocast for graph in told.graphs if graph.autocast is not None]
+    own = captured = 0
+    for graph in graphs:
+        theirs = {node.name for node in graph.captured if node.kind == "cast"}
+        captured += len(theirs)
+        own += sum(node.name in theirs and node.kind != "cast" for node in graph.nodes)
+    casts = [cast for graph in graphs for cast in graph.casts]
+    weights, found = sum(cast.of == WEIGHT for cast in casts), [g.autocast for g in graphs if g.autocast is not None]
     why_not = next((one.why_not for one in found if one.why_not), "")
-    if not found or why_not:
-        return CastsUnderAutocast(why_not=why_not) if why_not else None
-    return CastsUnderAutocast(sum(one.activations for one in found), sum(one.weights for one in found))
+    counts = [sum(one.activations for one in found), sum(one.weights for one in found)]
+    return {
+        "captured": captured, "own": own, "after": own + len(casts),
+        "activations": len(casts) - weights, "weights": weights, "kept": sum(cast.kept for cast in casts),
+        "autocast": counts if found and not why_not else None, "why_not": why_not,
+    }  # fmt: skip
 
 
-def _still_there(graph: GraphReport, flow: Flow, captured: set[str]) -> int:
-    """Return how many of the user's casts are in the rewritten graph."""
-    ours = {cast.name for cast in graph.casts}
-    return sum(vertex.name in captured and vertex.name not in ours for vertex in flow.vertices)
+def _speeds(report: Report) -> list[dict[str, Any]]:
+    """Return a row for each precision: fp32 first, then torch.autocast, then what runs here.
 
-
-def _times(told: Report) -> tuple[Time, ...]:
-    """Return a row for each known time: fp32 first, then torch.autocast, then what runs here."""
-    found = [graph.predicted for graph in told.graphs if graph.predicted is not None]
+    ``predicted`` and ``measured`` are speeds as multiples of fp32's (measured: or else of the script's as written):
+    above 1 is faster. ``seconds`` is what was measured; None: unknown.
+    """
+    found, times = [graph.predicted for graph in report.graphs if graph.predicted is not None], report.times
     full = sum(one.full for one in found)
     predicted: dict[str, float] = {}
     if full:
         predicted[FULL] = 1.0
         if all(one.autocast for one in found):
-            predicted[AUTOCAST] = sum(one.autocast * one.full for one in found) / full
-        predicted[OURS] = sum((1.0 if one.left_alone else one.ratio) * one.full for one in found) / full
-    names = sorted({**predicted, **told.times}, key=lambda name: {FULL: 0, AUTOCAST: 1, OURS: 3}.get(name, 2))
-    return tuple(Time(name, predicted.get(name), told.times.get(name)) for name in names)
+            predicted[AUTOCAST] = full / sum(one.full / one.autocast for one in found)
+        predicted[OURS] = full / sum(one.full if one.left_alone else one.full / one.speed for one in found)
+    reference = times.get(FULL) or times.get(AS_WRITTEN)
+    names = sorted({**predicted, **times}, key=lambda name: {FULL: 0, AUTOCAST: 1, AS_WRITTEN: 1, OURS: 2}.get(name, 3))
+    return [
+        {"name": name, "predicted": predicted.get(name), "seconds": times.get(name),
+         "measured": reference / times[name] if reference and name in times else None}
+        for name in names
+    ]  # fmt: skip
 
 
 def checked_times(given: Mapping[str, float]) -> dict[str, float]:

@@ -6,72 +6,91 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
 from amp_graph.passes.precision.error_budget_planner import Budget
 
 WEIGHT, ACTIVATION = "weight", "activation"
+CALLS = ("operation", "cast", "part")  # kinds of nodes that call something
 
 
 @dataclass(frozen=True)
-class NodeReport:
-    """One operation: what it calls, the precision it computes in, and why.
+class CapturedNode:
+    """One node of a graph.
 
     ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
-    their subgraph; ``cls`` is the class that its list gives it, or "cast" for an inserted cast.
+    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast"
+    (as captured: a conversion of the user's own; as rewritten: an inserted one), "part" (of a result) or "output".
+    ``call``: an input's name, else what the node calls. ``sources``: the names of the nodes that it reads.
+    ``text``: its line of the graph's text.
     """
 
     name: str
     number: str
-    ops: tuple[str, ...]
+    kind: str
+    call: str
+    type: str
     module: str
+    sources: tuple[str, ...]
+    text: str
+
+    @property
+    def path(self) -> str:
+        """The subgraph that the node is in: ``wrap_body_0/``; "" for the graph itself."""
+        return self.number.rpartition("%")[0]
+
+
+@dataclass(frozen=True)
+class NodeReport(CapturedNode):
+    """One node of a rewritten graph: what it calls, the precision it computes in, and why.
+
+    ``ops``: its ATen operations. ``cls`` is the class that its list gives it, "cast" for an inserted cast, "" for what
+    is not planned. ``precision``: "low", "full" or "captured"; "" for an input. ``bytes``: what the node writes, 0 for
+    a view; an input's size. ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other
+    operation. Of a cast: ``source``, the name of what it casts; ``of``: "weight" or "activation"; ``to``: its dtype;
+    ``kept``: whether a frozen model keeps its result.
+    """
+
+    ops: tuple[str, ...]
     cls: str
     precision: str
     reason: str
     origin: str
     line: str
-    type: str
     captured_type: str
     listed: bool
-
-
-@dataclass(frozen=True)
-class CastReport:
-    """One inserted cast: its kind of value ("weight" or "activation"), its dtype, and its reader.
-
-    ``kept``: its result is in the weight cache, until something writes to the weight.
-    """
-
-    name: str
-    number: str
-    source: str
-    of: str
-    to: str
-    reason: str
+    bytes: int
+    flops: int
+    source: str = ""
+    of: str = ""
+    to: str = ""
     kept: bool = False
 
 
 @dataclass(frozen=True)
 class Note:
-    """A node, and a pass's remark on it: a skip, or a cast that it removed."""
+    """A node, and what a pass did there, or why it did nothing ("skipped")."""
 
     node: str
     rule: str
+    action: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """The predicted time of a graph, forward and backward, as a multiple of full precision's, on a ``machine``.
+    """The predicted speed of a graph, forward and backward, as a multiple of full precision's, on a ``machine``.
 
-    ``left_alone``: whether the graph stays in full precision for that reason. ``full``: full precision's predicted
-    seconds. ``autocast``: the predicted time of the plan that follows torch.autocast's rules, as a multiple of that.
+    Above 1 is faster. ``left_alone``: whether the graph stays in full precision as ``speed`` is too low. ``full``: full
+    precision's predicted seconds. ``autocast``: the speed of the plan that follows torch.autocast's rules; 0: unknown.
     ``why_low``: why the graph is low although the policy leaves graphs that are predicted to lose.
     """
 
-    ratio: float
+    speed: float
     machine: str
     left_alone: bool = False
     full: float = 0.0
@@ -81,26 +100,26 @@ class Predicted:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One captured graph: its text before and after, its operations, its casts, and why it ended.
+    """One captured graph: its text before, its nodes after, what the passes did, and why it ended.
 
-    ``training`` is None where it is not known. ``bytes`` estimates the activations that the graph writes, by dtype;
-    ``captured_bytes``: as captured;
-    ``spared_bytes``: those that backward recomputes instead of saving. ``budget``: the predicted error of its plan, if
-    the policy has an error budget. ``predicted``: its predicted time by a machine's rates (``amp-graph calibrate``);
-    None without low precision. ``left_out``: the passes that failed on this graph and were skipped; ``unplanned``: why
-    and how it runs without a plan, if it does. ``autocast``: the casts that ``torch.autocast`` makes in a call of the
-    graph as captured, or why they were not counted; None at level O0.
+    ``training`` is None where it is not known. ``symbolic``: whether its inputs have symbolic sizes. ``bytes``
+    estimates the activations that the graph writes, by dtype; ``captured_bytes``: as captured; ``spared_bytes``: those
+    that backward recomputes instead of saving. ``changes``: what the passes did, except the plan, which is in the
+    nodes. ``budget``: the predicted error of its plan, if the policy has an error budget. ``predicted``: its predicted
+    speed by a machine's rates (``amp-graph calibrate``); None without low precision. ``left_out``: the passes that
+    failed on this graph and were skipped; ``unplanned``: why and how it runs without a plan, if it does.
     """
 
     index: int
     training: bool | None
     grad: bool
+    symbolic: bool
+    device: str
     dtype: str
     before: str
-    text: str
     nodes: tuple[NodeReport, ...]
-    casts: tuple[CastReport, ...]
-    removed: tuple[Note, ...]
+    captured: tuple[CapturedNode, ...]
+    changes: tuple[Note, ...]
     skips: tuple[Note, ...]
     break_reason: str
     break_line: str
@@ -113,7 +132,15 @@ class GraphReport:
     spared_bytes: int = 0
     left_out: tuple[Note, ...] = ()
     unplanned: str = ""
-    autocast: CastsUnderAutocast | None = None
+    count: Callable[[], CastsUnderAutocast] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def autocast(self) -> CastsUnderAutocast | None:
+        """The casts that ``torch.autocast`` makes in a call of the graph as captured, or why they were not counted.
+
+        None at level O0. Counted when it is read, in the time of a call on fake tensors; the model may be gone then.
+        """
+        return self.count() if self.count is not None else None
 
     @property
     def mode(self) -> str:
@@ -122,10 +149,44 @@ class GraphReport:
         return f"{mode}{'with' if self.grad else 'without'} gradients"
 
     @property
+    def title(self) -> str:
+        """A heading: ``graph 0: train, with gradients, bf16``."""
+        return f"graph {self.index}: {self.mode}, {self.dtype}{', symbolic sizes' * self.symbolic}"
+
+    @property
     def operations(self) -> tuple[NodeReport, ...]:
-        """The planned operations: all nodes except casts and plumbing."""
+        """The planned operations: all nodes except inputs, casts and plumbing."""
         return tuple(n for n in self.nodes if n.cls not in ("cast", ""))
+
+    @property
+    def casts(self) -> tuple[NodeReport, ...]:
+        """The inserted casts."""
+        return tuple(n for n in self.nodes if n.kind == "cast")
+
+    @property
+    def removed(self) -> tuple[Note, ...]:
+        """The casts that passes removed."""
+        return tuple(note for note in self.changes if note.action == "removed")
+
+    @property
+    def text(self) -> str:
+        """The rewritten graph as text, a line for each node, followed by its subgraphs."""
+        return "\n".join(line for line, _ in self.lines())
+
+    def lines(self) -> list[tuple[str, NodeReport | None]]:
+        """Return the lines of the text, each with its node; None for the title of a subgraph."""
+        lines: list[tuple[str, NodeReport | None]] = []
+        path = ""
+        for node in self.nodes:
+            if node.path != path:
+                path = node.path
+                lines += [("", None), (f"subgraph {path.rstrip('/')}:", None)]
+            lines.append(("  " * bool(path) + node.text, node))
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
-        return dataclasses.asdict(self)
+        plain = dataclasses.asdict(dataclasses.replace(self, count=None))
+        del plain["count"]
+        autocast = None if self.autocast is None else dataclasses.asdict(self.autocast)
+        return plain | {"mode": self.mode, "autocast": autocast}

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.report.graph_facts import facts_of, predicted_lines, size_text
 from amp_graph.report.loss_scale_rows import chart_of
 from amp_graph.report.page_data import page_data, page_place
-from amp_graph.report.page_summary import summary_of
-from amp_graph.report.report_text import accuracy_text, graph_lines, predicted_lines, size_text
+from amp_graph.report.report_text import accuracy_text
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -39,10 +39,12 @@ def html_page(report: Report, chosen: str = "") -> str:
     return str(
         _template("page.html").render(
             report=report,
-            summary=summary_of(report),
+            summary=report.summary(),
             chart=chart_of(report.loss_scale),
             accuracy=accuracy_text(report.policy.accuracy),
-            slow=list(dict.fromkeys(line.strip() for graph in report.graphs for line in predicted_lines(graph))),
+            slow=list(
+                dict.fromkeys(line for graph in report.graphs for line in predicted_lines(graph, only_slow=True))
+            ),
             facts=[_facts(graph) for graph in report.graphs],
             data={**page_data(report), "chosen": chosen},
             styles="\n".join(map(_asset, STYLES)),
@@ -54,8 +56,9 @@ def html_page(report: Report, chosen: str = "") -> str:
 
 def _facts(graph: GraphReport) -> list[str]:
     """Return what is said of a graph as a whole: its breaks, failures, budget, and what passes skipped."""
-    lines = graph_lines(graph, None)
-    return [line.removeprefix("  ") for line in (lines[: lines.index("")] if "" in lines else lines)]
+    return [
+        f"{label}: {line}" if label else line for label, text in facts_of(graph).items() for line in text.split("\n")
+    ]
 
 
 def notebook_frame(report: Report) -> str:

@@ -1,20 +1,18 @@
-"""A report as text: one screen per graph, equal layers folded into one line.
+"""A report as text: graphs that differ in a flag alone together, equal layers folded into one line.
 
 ``low  a matrix product: most of a model's work``, and below it ``linear x12 in layers.*.fc``.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from amp_graph.passes.precision.error_budget_planner import Budget
+from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text
 from amp_graph.report.reasons import split_reason
-from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
+from amp_graph.report.records import GraphReport, NodeReport
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -22,50 +20,42 @@ if TYPE_CHECKING:
 WIDTH = 110
 REASONS = 25
 CELL = 60
-INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
 }
 
 
-def report_text(report: Report, width: int | None = WIDTH) -> str:
-    """Return ``report`` as text; lines of the table are cut at ``width`` (None: never)."""
+def report_text(report: Report, width: int | None = WIDTH, *, skipped: bool = False) -> str:
+    """Return ``report`` as text, wrapped at ``width`` (None: never); ``skipped``: with what passes skipped, and why."""
     lines = [f"amp_graph report: {report.model}", *_head(report)]
-    seen: dict[tuple[str, ...], int] = {}
-    for graph in report.graphs:
-        body = tuple(graph_lines(graph, width))
-        first = seen.setdefault(body, graph.index)
-        same = graph.index != first
-        title = f"graph {graph.index}: {graph.mode}, {graph.dtype}"
-        lines += ["", f"{title}: as graph {first}" if same else title, *predicted_lines(graph), *(() if same else body)]
+    for graphs in _alike(report.graphs):
+        lines += ["", *(graph.title for graph in graphs), *_facts(graphs, width, skipped), *_reasons(graphs, width)]
     return "\n".join(lines) + "\n"
 
 
-def _head(report: Report) -> list[str]:
-    policy = report.policy
-    lines = [
-        f"  policy     {policy}",
-        f"  accuracy   {accuracy_text(policy.accuracy)}",
-        f"  precision  {report.dtype}, compile={report.compile}",
-    ]
+def _head(report: Report) -> Iterator[str]:
+    policy, summary = report.policy, report.summary()
+    yield f"  policy     {policy}"
+    yield f"  accuracy   {accuracy_text(policy.accuracy)}"
+    yield f"  precision  {report.dtype}, compile={report.compile}"
+    if summary["operations"]["all"]:
+        shares = [(share["low"] / share["all"], name) for name in ("flops", "bytes") if (share := summary[name])["all"]]
+        yield f"  low        {', '.join(f'{share:.0%} of {SHARES[name]}' for share, name in shares)}"
     held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
-    lines.append(f"  memory     {held or 'none'}; {size_text(sum(report.memory.values()))} in all")
+    yield f"  memory     {held or 'none'}; {size_text(sum(report.memory.values()))} in all"
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
-    lines.append(f"  captured   {count}" if report.graphs else f"  {report.status}")
-    lines += _escaped(report)
-    lines += [f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped]
-    return lines + [f"  note: {note}" for note in report.notes]
+    yield f"  captured   {count}" if report.graphs else f"  {report.status}"
+    if report.escaped:
+        yield f"  escaped    code between the graphs runs {report.escaped}"
+        yield from (f"    from {short_place(where)}: {reason}" for where, reason in report.breaks[:PLACES])
+        yield from [f"    and {len(report.breaks) - PLACES} more places"] * (len(report.breaks) > PLACES)
+    yield from (f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped)
+    yield from (f"  note: {note}" for note in report.notes)
 
 
-def _escaped(report: Report) -> list[str]:
-    """Return lines on how code between the graphs runs, and on the graph breaks."""
-    if not report.escaped:
-        return []
-    places = [f"    from {short_place(where)}: {reason}" for where, reason in report.breaks]
-    more = [f"    and {len(places) - 5} more places"] if len(places) > 5 else []
-    return [f"  escaped    code between the graphs runs {report.escaped}", *places[:5], *more]
+SHARES = {"flops": "the FLOPs of forward", "bytes": "the bytes that operations write"}
 
 
 def accuracy_text(accuracy: str | float) -> str:
@@ -77,161 +67,57 @@ def accuracy_text(accuracy: str | float) -> str:
     )
 
 
-def graph_lines(graph: GraphReport, width: int | None = WIDTH) -> list[str]:
-    """Return the indented lines of one graph, without its title."""
-    lines = [*_break(graph)]
-    if not graph.has_fp32:
-        kind = "no fp32 operation" if graph.has_floats else "integer-only"
-        return [*lines, f"  {kind}: nothing to do"]
-    lines += [
-        *_failures(graph),
-        *_counts(graph.operations),
-        *_budget(graph),
-        *_casts(graph),
-        _memory(graph),
-        *_spared(graph),
-        *_unlisted(graph.operations),
-        *_skips(graph),
-    ]
-    lines.append("")
-    groups = list(_by_reason(graph.operations, width))
-    lines += [line for group in groups[:REASONS] for line in group]
-    if len(groups) > REASONS:
-        lines.append(f"  and {len(groups) - REASONS} more reasons: report.html(path) has every node")
-    return [_cut(line, width) for line in lines]
+def _alike(graphs: Iterable[GraphReport]) -> list[list[GraphReport]]:
+    """Return the graphs in groups: the same products of the same modules, in other modes or for other sizes."""
+    groups: dict[object, list[GraphReport]] = {}
+    for graph in graphs:
+        operations = [node for node in graph.operations if node.cls == "allow"] or graph.operations
+        same = frozenset((node.ops, node.module, node.precision) for node in operations)
+        groups.setdefault((same, graph.dtype, graph.break_line, graph.unplanned), []).append(graph)
+    return list(groups.values())
 
 
-def _break(graph: GraphReport) -> list[str]:
-    if not graph.break_reason:
-        return []
-    where = f" at {short_place(graph.break_line)}" if graph.break_line else ""
-    return [f"  ends in a graph break{where}", f"    {graph.break_reason}"]
+def _merged(graphs: Sequence[GraphReport], said: Iterable[Iterable[tuple[str, str]]]) -> dict[str, list[str]]:
+    """Return what is said of each graph under its heading, once; with the numbers of the graphs, if not of all."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for graph, pairs in zip(graphs, said, strict=True):
+        for heading, text in pairs:
+            found.setdefault(heading, {}).setdefault(text, []).append(graph.index)
+
+    def shown(text: str, of: list[int]) -> str:
+        numbers = f"graph{'s' * (len(of) > 1)} {', '.join(map(str, of))}: "
+        return numbers + text if len(of) < len(graphs) else text
+
+    return {heading: [shown(*item) for item in texts.items()] for heading, texts in found.items()}
 
 
-def _failures(graph: GraphReport) -> list[str]:
-    """Return lines on the passes that failed on the graph, and the consequences."""
-    left_out = [f"  pass {note.rule} is left out of this graph: {_first_line(note.reason)}" for note in graph.left_out]
-    return [*([f"  this graph {_first_line(graph.unplanned)}"] if graph.unplanned else []), *left_out]
+# -- facts of a graph as a whole -----------------------------------------------------------------------
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
+def _facts(graphs: Sequence[GraphReport], width: int | None, skipped: bool) -> Iterator[str]:
+    said = _merged(graphs, (facts_of(graph, skipped=skipped).items() for graph in graphs))
+    for label, texts in said.items():
+        head = f"  {label:<13}" if label else "  "
+        for line in "\n".join(texts).split("\n"):
+            yield from _wrapped(line, head, " " * len(head), width)
+            head = " " * len(head)
 
 
-def _counts(nodes: Sequence[NodeReport]) -> list[str]:
-    """Count the operations by class and precision."""
-    total = Counter(n.precision for n in nodes)
-    lines = [f"  {_many(len(nodes), 'operation')}: {_tally(total)}"]
-    for cls in dict.fromkeys(n.cls for n in nodes):
-        lines.append(f"    {cls:<12}{_tally(Counter(n.precision for n in nodes if n.cls == cls))}")
-    return lines
+# -- reasons -------------------------------------------------------------------------------------------
 
 
-def _tally(counts: Counter[str]) -> str:
-    return ", ".join(f"{counts[p]} {p}" for p in ("low", "full", "captured") if counts[p]) or "none"
-
-
-def _budget(graph: GraphReport) -> list[str]:
-    """Return lines on the plan's error budget."""
-    told = graph.budget
-    if told is None:
-        return []
-    time = f"{told.picoseconds / told.of_autocast:.3f}" if told.of_autocast else "1"
-    kept = "" if told.error <= told.multiple else ": no plan is that exact; this is the most exact one"
-    return [
-        f"  error budget {told.multiple:g}: predicted error {told.error:.3f} ({_origin(told)}){kept}",
-        f"    and predicted time {time}, as ratios to the plan of accuracy=autocast",
-    ]
-
-
-def _origin(told: Budget) -> str:
-    """Say what the predicted error is worth."""
-    if told.origin != "measured":
-        return f"{told.origin}, no bound"
-    left = f"; {told.unmeasured} without gradients as in autocast" if told.unmeasured else ""
-    return told.origin + left
-
-
-def _casts(graph: GraphReport) -> list[str]:
-    weights = sum(c.of == WEIGHT for c in graph.casts)
-    kept = sum(c.kept for c in graph.casts)
-    once = f", {'all' if kept == weights else kept} kept" if kept else ""
-    inserted = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
-    lines = [
-        f"  casts: {len(graph.casts)} in the graph ({inserted}), {len(graph.removed)} removed",
-        *_of_autocast(graph),
-    ]
-    return lines + [f"    removed {note.node}: {note.reason}" for note in graph.removed[:3]]
-
-
-def _of_autocast(graph: GraphReport) -> list[str]:
-    """Return a line on the casts of ``torch.autocast`` in the same graph."""
-    found = graph.autocast
-    if found is None:
-        return []
-    if found.why_not:
-        return [f"    those of torch.autocast were not counted: {found.why_not}"]
-    return [f"    torch.autocast: {found.all} a call ({found.activations} of activations, {found.weights} of weights)"]
-
-
-def _memory(graph: GraphReport) -> str:
-    total = size_text(sum(graph.bytes.values()))
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
-    before = size_text(graph.captured_bytes)
-    return f"  activations written, estimated: {total} ({parts}); as captured {before}"
-
-
-def predicted_lines(graph: GraphReport) -> list[str]:
-    """Return lines for a graph in which low precision is predicted to be slower: what was done, or can be done."""
-    found = graph.predicted
-    if found is None or (found.ratio <= 1 and not found.left_alone):
-        return []
-    time = f"predicted time {found.ratio:.2g} times full precision's"
-    if found.left_alone:
-        return [
-            f"  left in full precision: low precision is not profitable on {found.machine}, {time}",
-            "    a policy with a dtype and without skip_unprofitable=graphs lowers it all the same",
-        ]
-    hint = found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32"
-    return [f"  low precision is not profitable on {found.machine}: {time}", f"    {hint}"]
-
-
-def _spared(graph: GraphReport) -> list[str]:
-    return [f"    recomputed, not saved: {size_text(graph.spared_bytes)}"] if graph.spared_bytes else []
-
-
-def _unlisted(nodes: Iterable[NodeReport]) -> list[str]:
-    unlisted = [n for n in nodes if not n.listed]
-    if not unlisted:
-        return []
-    lines = ["  operations that no list names, run as captured:"]
-    for ops, count in Counter(n.ops for n in unlisted).items():
-        first = next(n for n in unlisted if n.ops == ops)
-        lines.append(f"    {_names(ops)} x{count}, first at {short_place(first.line) or first.name}")
-    return lines
-
-
-def _skips(graph: GraphReport) -> list[str]:
-    """Return lines on the nodes that passes skipped, each reason once."""
-    groups: dict[str, list[str]] = {}
-    for note in graph.skips:
-        groups.setdefault(note.reason, []).append(note.node)
-    lines = [f"  skipped: {nodes[0]}{_more(nodes)}: {reason}" for reason, nodes in groups.items()]
-    return [*lines[:5], *([f"  and {len(lines) - 5} more reasons"] if len(lines) > 5 else [])]
-
-
-def _more(nodes: Sequence[str]) -> str:
-    return f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-
-
-def _by_reason(nodes: Sequence[NodeReport], width: int | None) -> Iterator[list[str]]:
+def _reasons(graphs: Sequence[GraphReport], width: int | None) -> Iterator[str]:
     """Yield each precision and reason, followed by its operations; what differs in figures alone is one reason."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for ops, count, precision, modules, reason in fold(nodes):
-        groups.setdefault((precision, reason), []).append(f"{ops}{f' {count}' if count else ''} in {modules}")
-    for (precision, reason), operations in groups.items():
-        below = textwrap.wrap("; ".join(operations), (width or WIDTH) - 13, break_long_words=False)
-        yield [f"  {precision:<9}{reason}", *(f"             {line}" for line in below)]
+    found = _merged(graphs, ([(f"{precision:<9}{reason}", f"{ops}{f' {count}' if count else ''} in {modules}")
+                              for ops, count, precision, modules, reason in fold(graph.operations)]
+                             for graph in graphs))  # fmt: skip
+    if found and any(graph.has_fp32 for graph in graphs):
+        yield ""
+        for reason, operations in list(found.items())[:REASONS]:
+            yield from _wrapped(reason, "  ", " " * 11, width)
+            yield from _wrapped("; ".join(operations), " " * 13, " " * 13, width or WIDTH)
+        if len(found) > REASONS:
+            yield f"  and {len(found) - REASONS} more reasons: report.html(path) has every node"
 
 
 def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
@@ -239,7 +125,7 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         reason, _ = split_reason(node.reason, node.ops)
-        groups.setdefault((_names(node.ops), node.precision, reason), []).append(node.module)
+        groups.setdefault((shown_operation(node), node.precision, reason), []).append(node.module)
     return [
         (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)
         for (ops, precision, reason), modules in groups.items()
@@ -261,30 +147,13 @@ def _modules(paths: Iterable[str]) -> str:
     return short
 
 
-def _names(ops: tuple[str, ...]) -> str:
-    shown = [op.removeprefix("aten.") for op in ops]
-    return shown[0] if len(shown) == 1 else f"{shown[0]}, {len(shown) - 1} more"
-
-
-def size_text(size: int) -> str:
-    """``4.1 MiB`` for a number of bytes."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
-
-
-def short_place(place: str) -> str:
-    """Return a place with its file relative to the folder of installed packages, or else to the current directory."""
-    here = os.getcwd().rstrip(os.sep) + os.sep
-    return INSTALLED.sub("", place).removeprefix(here)
-
-
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _cut(line: str, width: int | None) -> str:
-    return line if width is None or len(line) <= width else line[: width - 3].rstrip() + "..."
+def _wrapped(text: str, first: str, later: str, width: int | None) -> list[str]:
+    """Return a line of text, wrapped at ``width``, with its indentations; no word is cut."""
+    if width is None:
+        return [first + text]
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=later,
+                         break_long_words=False, break_on_hyphens=False)  # fmt: skip

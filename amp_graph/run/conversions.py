@@ -14,7 +14,7 @@ import torch
 from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
-from amp_graph.report.model_report import Report, uncounted_report
+from amp_graph.report.model_report import Report, report
 from amp_graph.report.records import GraphReport
 from amp_graph.run.as_written import keep_as_written
 from amp_graph.run.eligibility import inner_of
@@ -48,18 +48,14 @@ class Converted:
         if count != self._graphs:
             self._graphs = count
             self.changed()
-            self._read()
+            self.finish()
 
     def finish(self) -> None:
-        """Make last reports of the models that are still there, and count the casts of autocast."""
-        self._read()
-        self.reports = {path: found.counted() for path, found in self.reports.items()}
-
-    def _read(self) -> None:
+        """Make new reports of the models that are still there."""
         for path, ref in self.parts:
             module = ref()
             if module is not None and _conversion(module) is not None:
-                self.reports[path] = uncounted_report(module)
+                self.reports[path] = report(module)
 
     def summary(self) -> str:
         """Return the graphs and casts in words."""

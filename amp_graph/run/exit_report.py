@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.run.trained_models import Model, State, TrainedModels
@@ -25,11 +27,40 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") in ("", "0")
 
 
+def report_json(models: TrainedModels, workers: Workers, notes: Counter[str]) -> str:
+    """Return the exit report as JSON in one line, with the figures of each converted model's report."""
+    converted, left = _sorted(models)
+    options = models.options
+    files = list(write_reports(models, options.report)) if options.report is not None else []
+    return json.dumps({
+        "policy": str(options.policy), "compile": options.compile, "dry_run": options.dry_run,
+        "converted": [_plain(m) for m in converted],
+        "not_converted": [_plain(m) | {"why": m.why_not_converted()} for m in left],
+        "seconds_a_step": models.times.medians(),
+        "notes": [*workers.lines(), *models.scaling.lines(), *map(_on_one_line, notes), *files],
+    })  # fmt: skip
+
+
+def _plain(model: Model) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": model.kind, "parameters": model.parameters, "called_at": model.site}
+    if model.converted is not None:
+        model.converted.finish()
+        reports = model.converted.reports.items()
+        found["graphs"] = sum(len(report.graphs) for _, report in reports)
+        found["parts"] = {path: report.summary() for path, report in reports}
+    return found
+
+
+def _sorted(models: TrainedModels) -> tuple[list[Model], list[Model]]:
+    """Return the models that are converted, and those that are not."""
+    converted = [m for m in models.seen if m.state is State.CONVERTED]
+    return converted, [m for m in models.seen if m.state in (State.LEFT, State.WATCHED)]
+
+
 def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -> Iterator[str]:
     """Yield the lines of the exit report."""
     options = models.options
-    converted = [m for m in models.seen if m.state is State.CONVERTED]
-    left = [m for m in models.seen if m.state in (State.LEFT, State.WATCHED)]
+    converted, left = _sorted(models)
     if converted:
         verb = "would convert" if options.dry_run else "converted"
         count = f"{len(converted)} model{'s' * (len(converted) != 1)}"
@@ -40,6 +71,8 @@ def report_lines(models: TrainedModels, workers: Workers, notes: Counter[str]) -
     yield from _few(Counter(f"  not converted: {_named(m)}: {m.why_not_converted()}" for m in left))
     yield from (f"  {line}" for line in (*workers.lines(), *models.scaling.lines(), *models.times.lines()))
     yield from _few(Counter({f"  note: {_on_one_line(text)}": n for text, n in notes.items()}))
+    if options.report is not None:
+        yield from write_reports(models, options.report)
 
 
 def _why_nothing(models: TrainedModels, left: list[Model]) -> str:

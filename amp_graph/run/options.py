@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.native.output_file import why_unwritable
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 
@@ -27,7 +27,8 @@ class RunError(AmpGraphError):
 class RunOptions:
     """What ``amp-graph run`` was asked for.
 
-    only: which modules are converted, by class or by path in the model; None for every model that is trained.
+    only: which modules are converted, by class or by path in the model; None for every model that is trained. json: the
+    exit report is JSON, in one line.
     """
 
     policy: Policy
@@ -37,6 +38,7 @@ class RunOptions:
     report: Path | None = None
     measure: bool = False
     replace_autocast: bool = False
+    json: bool = False
 
     @staticmethod
     def checked(
@@ -47,6 +49,7 @@ class RunOptions:
         report: str | None = None,
         measure: bool = False,
         replace_autocast: bool = False,
+        json: bool = False,
     ) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
         return RunOptions(
@@ -57,6 +60,7 @@ class RunOptions:
             _writable(report),
             measure and not dry_run,
             replace_autocast,
+            json,
         )
 
 
@@ -98,16 +102,7 @@ def _writable(text: str | None) -> Path | None:
     if text is None:
         return None
     path = Path(os.path.abspath(text))
-    why = ""
-    if path.is_dir():
-        why = "it is a directory"
-    elif not path.parent.is_dir():
-        why = f"there is no directory {path.parent}"
-    else:
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            why = error.strerror or str(error)
+    why = why_unwritable(path)
     if why:
         raise RunError(
             f"run: --report {text}: it cannot be written: {why}\n"

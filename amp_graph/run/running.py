@@ -11,7 +11,7 @@ from collections import Counter
 
 from amp_graph.lists.errors import TAKERS
 from amp_graph.run.eligibility import needs_scale
-from amp_graph.run.exit_report import is_first_rank, report_lines, write_reports
+from amp_graph.run.exit_report import is_first_rank, report_json, report_lines
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
 from amp_graph.run.script import Target, execute, raise_as_python_does
@@ -47,17 +47,14 @@ def _report(models: TrainedModels, workers: Workers, notes: Counter[str]) -> Non
     if not is_first_rank():
         return
     try:
-        lines = list(report_lines(models, workers, notes))
-        if models.options.report is not None:
-            lines += write_reports(models, models.options.report)
+        if models.options.json:
+            text = report_json(models, workers, notes)
+        else:
+            text = "amp-graph run: " + "\n".join(report_lines(models, workers, notes))
     except Exception as error:
-        lines = [f"the exit report failed: {type(error).__name__}: {error}"]
-    _print(lines)
-
-
-def _print(lines: list[str]) -> None:
+        text = f"amp-graph run: the exit report failed: {type(error).__name__}: {error}"
     try:
         sys.stdout.flush()
-        print(f"amp-graph run: {lines[0]}", *lines[1:], sep="\n", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):  # closed by the script
         return

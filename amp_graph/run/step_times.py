@@ -71,9 +71,8 @@ class StepTimes:
         if not before or not after:
             return [f"time: not measured: optimizers made {self.steps} steps, and {2 * (WARM_UP + TIMED)} are needed"]
         a, b = statistics.median(before), statistics.median(after)
-        word = "as fast" if b <= a else "of the speed"
         return [
-            f"time a step: {_ms(a)} as written, {_ms(b)} converted: {a / b:.2f} times {word} "
+            f"time a step: {_ms(a)} as written, {_ms(b)} converted: {a / b:.2f} times the speed "
             f"(medians of {len(before)} and {len(after)} steps)"
         ]
 

@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.autograd.graph import increment_version
 from torch.fx import GraphModule
 
 from amp_graph.capture.recapture_limits import Budget
 from amp_graph.graph_log import warn_of_full_precision
+from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
@@ -132,10 +132,9 @@ class CapturedSteps:
         self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
 
     def _was_updated(self, graph: StepGraph | PlainStep) -> None:
-        """Let version counters show an update, which fused kernels do not count; it wrote this step's own copies."""
+        """Let version counters show an update; it wrote this step's own copies."""
         self._state.pending.clear()
-        trained = (p for group in self._watched.optimizer.param_groups for p in group["params"])
-        increment_version([p for p in trained if p.requires_grad and p.itemsize > 2])  # masters are written back
+        show_update(self._watched.optimizer)
         if isinstance(graph, PlainStep):
             if not self._watched.why_outside:
                 self._state.was_updated(())

@@ -74,18 +74,18 @@ class StepGraph:
 def trace_step(
     parts: StepParts, lower: Callable[[GraphModule, list[Any]], Callable[..., Any]], passes: Sequence[Pass] = ()
 ) -> StepGraph:
-    """Trace forward and backward, append the rest of a step, run ``passes``, and hand the graph to ``lower``."""
+    """Trace forward and backward, run ``passes``, append the rest of a step, and hand the graph to ``lower``."""
     gm = trace_joint(parts)
     make_workspaces(gm)
     inputs = dict(enumerate(n.name for n in gm.graph.find_nodes(op="placeholder")))
     count = len(outputs(gm)) - len(parts.own())
     appended, tensors = appended_passes(parts, count, inputs)
-    done = run_passes(gm, [*appended, *passes])
+    done = run_passes(gm, [*passes, *appended])
     state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
     most = most_bytes(gm)
     run = lower(gm, [*parts.args, *state])
     parts.args = ()  # do not keep the first batch alive
-    told = (*(timed for timed in done[: len(appended)] if timed.failure), *done[len(appended) :])
+    told = (*done[: len(passes)], *(timed for timed in done[len(passes) :] if timed.failure))
     found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, told)
     found.absent, found.most_bytes, found.parts = parts.absent, most, parts
     return found

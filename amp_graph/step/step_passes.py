@@ -144,7 +144,7 @@ class _Appended:
             ]
             apply = update.apply_pointwise if parts.options.pointwise else update.apply
             rate_input = self._input(f"learning_rate_{n}", rate, "learning rate")
-            found.append(GroupInputs(apply, [self.names[i] for i in own], rate_input, states))
+            found.append(GroupInputs(apply, [self.names[i] for i in own], rate_input, states, elementwise=True))
         return tuple(found)
 
     def _copies(self) -> dict[str, list[str]]:

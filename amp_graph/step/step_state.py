@@ -96,7 +96,7 @@ class StepState:
     def refresh(self, copies: Iterable[Copy]) -> None:
         """Update ``copies`` and all masters after writes to parameters by other code.
 
-        Writes are seen by version counter and address, not those through ``.data``, numpy or a fused optimizer.
+        Writes are seen by version counter and address, not those through ``.data`` or numpy.
         """
         for parameter in self.held.values():
             master_of(parameter)

@@ -22,8 +22,8 @@ VIEWS = (".unflatten", ".permute", "getitem", ".transpose", ".flatten")
 FILL = {"f32": "#ffd8b0", "bf16": "#c9ebd3"}
 ROUND = 'fillcolor="#e3d0ff", style="rounded,filled"'
 SHORT = {"scaled_dot_product_attention": "attention"}
-NODE = re.compile(r'  "(?P<name>[^"]+)" \[label="(?P<label>[^"]*)", fillcolor="[^"]*"(?P<shape>.*)\];')
-EDGE = re.compile(r'  "([^"]+)" -> "([^"]+)";')
+NODE = re.compile(r'  "0:(?P<name>[^"]+)" \[label="(?P<label>[^"]*)", fillcolor="[^"]*"(?P<shape>.*)\];')
+EDGE = re.compile(r'  "0:([^"]+)" -> "0:([^"]+)";')
 
 
 def dump(policy: str) -> str:

@@ -18,11 +18,10 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.emulation.attention import emulated_attention
 from amp_graph.passes.emulation.rounded_calls import emulated, emulated_convolution, is_low
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
-from amp_graph.passes.graph.identify_ops import Identity, Operation, is_tensor_call, only_views, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY, MARK
+from amp_graph.passes.graph.identify_ops import Identity, Operation, is_tensor_call, tensor_inputs
+from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.graph.node_info import calls_torch
 from amp_graph.passes.precision.decompose_composites import expand
-from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 ATTENTION = "aten.scaled_dot_product_attention"
 CONVOLUTIONS = frozenset(
@@ -66,7 +65,7 @@ class EmulateCuda(Pass):
         left = [node for node in gm.graph.nodes if self._rounds_otherwise(node)]
         while left and mode is not None:
             node = left.pop()
-            if _is_composite(node) and (parts := _taken_apart(gm, node, mode)) is not None:
+            if _is_composite(node) and (parts := expand(gm, node, frozenset(), mode)) is not None:
                 left += filter(self._rounds_otherwise, parts)
             elif why := _why_not(node):
                 skips.append(Skip(node.name, f"the CPU's own kernel runs: {why}"))
@@ -100,16 +99,6 @@ def _operations(node: Node) -> tuple[Operation, ...]:
 def _is_composite(node: Node) -> bool:
     """Say whether ``node`` is several operations that the GPU rounds after each; cuDNN has a recurrent layer as one."""
     return len(_operations(node)) > 1 and getattr(node.target, "__name__", "") not in RECURRENT
-
-
-def _taken_apart(gm: GraphModule, node: Node, mode: FakeTensorMode) -> list[Node] | None:
-    """Replace a node by its operations, which are planned as it was; None where that is not possible."""
-    mark = node.meta.get(MARK)
-    parts = expand(gm, node, frozenset(), mode)
-    for part in parts or ():
-        if mark is not None and not only_views(part):
-            part.meta[MARK] = mark
-    return parts
 
 
 def _why_not(node: Node) -> str:

@@ -1,7 +1,7 @@
 """Recognize transposes: operations that permute dimensions, and nodes that swap the last two of another node.
 
 Before: ``w.T``, ``w.t()``, ``w.mT``, ``torch.transpose(w, 0, 1)``, ``w.permute(1, 0)``. After:
-``is_transpose_of(node, w)`` for each of them.
+``swaps_last_two(node)`` for each of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from amp_graph.passes.graph.fake_values import captured, value
+from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.torch_compat.symbolic_sizes import same
 
@@ -29,16 +29,6 @@ def transposes(node: Node) -> bool:
     """Say whether ``node`` is one operation that permutes dimensions; its value shows which ones."""
     names = names_of(node)
     return len(names) == 1 and names[0] in TRANSPOSES
-
-
-def is_transpose_of(node: Any, source: Any) -> bool:
-    """Say whether ``node`` is known to be ``source.mT``; False for symbolic sizes."""
-    if not transposes(node) or node.all_input_nodes != [source] or value(source).dim() < 2:
-        return False
-    a, b = value(source), value(node)
-    if any(type(size) is not int for size in (*a.shape, *b.shape)):
-        return False
-    return (a.shape, a.stride(), a.storage_offset()) == (b.mT.shape, b.mT.stride(), b.storage_offset())
 
 
 def swaps_last_two(node: Node) -> bool:

@@ -7,7 +7,7 @@ inside it. Exactness: bit-exact (the same ATen operations run, in the same order
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +20,9 @@ from amp_graph.passes.graph.decompositions import ADDING
 from amp_graph.passes.graph.edit import set_identity
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, tensor_inputs
-from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MODULE, WISH
+from amp_graph.passes.graph.graph_text import target_text
+from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
 from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
 from amp_graph.passes.precision.classify import classified
 from amp_graph.passes.precision.conditioning import leads_to_softmax
@@ -82,7 +83,8 @@ def _masked_products(gm: GraphModule, lists: OpList, mode: FakeTensorMode) -> li
 def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: FakeTensorMode) -> list[Node] | None:
     """Replace ``node`` by its operations and return them; return None and change nothing if that is not possible.
 
-    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes.
+    It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes. If
+    ``node`` is planned, its operations are planned as it was.
     """
     try:
         small = trace_node(node, mode, decompose, symbolic=True)
@@ -106,8 +108,12 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
                 _describe(env[part], part, node)
                 made.append(env[part])
     _replace(gm, node, map_arg(result, lambda n: env[n]))
+    mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
+        if mark is not None and tensors(part.meta["val"]) and not only_views(part):  # planned as the whole was
+            why = mark.reason.removeprefix(f"{', '.join(mark.ops)}: ")
+            part.meta[MARK] = replace(mark, ops=names_of(part), reason=f"in {target_text(node)}: {why}")
     return made
 
 

@@ -21,9 +21,9 @@ from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, co
 from amp_graph.passes.precision.rule_based_planner import paint
 
 TIMES_IN_BACKWARD = 2  # overhead of a graph's call in backward, as a multiple of that in forward
-# A graph stays in full precision if its predicted time is a larger part of the full-precision time. For small graphs
-# the predicted ratio is 0.6 to 1 times the measured one (benchmarks/predictions.py).
-WORTH_IT = 0.85
+# A graph stays in full precision if its predicted speed is a smaller multiple of full precision's. For small graphs
+# the predicted speed is 1 to 1.7 times the measured one (benchmarks/predictions.py).
+WORTH_IT = 1 / 0.85
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Prediction:
     autocast: int = 0
 
     @property
-    def ratio(self) -> float:
-        """The plan's time over that in full precision."""
-        return self.planned / (self.full or 1)
+    def speed(self) -> float:
+        """The plan's speed as a multiple of that of full precision: above 1 is faster."""
+        return (self.full or 1) / (self.planned or 1)
 
     @property
     def is_worth_it(self) -> bool:
         """Whether the plan is predicted to be faster by a safe margin."""
-        return not self.is_low or not self.may_be_full or self.ratio <= WORTH_IT
+        return not self.is_low or not self.may_be_full or self.speed >= WORTH_IT
 
 
 def predicted(problem: Problem, chosen: Mapping[Node, Choice], machine: Machine, dtype: str) -> Prediction:
@@ -71,8 +71,8 @@ def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction
 
 def left_alone(problem: Problem, found: Prediction, machine: Machine, dtype: str) -> dict[Node, Choice]:
     """Return the all-full plan, for a graph in which low precision is not profitable."""
-    time = f"{found.ratio:.2f} of full precision's time on {machine.name}"
-    why = f"not profitable: with {dtype} the graph is predicted to take {time}; the limit is {WORTH_IT}"
+    speed = f"{found.speed:.2f} times fp32's speed on {machine.name}"
+    why = f"not profitable: with {dtype} the graph is predicted to have {speed}; the least is {WORTH_IT:.2f}"
     return {
         node: Choice(FULL, why) if has_eligible(node) else Choice(AS_CAPTURED, "carries no fp32 value")
         for node in problem.classes

@@ -1,33 +1,43 @@
 """The optimizer's update as operations of the graph, which change nothing where a gradient was infinite.
 
 Before: gradients, unscaled and clipped. After: parameters, or their masters, and the optimizer's state are written.
+A gradient that is ``add_rows``, which nothing else reads, is not made: the rows are updated apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
-from amp_graph.passes.loss_scaling.joint_graph import found_inf_node, joint_of, outputs, parameter_nodes, record_done
-
-# Takes parameters, gradients, state by kind, the learning rate, and found_inf or None.
-Apply = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None], None]
+from amp_graph.passes.loss_scaling.joint_graph import (
+    change_joint,
+    found_inf_node,
+    joint_of,
+    outputs,
+    parameter_nodes,
+    record_done,
+    set_outputs,
+)
+from amp_graph.passes.step.add_rows import ADD_ROWS, Apply, by_rows
 
 
 @dataclass(frozen=True)
 class GroupInputs:
-    """One parameter group: how it updates, its parameters by name, its learning rate, its state by kind."""
+    """One parameter group: how it updates, its parameters by name, its learning rate, its state by kind.
+
+    elementwise: whether each element's update depends on that element's gradient and state alone.
+    """
 
     apply: Apply
     parameters: Sequence[str]
     rate: StateInput
     states: Sequence[Sequence[StateInput]] = ()
+    elementwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,20 @@ def nodes_of(gm: GraphModule, group: GroupInputs) -> GroupNodes:
     return GroupNodes(parameter_nodes(gm, group.parameters), grads, rate, kinds)
 
 
+def _is_unread_sum(grad: Node) -> bool:
+    """Say whether ``grad`` is a sum with rows that no pass has read, or changed in place."""
+    return grad.target is ADD_ROWS and len(grad.users) == 1
+
+
+def _remove(gm: GraphModule, grads: Sequence[Node]) -> None:
+    """Take gradients out of a joint graph."""
+    set_outputs(gm, [None if out in grads else out for out in outputs(gm)])
+    named = joint_of(gm).gradients.items()
+    change_joint(gm, gradients={name: n for name, n in named if outputs(gm)[n] is not None})
+    for grad in grads:
+        gm.graph.erase_node(grad)
+
+
 @dataclass(frozen=True)
 class UpdateParameters(Pass):
     """Updates parameters in place by functions of the optimizer, one a group.
@@ -80,7 +104,11 @@ class UpdateParameters(Pass):
         changes = []
         for group in self.groups:
             own = nodes_of(gm, group)
-            append(gm, group.apply, own.parameters, own.grads, own.states, own.rate, found_inf_node(gm))
+            sums = {n: g for n, g in enumerate(own.grads) if group.elementwise and _is_unread_sum(g)}
+            grads = [g.args[0] if n in sums else g for n, g in enumerate(own.grads)]
+            apply, rows = by_rows(group.apply, list(sums)), [g.args[1:] for g in sums.values()]
+            append(gm, apply, own.parameters, grads, own.states, own.rate, found_inf_node(gm), rows)
+            _remove(gm, [*sums.values()])
             what = f"{len(own.parameters)} parameters"
             changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
         record_done(gm, self.name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._functorch.autograd_function import autograd_function_apply as autograd_function_apply  # 2.11 - 2.13
+from torch.autograd.function import BackwardCFunction  # 2.11 - 2.13; public, but in no list of its module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 
 from amp_graph.passes.torch_compat.fake import FakeTensor
@@ -143,6 +144,8 @@ def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tens
 
     ``node.apply`` of such a node is its backward, also if it is replaced in the node; 2.11 - 2.13.
     """
+    if not _user_has_functions():
+        return
     seen = {t.grad_fn for t in inputs}
     waiting = [t.grad_fn for t in results]
     while waiting:
@@ -150,7 +153,23 @@ def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tens
         if node is None or node in seen:
             continue
         seen.add(node)
-        made_by = getattr(type(node), "_forward_cls", None)
-        if made_by is not None and made_by.__module__.partition(".")[0] not in ("torch", "amp_graph"):
+        if _is_users(type(node)):
             yield node
         waiting += [one for one, _ in node.next_functions]
+
+
+def _is_users(node: type) -> bool:
+    """Return whether nodes of this type are made by an ``autograd.Function`` of neither torch nor amp_graph."""
+    made_by = getattr(node, "_forward_cls", None)
+    return made_by is not None and made_by.__module__.partition(".")[0] not in ("torch", "amp_graph")
+
+
+def _user_has_functions() -> bool:
+    """Return whether such a Function is defined in this process; torch makes a type of nodes for each."""
+    every = BackwardCFunction.__subclasses__()
+    if _last_seen[0] is not every[-1]:  # a new one is the last
+        _last_seen[:] = [every[-1], any(map(_is_users, every))]
+    return bool(_last_seen[1])
+
+
+_last_seen: list[Any] = [None, False]

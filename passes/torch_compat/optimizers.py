@@ -35,9 +35,11 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     A scheduler installs a ``step`` of its own, which only counts. torch/optim/optimizer.py, lr_scheduler.py; 2.11 to
     2.13.
     """
-    own = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-    every = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    if own or any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in every):
+    own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    hooks = [
+        hook for held in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) for hook in held.values()
+    ]
+    if any(not str(getattr(hook, "__module__", "")).startswith("amp_graph.") for hook in hooks):
         return "hooks of its step()"
     step: Any = optimizer.__dict__.get("step")
     behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
@@ -71,20 +73,3 @@ def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -
         optimizers.profile_hook_step = staticmethod(plain)
 
     return end
-
-
-def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, if that is a tensor.
-
-    torch/optim/optimizer.py casts them to the parameter's; 2.11 to 2.13.
-    """
-    plain = torch.optim.Optimizer._process_value_according_to_param_policy
-    if getattr(plain, "stand_in", None) is stand_in:
-        return
-
-    def cast_state(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found = stand_in(param)
-        return plain(param if found is None else found, *args, **kwargs)
-
-    cast_state.stand_in = stand_in  # type: ignore[attr-defined]
-    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(cast_state)  # type: ignore[method-assign]

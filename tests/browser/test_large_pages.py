@@ -1,13 +1,12 @@
 """Pages of about 5,000 nodes in Chromium: of many modules, and of one module that has them all."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 import amp_graph
 from tests.browser.conftest import timed
+from tests.report.pages import copies_of
 
 WIDTH = 64
 
@@ -42,7 +41,7 @@ def report_of(stages, blocks):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     told = report_of(25, 14)
-    assert len(told.flows[0].vertices) > 5000
+    assert len(told.graphs[0].nodes) > 5000
     made = tmp_path_factory.mktemp("pages") / "large.html"
     told.html(made)
     return made
@@ -69,22 +68,15 @@ def test_5000_nodes_open_search_and_click(open_page, path):
 
 def test_5000_operations_in_one_module_are_drawn_in_windows(open_page, tmp_path):
     told = report_of(1, 4)
-    (graph,), (flow,) = told.graphs, told.flows
-    times = range(-(-5000 // len(flow.vertices)))
-
-    def many(nodes, **more):
-        return tuple(replace(node, name=f"{node.name}.{i}", **more) for i in times for node in nodes)
-
-    edges = tuple(replace(e, source=f"{e.source}.{i}", target=f"{e.target}.{i}") for i in times for e in flow.edges)
-    flat = replace(told, graphs=(replace(graph, nodes=many(graph.nodes, module="")),),
-                   flows=(replace(flow, vertices=many(flow.vertices), edges=edges),), captured=((),))  # fmt: skip
+    times = -(-5000 // len(told.graphs[0].nodes))
+    flat = copies_of(told, times, module="")
     flat.html(tmp_path / "flat.html")
     page = open_page(tmp_path / "flat.html", "5,000 nodes, one module")
     assert page.text("#window").startswith("1–120 of ")
     assert len(page.all("#after .node")) < 300
     page.one("#later").click()
     assert page.text("#window").startswith("121–240 of ")
-    results = page.search(f"gelu.{times[-1]}")
+    results = page.search(f"gelu.{times - 1}")
     with timed("5,000 nodes, one module: click a result"):
         results[0].click()
         page.until("return document.querySelector('#details h3')?.textContent.startsWith('gelu')")

@@ -21,4 +21,4 @@ def test_a_coarse_clock_of_the_process_divides_by_no_zero(monkeypatch, every):
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     one, other = train(model, lambda m: m(x).sum(), [Policy.parse("bf16,level=O0")] * 2, (), rounds=3)
     assert all(seconds > 0 for seconds in (*one.seconds, *other.seconds))
-    assert 0.2 < one.time_to(other) < 5
+    assert 0.2 < one.speed_to(other) < 5

@@ -1,81 +1,85 @@
-"""`amp-graph cost`: the predicted and the measured time of every operation, by family."""
+"""`amp-graph cost`: fp32, torch.autocast and the plan, measured in turns, and what follows from it."""
+
+import json
 
 import pytest
 import torch
 
+from amp_graph.cli.command_cost import verdict
 from amp_graph.cli.main import main
-from tests.passes.planning import machine
+from amp_graph.cli.measure_target import FROZEN, interleaved
 
 SOURCE = """
 import torch
 from torch import nn
 
 def build():
-    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 8)), torch.randn(64, 256)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)), torch.randn(8, 32)
 
 def converted():
     import amp_graph
     model, x = build()
     return amp_graph.convert(model, "bf16-O1,keep_fp32=3"), x
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+    def forward(self, x):
+        return torch.linalg.inv(self.fc(x) @ self.fc(x).mT + torch.eye(len(x)).to(self.fc(x).dtype))
 """
 
 
 @pytest.fixture
-def target(tmp_path):
-    (tmp_path / "model.py").write_text(SOURCE)
-    return str(tmp_path / "model.py")
+def cost(tmp_path, capsys, monkeypatch):
+    """Run the command on a target of the file above, and return what it printed as JSON, and as text."""
+    monkeypatch.setattr("amp_graph.cli.measure_target.ROUNDS", 1)
+    path = tmp_path / "cost_models.py"
+    path.write_text(SOURCE)
+
+    def run(name, *words):
+        given = ["cost", f"{path}:{name}", *words]
+        assert main([*given, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert main(given) == 0
+        return told, capsys.readouterr().out
+
+    return run
 
 
-def table(capsys):
-    lines = capsys.readouterr().out.splitlines()
-    return lines[0], {tuple(line.split()[:2]): line.split()[2:] for line in lines[2:]}
+@pytest.mark.parametrize(("words", "names"), [
+    ([], ["fp32", "torch.autocast", "amp_graph"]),
+    (["--eval"], ["fp32", "torch.autocast", "amp_graph", FROZEN]),
+])  # fmt: skip
+@pytest.mark.parametrize(("name", "policy"), [("build", "bf16-O1"), ("converted", "bf16-O1,keep_fp32=3")])
+def test_each_precision_has_a_row_with_its_speed_over_fp32s(cost, words, names, name, policy):
+    told, text = cost(name, *words)
+    assert (told["policy"], told["gradients"]) == (policy, not words)
+    assert [row["name"] for row in told["rows"]] == names
+    for row in told["rows"]:
+        assert row["measured"] == pytest.approx(told["rows"][0]["seconds"] / row["seconds"])
+    assert all(row["predicted"] > 0 for row in told["rows"] if row["name"] != FROZEN)
+    assert [line for line in text.splitlines() if line.startswith(tuple(names))]
+    assert "bf16 with " in text.splitlines()[-1]
 
 
-def test_the_table_counts_every_operation_in_its_family(target, capsys):
-    assert main(["cost", f"{target}:build", "--policy", "bf16"]) == 0
-    head, rows = table(capsys)
-    assert head.startswith("graph 0: forward, planned for ")
-    counts = {key: int(row[0]) for key, row in rows.items() if key[0] != "all"}
-    assert counts[("matmul", "bfloat16")] == 2
-    assert counts[("activation", "bfloat16")] == 1
-    assert counts[("normalization", "bfloat16")] == 1
-    assert counts[("cast", "bfloat16")] >= 5
-    assert rows[("all", str(sum(counts.values())))]
+def test_what_fails_under_autocast_has_no_row(cost, capsys):
+    told, _ = cost("Mixed", "--input", "x=f32[4,32]")
+    assert "amp_graph" in [row["name"] for row in told["rows"]], "it falls back to fp32, as every call does"
+    failing = {"fp32": lambda: None, "torch.autocast": lambda: torch.ones(2) @ torch.ones(3), "amp_graph": lambda: None}
+    assert list(interleaved(failing, "cpu")) == ["fp32", "amp_graph"]
+    assert "torch.autocast: fails: RuntimeError" in capsys.readouterr().err
+    with pytest.raises(ZeroDivisionError):
+        interleaved({"fp32": lambda: 1 / 0}, "cpu")
 
 
-def test_predictions_are_those_of_the_machine_that_is_planned_for(target, capsys, monkeypatch):
-    predicted = {}
-    for name in ("cpu_amx", "cpu"):
-        monkeypatch.setattr("amp_graph.cli.command_cost.machine_for", lambda device, name=name: machine(name))
-        assert main(["cost", f"{target}:build", "--policy", "bf16"]) == 0
-        head, rows = table(capsys)
-        assert name in head
-        predicted[name] = float(rows[("matmul", "bfloat16")][1])
-        assert all(float(row[2]) > 0 for key, row in rows.items() if key[0] != "all")
-    flops = 2 * 64 * 256 * 512 + 2 * 64 * 512 * 8
-    assert predicted["cpu"] > 1e6 * flops / machine("cpu").rates["matmul"]["bfloat16"]
-    assert predicted["cpu"] > 5 * predicted["cpu_amx"]
-
-
-def test_a_model_that_is_converted_already_keeps_its_policy(target, capsys):
-    assert main(["cost", f"{target}:converted"]) == 0
-    _, rows = table(capsys)
-    assert rows[("matmul", "bfloat16")][0] == "1"
-    assert rows[("matmul", "float32")][0] == "1"
-
-
-def test_what_is_measured_is_what_the_graph_computes(target):
-    """The stopwatch runs the graph itself: its result is the model's."""
-    from amp_graph.cli.command_cost import _keeping, _Stopwatch
-    from amp_graph.convert import convert
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
-    x, runs = torch.randn(4, 8), []
-    convert(model, "bf16", compile=_keeping(runs))
-    want = model(x)
-    ((gm, given),) = runs
-    watch = _Stopwatch(gm, "cpu")
-    (got,) = watch.run(*given)
-    assert torch.equal(got, want)
-    assert {n.op for n in watch.taken} <= {"call_function", "call_method"}
-    assert len(watch.taken) >= 2
+@pytest.mark.parametrize(("autocast", "ours", "told"), [
+    (0.4, 0.6, "keep fp32 on this machine; at best bf16 with amp_graph: 0.60 times fp32's speed"),
+    (1.2, 1.4, "bf16 with amp_graph: 1.40 times fp32's speed"),
+    (1.6, 1.4, "bf16 with torch.autocast: 1.60 times fp32's speed"),
+    (0.9, 1.02, "keep fp32 on this machine; at best bf16 with amp_graph: 1.02 times fp32's speed"),
+])  # fmt: skip
+def test_the_verdict_is_what_is_fastest(autocast, ours, told):
+    rows = [{"name": "fp32", "measured": 1.0}, {"name": "torch.autocast", "measured": autocast},
+            {"name": "amp_graph", "measured": ours}]  # fmt: skip
+    assert verdict(rows, "bf16") == told

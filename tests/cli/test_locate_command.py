@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_graph.cli.main import main
+from amp_graph.errors import AmpGraphWarning
 
 SOURCE = """
 import torch
@@ -63,6 +64,17 @@ def test_a_saved_batch_without_targets(locate, tmp_path):
         told = json.loads(out)
         assert (status, told["direction"]) == ((3, "forward") if planted else (0, "")), told
         assert planted in told["line"]
+
+
+def test_the_fix_that_is_printed_helps_as_it_is_and_a_pattern_without_a_match_is_told(locate, tmp_path):
+    path = tmp_path / "batch.pt"
+    torch.save(torch.full((3, 8), 100.0), path)
+    _, out, _ = locate("--batch", str(path))
+    policy = next(line for line in out.splitlines() if "which keeps it in fp32" in line).split("'")[1]
+    assert locate("--batch", str(path), "--policy", policy)[0] == 0
+    for absent in ("fp16,keep_fp32=secnod", "fp16,keep_ops=secnod:linear"):
+        with pytest.warns(AmpGraphWarning, match="secnod.*matches no module of Net.*\\n.*second"):
+            assert locate("--batch", str(path), "--policy", absent)[0] == 3
 
 
 def test_the_inputs_of_target_where_nothing_is_found(locate):

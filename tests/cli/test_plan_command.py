@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_graph.cli.main import main
+from amp_graph.cli.main import main, parser
 from tests.passes.planning import machine
 
 SOURCE = """
@@ -95,8 +95,8 @@ def test_a_plan_stands_beside_those_with_names(target, capsys):
         for name in ("bf16-O1,accuracy=1.1", "accuracy=autocast", "accuracy=fast")
     )
     assert (autocast["ratio"], autocast["error"]) == (1, 1)
-    assert asked["ratio"] == pytest.approx(asked["us"] / autocast["us"], abs=1e-3)
-    assert asked["ratio"] <= 1
+    assert asked["ratio"] == pytest.approx(autocast["us"] / asked["us"], abs=1e-3)
+    assert asked["ratio"] >= 1
     assert asked["error"] <= 1.1
     assert fast["low"] > autocast["low"]
     assert fast["casts"] < autocast["casts"]
@@ -127,7 +127,10 @@ def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(target
     assert main(["plan", f"{target}:{name}"]) == 0
     head, rows = table(capsys, 4)
     assert ("keep_fp32=2" in head) == (name == "converted")
-    assert float(rows["accuracy=fast"][2]) >= 1
+    if name == "converted":  # what it keeps in fp32 reads the sums, which are all that may be lower where fast
+        assert rows["accuracy=fast"] == rows["accuracy=autocast"]
+    else:
+        assert float(rows["accuracy=fast"][2]) > 1
 
 
 def test_the_sweep_predicts_and_measures(target, capsys):
@@ -136,9 +139,9 @@ def test_the_sweep_predicts_and_measures(target, capsys):
     assert list(rows) == ["autocast", "fast", "0.01", "1", "1000"]
     cells = {name: [float(cell) for cell in row] for name, row in rows.items()}
     predicted, error = ({name: row[at] for name, row in cells.items()} for at in (0, 1))
-    assert predicted["0.01"] >= predicted["1"] >= predicted["1000"]
-    assert predicted["1"] <= 1
-    assert predicted["1000"] <= predicted["fast"]
+    assert predicted["0.01"] <= predicted["1"] <= predicted["1000"]
+    assert predicted["1"] >= 1
+    assert predicted["1000"] >= predicted["fast"]
     assert error["0.01"] <= 0.01
     assert error["1"] <= 1 < error["fast"]
     measured = {name: row[5:] for name, row in cells.items()}
@@ -148,7 +151,8 @@ def test_the_sweep_predicts_and_measures(target, capsys):
     assert measured["0.01"][1] < measured["1"][1] <= measured["fast"][1]
 
 
-def test_the_sweep_has_budgets_of_its_own(target, capsys):
+def test_the_sweep_has_budgets_of_its_own(target, capsys, monkeypatch):
+    monkeypatch.setattr("amp_graph.cli.command_plan.ROUNDS", 1)
     assert main(["plan", f"{target}:build", "--policy", "fp16", "--sweep"]) == 0
     _, rows = table(capsys, 11)
     assert list(rows)[2:] == ["0.5", "0.75", "0.9", "1", "1.1", "1.25", "1.5", "2", "3"]
@@ -188,7 +192,8 @@ def test_errors(target, capsys, words, told):
 def test_nothing_of_the_model_changes(target):
     from amp_graph.cli.capture_target import sampled
 
-    model, loss, _, _ = sampled(f"{target}:build")
+    found, loss, _ = sampled(parser().parse_args(["plan", f"{target}:build"]))
+    model = found.model
     assert "forward" not in model.__dict__
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(loss(model), loss(model))

@@ -27,7 +27,7 @@ def test_dump_writes_the_report_beside_what_it_prints(target, tmp_path, capsys):
     assert main(["dump", target, "--policy", "bf16", "--report", str(tmp_path / "r.html"), "--measure"]) == 0
     assert "linear" in capsys.readouterr().out
     text = page_at(tmp_path / "r.html").text("card-time")
-    assert text.startswith("Time against fp32 predicted measured fp32 1.00 ×")
+    assert text.startswith("Speed against fp32 predicted measured fp32 1.00 × 1.00 ×")
     assert text.count(" ms") + text.count(" us") == 3
 
 

@@ -124,13 +124,16 @@ def activations(casts):
     return casts.forward_activation + casts.backward_gradient
 
 
+MOST_CASTS = {"bert": 0.45, "gpt2": 1.0, "vit": 0.65}  # of those of autocast
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
 def test_casts_of_activations_as_exact_as_autocast(case):
     """Norms are torch's, and so are the casts around them."""
     ours, _ = step(case, "bf16")
     theirs, _ = step(case)
-    assert activations(ours) <= activations(theirs)
+    assert activations(ours) <= MOST_CASTS[case.name] * activations(theirs)
 
 
 @pytest.mark.sampled(4)
@@ -138,15 +141,16 @@ def test_casts_of_activations_as_exact_as_autocast(case):
 def test_casts_of_activations_where_fast(name):
     ours, _ = step(DEEP[name], "bf16,accuracy=fast")
     theirs, _ = step(DEEP[name])
-    assert activations(ours) <= 0.25 * activations(theirs)
+    assert activations(ours) <= 0.10 * activations(theirs)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", DEEP)
-def test_weights_are_cast_as_often_as_autocast_does_and_no_more(name):
+def test_weights_are_cast_once_a_forward_and_no_oftener_than_by_autocast(name):
     ours, _ = step(DEEP[name], "bf16")
     theirs, _ = step(DEEP[name])
     assert ours.weight <= theirs.weight
+    assert LAYERS < len(ours.of("forward", "weight")) <= len(list(DEEP[name].build().parameters()))
 
 
 @pytest.mark.sampled(4)
@@ -157,7 +161,7 @@ def test_saved_activations_where_fast(name):
     assert ours <= 0.75 * theirs
 
 
-@pytest.mark.parametrize(("policy", "casts", "saved"), [("bf16", 0.75, 1.0), ("bf16,accuracy=fast", 0.6, 1.0)])
+@pytest.mark.parametrize(("policy", "casts", "saved"), [("bf16", 0.73, 0.95), ("bf16,accuracy=fast", 0.6, 0.95)])
 def test_norms_that_llama_writes_out_cost_fewer_casts_than_as_written(policy, casts, saved):
     ours, our_bytes = step(LLAMA, policy)
     theirs, their_bytes = step(LLAMA)
@@ -174,10 +178,7 @@ def test_saved_activations_as_exact_as_autocast(case):
 
 
 # Dispatch modes, which count here, refuse torch.cond.
-# The experts of mixtral_grouped are low, where autocast has no rule for their operator and leaves them in fp32.
-COMPARABLE = sorted(
-    n for n, c in CASES.items() if n not in ("cond", "mixtral_grouped") and not c.tags & {"no_autocast", "integer"}
-)
+COMPARABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & {"no_autocast", "integer"})
 # Like for like: autocast does not give outputs their captured dtype back.
 LIKE = "bf16,keep_outputs=false"
 
@@ -187,7 +188,13 @@ LIKE = "bf16,keep_outputs=false"
 def test_never_more_casts_than_autocast(name):
     ours, _ = step(CASES[name], LIKE, saves=False)
     theirs, _ = step(CASES[name], saves=False)
-    assert ours.total <= theirs.total, f"ours:\n{ours.table()}\nautocast:\n{theirs.table()}"
+    told = f"ours:\n{ours.table()}\nautocast:\n{theirs.table()}"
+    if name == "mixtral_grouped":  # its experts are low; autocast, with no rule for their operator, leaves them in fp32
+        experts = sum(p.ndim == 3 for p in make(CASES[name])[0].parameters())
+        assert activations(ours) <= activations(theirs), told
+        assert ours.weight <= theirs.weight + 2 * experts, told
+    else:
+        assert ours.total <= theirs.total, told
 
 
 class DropPath(nn.Module):

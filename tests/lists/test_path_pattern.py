@@ -24,6 +24,7 @@ from amp_graph.policy import Policy
         ("(?x) lm  _head  # the last", "lm_head", True),
         ("[[a]", "[", True),
         (r"(a)b\1", "aba", True),
+        ("a{2,}b{,3}", "aab", True),
     ],
 )
 def test_patterns_that_people_write(pattern, path, expected):
@@ -49,6 +50,7 @@ REFUSED = {
     "nothing to repeat": "*norm",
     "nested parentheses": "(" * 5000 + ")" * 5000,
     "repeated too often": "((a{300}){300}){300}",
+    "repeated too often, of which the library alone says nothing": "((a{50}){50}){50}",
     "thousands of digits": "a{" + "9" * 4999 + "}",
     "a large repetition": "a{99999999999}",
     "too long": "a" * 3000,

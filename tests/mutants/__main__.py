@@ -1,173 +1,111 @@
 """Mutation testing of the core, resumable: what was tested is kept in a session of cosmic-ray.
 
-    python -m tests.mutants map                    # record which test runs which line (once; changed files again)
-    python -m tests.mutants coverage               # what of the core tests run, into benchmarks/results/coverage.md
-    python -m tests.mutants run --count 200 --seed 0 [--only passes/casts ...] [--again]
-    python -m tests.mutants table                  # score, survivors and reasons into benchmarks/results/mutants.md
+    python -m tests.mutants --count 200 --seed 0 [--only passes/casts ...]
 
 A session is a file of its own for each seed, count and choice of files, under --folder; ``cr-report`` and ``cr-html``
-of cosmic-ray read it. ``--again`` tests survivors without a reason again, after tests were
-added.
+read it. A mutant survives where the tests for it pass: the test file that mirrors the source, those that name its
+module, those of the mirrored folder, as far as --seconds go; so one that only hangs counts as a survivor, too. Written
+at the end: the share that was killed with Wilson's interval of 95 %, and each survivor that reasons.toml does not have.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
+import math
+import os
+import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
-from attrs import evolve
 from cosmic_ray.mutating import _make_diff
-from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkResult
 
-from tests.mutants import coverage_table, table
-from tests.mutants.child import ENOUGH, preload, run_tests
-from tests.mutants.choose import chosen
-from tests.mutants.coverage_map import Map, all_test_files, test_files
-from tests.mutants.population import ROOT, Mutant, controls, core, module_of, sample
+from tests.mutants import hook
+from tests.mutants.population import ROOT, core, item_of, module_of, mutated, sample, tests_of
+from tests.versions.known import tomllib
 
-NO_SUCH_TEST = 4  # pytest's exit status
-NO_TESTS = 5
+REASONS = Path(__file__).parent / "reasons.toml"
+KINDS = ("equivalent", "message", "performance", "unreachable", "elsewhere", "open")
+PASSED = (0, 5)  # pytest's exit statuses: all passed, no test
 
 
 def main(argv: list[str]) -> int:
-    """Run one command."""
-    options = _parsed(argv)
-    if options.command == "map":
-        return _record(options)
-    if options.command == "run":
-        return _run(options)
-    if options.command == "coverage":
-        return coverage_table.write(options.folder)
-    return table.write(options.folder, options.seconds)
-
-
-def _parsed(argv: list[str]) -> argparse.Namespace:
+    """Test what the session has not tested; return 1 if a survivor has no reason."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__, formatter_class=as_written)
-    parser.add_argument("command", choices=["map", "coverage", "run", "table"], nargs="?", default="run")
-    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="where the map and sessions are kept")
-    parser.add_argument("--only", nargs="*", default=[], help="folders or files of the core (run), of tests (map)")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".mutants", help="where sessions are kept")
+    parser.add_argument("--only", nargs="*", default=[], help="folders or files of the core")
     parser.add_argument("--count", type=int, default=200, help="mutants of the sample (default: 200)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--controls", type=int, default=0, help="runs of the chosen tests with no change, all must pass"
-    )
-    parser.add_argument("--seconds", type=float, default=45.0, help="of tests for a mutant, as they take without one")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; run again to go on")
-    parser.add_argument(
-        "--most", type=float, default=25.0, help="seconds of a test file (map): its later tests kill nothing"
-    )
-    parser.add_argument("--go-on", action="store_true", help="map the tests, too, that came after --most in their file")
-    parser.add_argument("--all", action="store_true", help="map also test files that mutants do not wait for")
-    parser.add_argument("--again", action="store_true", help="test the survivors of the session again")
-    return parser.parse_args(argv)
-
-
-def _record(options: argparse.Namespace) -> int:
-    preload()
-    covered, ended = Map(options.folder), time.monotonic() + 60 * options.minutes
-    files = all_test_files() if options.all else test_files()
-    wanted = [f for f in files if not options.only or f.startswith(tuple(options.only))]
-    missing = [f for f in wanted if not (covered.is_whole(f) if options.go_on else covered.is_recorded(f))]
-    if options.only:
-        missing.sort(key=lambda f: next(n for n, o in enumerate(options.only) if f.startswith(o)))
-    groups = dict[str, list[str]]()
-    for file in missing:
-        groups.setdefault(str(Path(file).parent), []).append(file)
-    done = 0
-    for group in groups.values():
-        if time.monotonic() > ended:
-            break
-        for told in covered.record(group, options.most):
-            done += 1
-            print(f"{done}/{len(missing)} {told}", flush=True)
-    return 0
-
-
-def session(options: argparse.Namespace) -> Path:
-    """Return the path of the session with these options."""
-    only = "core" if not options.only else "-".join(o.strip("/").replace("/", ".") for o in options.only)
-    name = only if len(only) < 80 else hashlib.sha256(only.encode()).hexdigest()[:12]
-    return options.folder / f"seed{options.seed}-{options.count}-{name}.sqlite"
-
-
-def _run(options: argparse.Namespace) -> int:
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for a mutant")
+    options = parser.parse_args(argv)
     options.folder.mkdir(exist_ok=True)
-    preload()
-    with use_db(session(options)) as database:
-        wanted = _opened(database, options)
-        results = dict(database.results)
-        pending = [m for m in wanted if m.job not in results]
-        if options.again:
-            known = table.reasons()
-            pending = [m for m in wanted if m.job in results and _is_open(table.Tested(m, results[m.job]), known)]
-        _test(database, pending, options)
-        print(f"{session(options)}: {score(database)}")
-    return 0
+    only = "-".join(o.strip("/").replace("/", ".") for o in options.only) or "core"
+    with use_db(options.folder / f"seed{options.seed}-{options.count}-{only}.sqlite") as session:
+        if not session.num_work_items:
+            session.add_work_items(map(item_of, sample(core(options.only), options.count, options.seed)))
+        if stale := [item for item in session.work_items if item_of(item.mutations[0]).job_id != item.job_id]:
+            sys.exit(f"{session.name()}: the source of {len(stale)} of its mutants is another by now\n"
+                     "  fix: remove it, or take another --seed")  # fmt: skip
+        for item in sorted(session.pending_work_items, key=lambda item: item.job_id):  # a part is random, too
+            result = tested(item.mutations[0], options.seconds)
+            session.set_result(item.job_id, result)
+            print(f"{result.test_outcome.value} {item.mutations[0].module_path}: {result.output}", flush=True)
+        tests = list(session.completed_work_items)
+    killed, known = sum(result.is_killed for _, result in tests), reasons()
+    low, high = interval(killed, len(tests))
+    print(f"{killed} of {len(tests)} killed ({100 * low:.1f} to {100 * high:.1f} %)")
+    alive = [(str(item.mutations[0].module_path), result.diff) for item, result in tests if not result.is_killed]
+    missing = [diff for file, diff in alive if (file, *change(diff)) not in known]
+    print(*missing, sep="\n")
+    return int(bool(missing))
 
 
-def _is_open(tested: table.Tested, known: dict) -> bool:
-    """Say whether a mutant survived, for no reason that is written down."""
-    is_alive = not (tested.result.is_killed or tested.mutant.is_control)
-    return is_alive and (tested.mutant.file, *tested.change) not in known
+def tested(spec: MutationSpec, seconds: float) -> WorkResult:
+    """Test one mutant, in a process that imports the mutated source, as all do that its tests start."""
+    file, source = str(spec.module_path), mutated(spec)
+    diff = "\n".join(_make_diff((ROOT / file).read_text(), source, file))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", "-m",
+               "not slow and not integration and not browser", *tests_of(file)]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "mutant.json"
+        given.write_text(json.dumps({"module": module_of(file), "file": str(ROOT / file), "source": source}))
+        path = os.pathsep.join([str(Path(hook.__file__).parent / "site"), *sys.path])
+        environment = {**os.environ, "PYTHONPATH": path, hook.VARIABLE: str(given), "OMP_NUM_THREADS": "1"}
+        try:
+            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return WorkResult(WorkerOutcome.NORMAL, f"{seconds:.0f} s of tests", TestOutcome.SURVIVED, diff)
+    outcome = TestOutcome.SURVIVED if ran.returncode in PASSED else TestOutcome.KILLED
+    return WorkResult(WorkerOutcome.NORMAL, "\n".join(ran.stdout.splitlines()[-2:]), outcome, diff)
 
 
-def _opened(database: WorkDB, options: argparse.Namespace) -> list[Mutant]:
-    """Return the session's sample, drawn where it has none; one that was drawn of other sources is an error."""
-    held = database.work_items
-    if stale := [item for item in held if Mutant.of(item).job != item.job_id]:
-        sys.exit(f"{database.name()}: the source of {len(stale)} of its mutants is another by now\n"
-                 "  fix: remove it, or take another --seed")  # fmt: skip
-    if not held:
-        files = core(options.only)
-        drawn = [*sample(files, options.count, options.seed), *controls(files, options.controls, options.seed)]
-        database.add_work_items({mutant.job: mutant.item for mutant in drawn}.values())
-    return sorted((Mutant.of(item) for item in database.work_items), key=lambda m: m.job)  # a part is random, too
+def change(diff: str) -> tuple[str, str]:
+    """Return the lines before and after, without those that are the same."""
+    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]
+    was, now = (" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
+    return was, now
 
 
-def _test(database: WorkDB, pending: list[Mutant], options: argparse.Namespace) -> None:
-    covered, ended = Map(options.folder), time.monotonic() + 60 * options.minutes
-    for done, mutant in enumerate(pending, 1):
-        if time.monotonic() > ended:
-            return
-        started = time.monotonic()
-        result = tested(mutant, covered, options.seconds)
-        if options.again and result.is_killed:
-            result = evolve(result, output=f"{table.AGAIN}{result.output}")
-        database.set_result(mutant.job, result)
-        what, took = result.output.split("\n", 1)[0], time.monotonic() - started
-        where = f"{mutant.file}:{mutant.start[0]} {mutant.operator}"
-        print(f"{done}/{len(pending)} {result.test_outcome.value} {where}: {what} ({took:.1f} s)", flush=True)
+def interval(killed: int, count: int) -> tuple[float, float]:
+    """Return Wilson's interval of 95 % for a share."""
+    if not count:
+        return 0.0, 1.0
+    z, share = 1.959964, killed / count
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def tested(mutant: Mutant, covered: Map, seconds: float) -> WorkResult:
-    """Test one mutant; the first line of the output says which test killed it, or how many it survived."""
-    source, mutated = (ROOT / mutant.file).read_text(), mutant.mutated()
-    diff = "\n".join(_make_diff(source, mutated, mutant.file))
-    tests = chosen(mutant, covered, seconds)
-    if not tests:
-        return WorkResult(WorkerOutcome.NORMAL, "no test runs this line", TestOutcome.SURVIVED, diff)
-    given = {"module": module_of(mutant.file), "file": str(ROOT / mutant.file), "source": mutated}
-    ended = run_tests(tests, covered.times(), covered.cache, given, seconds)
-    if ended.status == NO_SUCH_TEST:  # the mutant changed what tests are parametrized with: all of their cases then
-        ended = run_tests(
-            list(dict.fromkeys(t.partition("[")[0] for t in tests)), covered.times(), covered.cache, given, seconds
-        )
-    if ended.status in (0, NO_TESTS, ENOUGH):
-        return WorkResult(WorkerOutcome.NORMAL, f"survived {len(tests)} tests", TestOutcome.SURVIVED, diff)
-    cause = f"timeout in {ended.failed}" if ended.is_timeout else f"failed: {ended.failed or 'import'}"
-    return WorkResult(WorkerOutcome.NORMAL, f"{cause}\n{ended.output}", TestOutcome.KILLED, diff)
-
-
-def score(database: WorkDB) -> str:
-    """Return one line about a session."""
-    results = [r for item, r in database.completed_work_items if not Mutant.of(item).is_control]
-    killed = sum(r.is_killed for r in results)
-    return f"{killed} of {len(results)} killed, of {database.num_work_items}"
+def reasons() -> dict[tuple[str, str, str], str]:
+    """Return the reason by file, the lines before, and those after."""
+    rows = tomllib.loads(REASONS.read_text())["survivor"]
+    if wrong := [row for row in rows if row["kind"] not in KINDS or not row["reason"].strip()]:
+        raise ValueError(f"{REASONS.name}: a survivor needs a reason and a kind of {KINDS}: {wrong[0]}")
+    return {(row["file"], row["was"], row["now"]): row["reason"] for row in rows}
 
 
 if __name__ == "__main__":

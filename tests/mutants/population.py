@@ -1,4 +1,4 @@
-"""The mutants that cosmic-ray's operators make of source files, and samples of them.
+"""The mutants that cosmic-ray's operators make of source files, samples of them, and the tests for each.
 
 A place is a range of source text that at least one operator changes. Annotations are left out: a changed one either
 fails at import or changes nothing. A sample takes places at equal distances through the list of all, from a random
@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 
 import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
@@ -25,52 +25,6 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("amp_graph", "passes", "lists")
 NOT_CORE = "passes/backends/"
 FAMILIES = ("ReplaceBinaryOperator", "ReplaceUnaryOperator")  # all of one from-operator look at the same places
-NO_MUTANT = "none"  # of a control: an operator that changes nothing
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file."""
-
-    file: str
-    operator: str
-    occurrence: int
-    start: tuple[int, int]
-    end: tuple[int, int]
-    definition: str
-
-    @property
-    def is_control(self) -> bool:
-        """Say whether nothing is changed."""
-        return self.operator == NO_MUTANT
-
-    @property
-    def job(self) -> str:
-        """Return an id that another content of the file changes."""
-        source = hashlib.sha256((ROOT / self.file).read_bytes()).hexdigest()
-        return hashlib.sha256(f"{self} {source}".encode()).hexdigest()[:24]
-
-    @property
-    def item(self) -> WorkItem:
-        """Return it as cosmic-ray's session stores it."""
-        spec = MutationSpec(self.file, self.operator, self.occurrence, self.start, self.end, {}, self.definition)
-        return WorkItem.single(self.job, spec)
-
-    @classmethod
-    def of(cls, item: WorkItem) -> Mutant:
-        """Read it back from a session."""
-        (spec,) = item.mutations
-        start, end = tuple(spec.start_pos), tuple(spec.end_pos)
-        return cls(str(spec.module_path), spec.operator_name, spec.occurrence, start, end, spec.definition_name or "")
-
-    def mutated(self) -> str:
-        """Return the file's text with the change."""
-        source = (ROOT / self.file).read_text()
-        if self.is_control:
-            return source
-        changed = mutate_code(source, cosmic_ray.plugins.get_operator(self.operator)(), self.occurrence)
-        assert changed is not None, f"{self}: the operator finds no such place"
-        return changed
 
 
 def core(only: Iterable[str] = ()) -> list[str]:
@@ -86,7 +40,21 @@ def module_of(file: str) -> str:
     return name if name.split(".")[0] == "amp_graph" else f"amp_graph.{name}"
 
 
-def places(file: str) -> dict[tuple, list[Mutant]]:
+def item_of(spec: MutationSpec) -> WorkItem:
+    """Return the item of a session, whose id another content of the file changes."""
+    source = (ROOT / spec.module_path).read_text()
+    return WorkItem.single(hashlib.sha256(f"{spec} {source}".encode()).hexdigest()[:24], spec)
+
+
+def mutated(spec: MutationSpec) -> str:
+    """Return the file's text with the change."""
+    operator = cosmic_ray.plugins.get_operator(spec.operator_name)()
+    changed = mutate_code((ROOT / spec.module_path).read_text(), operator, spec.occurrence)
+    assert changed is not None, f"{spec}: the operator finds no such place"
+    return changed
+
+
+def places(file: str) -> dict[tuple, list[MutationSpec]]:
     """Return the mutants of a file by the place that they change."""
     source = (ROOT / file).read_text()
     notes, nodes = annotations(source), list(ast_nodes(get_ast(source)))
@@ -99,7 +67,7 @@ def places(file: str) -> dict[tuple, list[Mutant]]:
         for occurrence, (node, start, end) in enumerate(positions):
             if not any(first <= start and end <= last for first, last in notes):
                 definition = ASTQuery(node).get_definition_name() or ""
-                found[start, end] += [Mutant(file, n, occurrence, start, end, definition) for n in names]
+                found[start, end] += [MutationSpec(file, n, occurrence, start, end, {}, definition) for n in names]
     return dict(sorted(found.items()))
 
 
@@ -124,7 +92,7 @@ def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     return [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in nodes if n is not None]
 
 
-def sample(files: Iterable[str], count: int, seed: int) -> list[Mutant]:
+def sample(files: Iterable[str], count: int, seed: int) -> list[MutationSpec]:
     """Return ``count`` mutants, or one of each place where there are fewer."""
     chance = random.Random(seed)
     everywhere = [found for file in files for found in places(file).values()]
@@ -134,7 +102,11 @@ def sample(files: Iterable[str], count: int, seed: int) -> list[Mutant]:
     return [chance.choice(everywhere[n]) for n in at if n < len(everywhere)]
 
 
-def controls(files: list[str], count: int, seed: int) -> Iterator[Mutant]:
-    """Yield places of ``count`` files with no change: what kills one of these is a fault of the tests, or of ours."""
-    for mutant in sample(files, count, seed + 1):
-        yield Mutant(mutant.file, NO_MUTANT, 0, mutant.start, mutant.end, mutant.definition)
+def tests_of(file: str) -> list[str]:
+    """Return the test file that mirrors a source, those that name its module, and those of the mirrored folder."""
+    path, (package, _, name) = PurePosixPath(file.removeprefix("amp_graph/")), module_of(file).rpartition(".")
+    imported = re.compile(rf"\b{re.escape(package)}\.{name}\b|from {re.escape(package)} import .*\b{name}\b")
+    tests, folder = sorted((ROOT / "tests").rglob("test_*.py")), ROOT / "tests" / path.parent
+    rank = {t: (t == folder / f"test_{path.stem}.py", bool(imported.search(t.read_text())), t.parent == folder)
+            for t in tests}  # fmt: skip
+    return [str(t.relative_to(ROOT)) for t in sorted(tests, key=rank.get, reverse=True) if any(rank[t])]

@@ -37,9 +37,8 @@ def test_annotations_are_left_out_and_what_is_computed_is_not(population, tmp_pa
     found = population.places("one.py")
     assert {start for start, _ in found} == {(2, 13)}
     (mutants,) = found.values()
-    assert {m.operator for m in mutants} > {"core/ReplaceBinaryOperator_BitOr_BitAnd"}
-    by_and = next(m for m in mutants if m.operator.endswith("BitOr_BitAnd"))
-    assert by_and.mutated().splitlines()[1].split() == ["return", "x", "&", "y"]
+    by_and = next(m for m in mutants if m.operator_name == "core/ReplaceBinaryOperator_BitOr_BitAnd")
+    assert population.mutated(by_and).splitlines()[1].split() == ["return", "x", "&", "y"]
     assert (tmp_path / "one.py").read_text().endswith("x | y\n")
 
 
@@ -49,8 +48,7 @@ def test_every_mutant_can_be_made(population, tmp_path, monkeypatch):
     (tmp_path / "one.py").write_text(source)
     made = [mutant for found in population.places("one.py").values() for mutant in found]
     assert len(made) > 40
-    assert all(m.mutated() != source for m in made)
-    assert len({m.mutated() for m in made}) == len(made)
+    assert len({population.mutated(m) for m in made} - {source}) == len(made)
 
 
 def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(population, tmp_path, monkeypatch):
@@ -58,125 +56,50 @@ def test_every_file_has_its_share_of_a_sample_and_a_seed_gives_it_again(populati
     for name, lines in [("a.py", 10), ("b.py", 30)]:
         (tmp_path / name).write_text("".join(f"x{n} = {n}\n" for n in range(lines)))
     drawn = population.sample(["a.py", "b.py"], 8, seed=3)
-    assert [m.file for m in drawn].count("a.py") == 2
-    assert len({m.job for m in drawn}) == 8
+    assert [str(m.module_path) for m in drawn].count("a.py") == 2
+    assert len({population.item_of(m).job_id for m in drawn}) == 8
     assert drawn == population.sample(["a.py", "b.py"], 8, seed=3)
-    before = drawn[0].job
+    before = population.item_of(drawn[0]).job_id
     (tmp_path / "a.py").write_text("x0 = 5\n")
-    assert drawn[0].job != before  # a session tells that its mutants are of another source
+    assert population.item_of(drawn[0]).job_id != before  # a session tells that its mutants are of another source
 
 
-def test_tests_of_the_line_are_chosen_the_mirrored_and_the_fast_ones_first(population, tmp_path, monkeypatch):
-    from tests.mutants import choose
-
-    monkeypatch.setattr(choose, "ROOT", tmp_path)
-    (tmp_path / "lists").mkdir()
-    (tmp_path / "lists" / "load.py").write_text("A = 1\ndef f():\n    return 1\n    return 2\n    return 3\n")
-
-    far, near, own, slow = (
-        "tests/test_x.py::f",
-        "tests/lists/test_y.py::n",
-        "tests/lists/test_load.py::o",
-        "tests/z.py::s",
-    )
-
-    class Covered:
-        def lines(self, source):
-            return {0: {far, near, own, slow}, 1: {slow}, 3: {far, near, own, slow}, 4: {far}}
-
-        def is_recorded(self, file):
-            return False
-
-        def times(self):
-            return {far: 1.0, near: 3.0, own: 5.0, slow: 50.0}
-
-    def mutant(line):
-        return population.Mutant("lists/load.py", "core/AddNot", 0, (line, 0), (line, 4), "")
-
-    def chosen(line, seconds):
-        return choose.chosen(mutant(line), Covered(), seconds)
-
-    monkeypatch.setattr(choose, "test_files", list)
-    assert chosen(3, seconds=30.0) == [own, near, far]  # the slow one takes too long
-    assert chosen(4, seconds=30.0) == [far]
-    assert chosen(1, seconds=5.0) == [own]  # outside of functions: any test that runs the file
-    monkeypatch.setattr(choose, "test_files", lambda: ["tests/test_x.py", "tests/lists/test_y.py"])
-    (tmp_path / "tests" / "lists").mkdir(parents=True)
-    (tmp_path / "tests" / "test_x.py").write_text("from amp_graph.lists.load import load\n")
-    (tmp_path / "tests" / "lists" / "test_y.py").write_text("")
-    assert chosen(5, seconds=30.0) == ["tests/test_x.py", "tests/lists/test_y.py"]  # of no recorded line
+def test_the_mirrored_tests_come_first_then_those_that_name_the_module(population, tmp_path, monkeypatch):
+    monkeypatch.setattr(population, "ROOT", tmp_path)
+    for name, text in [("lists/test_load", ""), ("lists/test_y", ""), ("test_far", ""),
+                       ("test_x", "from amp_graph.lists.load import load\n")]:  # fmt: skip
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / f"{name}.py").write_text(text)
+    ordered = ["tests/lists/test_load.py", "tests/test_x.py", "tests/lists/test_y.py"]
+    assert population.tests_of("lists/load.py") == ordered
 
 
-def test_the_interval_is_wilsons(population):
-    from tests.mutants.table import interval
+def test_a_session_kills_a_mutant_and_names_a_survivor_without_a_reason(population, monkeypatch, tmp_path, capsys):
+    from tests.mutants import __main__ as tool
+
+    file = "lists/path_pattern.py"
+    mutants = [m for found in population.places(file).values() for m in found]
+    monkeypatch.setattr(tool, "sample", lambda files, count, seed: mutants[:1])
+    monkeypatch.setattr(tool, "mutated", lambda spec: "raise ImportError")
+    options = ["--folder", str(tmp_path / "killed"), "--only", file]
+    monkeypatch.setattr(tool, "tests_of", lambda file: ["tests/lists/test_path_pattern.py"])
+    assert tool.main(options) == 0
+    assert "1 of 1 killed" in capsys.readouterr().out
+    monkeypatch.setattr(tool, "mutated", lambda spec: (population.ROOT / file).read_text() + "# changed")
+    assert tool.main(options) == 0  # it is tested already
+    assert tool.main(["--folder", str(tmp_path / "alive"), "--only", file]) == 1
+    told = capsys.readouterr().out
+    assert "0 of 1 killed" in told
+    assert "# changed" in told
+    monkeypatch.setattr(tool, "reasons", lambda: {(file, "", "# changed"): "a comment"})
+    assert tool.main(["--folder", str(tmp_path / "alive"), "--only", file]) == 0
+
+
+def test_the_interval_is_wilsons_and_all_reasons_are_of_a_kind(population):
+    from tests.mutants.__main__ import interval, reasons
 
     low, high = interval(85, 100)
     assert (low, high) == pytest.approx((0.7672, 0.9069), abs=1e-4)
     assert interval(0, 0) == (0.0, 1.0)
     assert interval(20, 20)[1] == pytest.approx(1.0)
-
-
-class Ran:
-    """A map in which some statements of a file are run."""
-
-    def __init__(self, source, marks):
-        self.source, self.marks = source, marks
-
-    def ran(self, file):
-        from tests.mutants import lines
-
-        return lines.lines_of(self.source), self.marks
-
-
-def test_what_only_type_checkers_read_is_no_missing_statement(population, tmp_path, monkeypatch):
-    from tests.mutants import coverage_table
-
-    source = "import typing\nif typing.TYPE_CHECKING:\n    import os\n\n"
-    source += "def f(x):\n    ...\n\ndef g(x):\n    y = 1\n    return y\n"
-    (tmp_path / "one.py").write_text(source)
-    monkeypatch.setattr(coverage_table, "ROOT", tmp_path)
-    found = coverage_table.covered("one.py", Ran(source, bytes([1, 1, 0, 1, 0, 1, 0, 0])))
-    assert found == coverage_table.Covered("one.py", 6, (9, 10))
-    assert found.share == pytest.approx(66.67, abs=0.01)
-    assert coverage_table.ranges((1, 2, 3, 7, 9, 10)) == "1-3, 7, 9-10"
-
-
-def test_the_tests_of_a_file_that_came_after_the_limit_are_mapped_when_it_is_gone_on_with(population, tmp_path):
-    from tests.mutants.coverage_map import BETWEEN, Recorder
-
-    class Item:
-        session = type(
-            "Session", (), {"_setupstate": type("State", (), {"teardown_exact": staticmethod(lambda item: None)})()}
-        )
-
-        def __init__(self, nodeid):
-            self.nodeid = nodeid
-
-    def ran(names, runnable, known, most):
-        written, marks = {}, bytearray(4)
-        recorder = Recorder(marks, known, written.__setitem__, most)
-        for number, name in enumerate(names):
-            if recorder.pytest_runtest_protocol(Item(name), None) is None:
-                assert name in runnable
-                marks[3] = 1  # of a fixture, or an import
-                recorder.pytest_runtest_logstart(name)
-                marks[number] = 1
-                recorder.pytest_runtest_logfinish(name)
-                recorder.file_started -= 10.0  # as if it had taken as long
-        recorder.pytest_sessionfinish()
-        return {file: {**of, "marks": unpacked(of["marks"])} for file, of in written.items()}
-
-    def unpacked(marks):
-        from tests.mutants.coverage_map import _unpacked
-
-        return {test: _unpacked(packed) for test, packed in marks.items()}
-
-    names = ["a::x", "a::y", "b::z"]
-    first = ran(names, {"a::x", "b::z"}, {}, most=5.0)
-    assert first["a"]["cut"] == 1
-    assert first["a"]["marks"] == {"a::x": b"\1\0\0\0", BETWEEN: b"\0\0\0\1"}
-    assert first["b"]["cut"] == 0
-    then = ran(names[:2], {"a::y"}, first, most=5.0)
-    assert then["a"]["cut"] == 0
-    assert then["a"]["marks"] == {"a::x": b"\1\0\0\0", "a::y": b"\0\1\0\0", BETWEEN: b"\0\0\0\1"}
-    assert then["a"]["times"].keys() == {"a::x", "a::y"}
+    assert all(reasons().values())

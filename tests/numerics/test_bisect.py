@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.errors import CalibrationError, CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CalibrationError, CaptureError, PolicyError
 from amp_graph.numerics.errors_of_run import ErrorMetric
 from amp_graph.numerics.search import smallest
 from tests.numerics.planted import COARSE, MODELS, made
@@ -62,6 +62,13 @@ def test_a_plan_that_is_good_enough_is_kept_as_it_is():
     model, batches, loss_fn = made("MLP", "none", count=1)
     found = amp_graph.bisect(model, iter(batches), loss_fn, tolerance=0.1, policy="bf16")
     assert (str(found), found.kept, found.runs) == ("bf16-O1", (), 2)
+
+
+def test_a_pattern_without_a_match_is_told_once_and_not_by_each_trial():
+    model, batches, loss_fn = made("MLP", "coarse", count=1)
+    with pytest.warns(AmpGraphWarning, match="matches no module") as told:
+        amp_graph.bisect(model, batches, loss_fn, tolerance=0.03, policy="bf16,keep_fp32=absent")
+    assert len(told) == 1
 
 
 def test_what_is_wrong_is_said():

@@ -22,6 +22,43 @@ def step_of(name, kind, **options):
     return amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", **options), batch
 
 
+def fix_of(locator):
+    """The policy that is suggested; a name in it may have a dot, a dash or a plus."""
+    (fix,) = (fix for fix in locator.results[0].fix if "with it, loss and gradients are finite" in fix)
+    return fix.split("'")[1]
+
+
+@pytest.mark.parametrize("name", ["a", "a-b", "a+b", "0"])
+def test_the_fix_for_a_loop_of_the_users_was_tried(name):
+    inner = torch.nn.ModuleDict({name: Loud()})
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Sequential(Called(inner, name)), torch.nn.Linear(8, 4))
+    batch = torch.ones(3, 8), torch.zeros(3, dtype=torch.long)
+
+    def watched(policy):
+        converted, scaler = amp_graph.convert(copy.deepcopy(model), policy), amp_graph.GradScaler(init_scale=8.0)
+        locator = amp_graph.Locator(converted, scaler)
+        loop(converted, torch.optim.SGD(converted.parameters(), 1e-6), scaler, batch)
+        return locator
+
+    with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
+        found = watched("fp16")
+    assert watched(fix_of(found)).skips == 0
+
+
+class Loud(torch.nn.Module):
+    def forward(self, x):
+        return x * 6e4 * 6e4 / 6e4 / 6e4
+
+
+class Called(torch.nn.Module):
+    def __init__(self, inner, name):
+        super().__init__()
+        self.inner, self.name = inner, name
+
+    def forward(self, x):
+        return self.inner[self.name](x)
+
+
 def test_a_skipped_step_is_located_and_changes_nothing():
     step, batch = step_of("cnn", "big")
     locator = amp_graph.Locator(step)
@@ -37,6 +74,10 @@ def test_a_skipped_step_is_located_and_changes_nothing():
         step(*batch)
     assert len(locator.results) == 1
     assert (locator.skips, locator.replays) == (5, 3)
+    policy = fix_of(locator)
+    again = amp_graph.TrainStep(step.model, cross_entropy, step.optimizer, policy)
+    again(*batch)
+    assert int(again.skipped_steps) == 0
     causes = [row["cause"] for row in amp_graph.scale_history(step).rows]
     assert causes[:3] == [found.cause] * 3
     assert causes[3:] == ["not located: 3 skipped steps were"] * 2
@@ -158,14 +199,18 @@ def loop(model, optimizer, scaler, batch, parts=1):
     scaler.update()
 
 
+def watched(name="mlp", kind="", scale=8.0):
+    """A converted model, its optimizer, scaler and locator, and a batch."""
+    model, batch = made(name, kind)
+    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=scale)
+    return model, torch.optim.SGD(model.parameters(), 0.01), scaler, amp_graph.Locator(model, scaler), batch
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind", "direction"), [("mlp", "big", "forward"), ("gpt", "loud", "backward")])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction, parts):
-    model, batch = made(name, kind)
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=2.0**14)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    locator = amp_graph.Locator(model, scaler)
+    model, optimizer, scaler, locator, batch = watched(name, kind, 2.0**14)
     with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
         loop(model, optimizer, scaler, batch, parts)
     (found,) = locator.results
@@ -179,9 +224,7 @@ def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction
 
 
 def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
-    model, (x, y) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, y) = watched()
     for number in range(9):
         scaler.scale(cross_entropy(model(x * float("inf") if number == 1 else x), y)).backward()
     scaler.step(optimizer)
@@ -192,9 +235,7 @@ def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
 
 
 def test_calls_that_were_not_looked_at_are_counted():
-    model, (x, y) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, y) = watched()
     for calls in (10, 8):  # the first of each step is bad
         optimizer.zero_grad()
         for number in range(calls):
@@ -215,9 +256,7 @@ def test_calls_that_were_not_looked_at_are_counted():
 
 
 def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
-    model, (x, _) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler()
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, _) = watched(scale=2.0**16)
     loss = (model(x) * float("inf")).sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -227,9 +266,7 @@ def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
 
 
 def test_good_steps_are_not_run_again():
-    model, batch = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, batch = watched()
     for _ in range(3):
         loop(model, optimizer, scaler, batch)
     with torch.no_grad():

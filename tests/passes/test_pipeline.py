@@ -73,20 +73,20 @@ class TestSelection(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-eager: identify-ops remove-no-op-dropout einsum-to-matmul matmul-to-linear fuse-gelu fuse-rms-norm conv-to-
-  linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts
-  fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-
-  pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-
-  entropy recompute-activations lower-linears
+eager: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-norm conv-to-linear
+  fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts fp32-norm-
+  gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-pointwise-
+  conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy max-
+  pool-by-halves recompute-activations lower-linears
 calls, training: cast-weights batch-weight-casts reuse-embedding-gradients
 calls, inference: batch-weight-casts
 calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weights
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
-step: lower-weight-gradients logits-gradient-in-place
-autocast's lists: identify-ops decompose-composites plan-precision insert-casts eliminate-casts share-casts
-  fp32-norm-gradients""",
+step: lower-weight-gradients logits-gradient-in-place row-gradients
+autocast's lists: identify-ops widen-halves remove-no-op-dropout decompose-composites plan-precision insert-
+  casts eliminate-casts share-casts fp32-norm-gradients""",
         )
 
 
@@ -95,10 +95,8 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     only_eager, none = difference(Phase.CAPTURED, runs, {})
     assert none == []
     assert only_eager == [
-        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy",
-        
+        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy", "max-pool-by-halves",
         "recompute-activations", "lower-linears",
-        
     ]  # fmt: skip
     assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["lower-pointwise-conv", "fuse-batch-norm-relu"], [])
     assert difference(Phase.CAPTURED, dict(eager=True, in_step=True), runs) == ([], [])
@@ -151,7 +149,8 @@ def test_what_a_graph_cannot_do_without_is_required_and_nothing_else():
         "add-gradients", "add-update-targets", "average-over-ranks", "check-finite-and-unscale", "check-portable",
         "clip-gradients", "emulate-cuda", "fp32-norm-gradients", "identify-ops", "insert-casts", "lay-out-gradients",
         "plan-precision", "return-outputs", "scale-loss", "uniform-operands", "upcast-gradients",
-        "update-loss-scale", "update-parameters", "use-portable-ops", "write-low-copies", "zero-sums",
+        "update-loss-scale", "update-parameters", "use-portable-ops", "widen-halves", "write-low-copies",
+        "zero-sums",
     }  # fmt: skip
 
 
@@ -231,7 +230,7 @@ def test_a_new_row_is_placed_where_it_may_stand():
         place = [one.name for one in table].index("nothing")
         return table[place - 1].name, table[place + 1].name
 
-    assert at() == ("identify-ops", "remove-no-op-dropout")
+    assert at() == ("identify-ops", "widen-halves")
     assert at(after=("fuse-gelu",)) == ("fuse-gelu", "fuse-rms-norm")
     assert at(stage=Stage.LAYOUT) == ("insert-casts", "eliminate-casts")
     with pytest.raises(PassError, match="move the row of Nothing before that of 'decompose-composites'"):
@@ -244,7 +243,7 @@ def test_a_placed_row_runs_in_its_place_with_its_conditions():
     assert [one.name for one in pipeline(Phase.CAPTURED, options, table)][:3] == [
         "identify-ops",
         "nothing",
-        "remove-no-op-dropout",
+        "widen-halves",
     ]
     options = Policy.parse("bf16,lists=autocast_cpu").pipeline_options("cpu")
     assert "nothing" not in [one.name for one in pipeline(Phase.CAPTURED, options, table)]

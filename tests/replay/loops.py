@@ -64,31 +64,40 @@ def seen(model, *more):
     return [t.detach().clone() for t in (*more, *grads, *model.parameters(), *model.buffers())]
 
 
-def plain(word, model, x=None, optimizer=None, steps=STEPS):
-    optimizer, found = optimizer or sgd(model), []
-    for _ in range(steps):
+def plain(model, steps=STEPS, loss=None, updates=True, rate=0.1, **at):
+    """Train. ``before`` a step, ``between`` forward and backward, and ``after`` that, functions of its number do more.
+
+    ``after`` returns what else is seen; ``loss`` takes the step's number, inputs and targets.
+    """
+    optimizer, found = sgd(model, rate), []
+    loss = loss or (lambda i, x, y: F.cross_entropy(model(x)[0], y))
+    before, between, after = (at.get(when, lambda i: ()) for when in ("before", "between", "after"))
+    for i in range(steps):
         x, y = batch()
+        before(i)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss)
-        optimizer.step()
+        value = loss(i, x, y)
+        between(i)
+        value.backward()
+        found += seen(model, *after(i), value)
+        if updates:
+            optimizer.step()
     return found
 
 
 @loop
 def simple(word):
-    return plain(word, converted(word))
+    return plain(converted(word))
 
 
 @loop
 def dropout_and_batch_norm(word):
-    return plain(word, converted(word, Net(drop=0.3, norm=True)))
+    return plain(converted(word, Net(drop=0.3, norm=True)))
 
 
 @loop
 def in_fp16_at_o2(word):
-    return plain(word, converted(word, policy="fp16-O2"))
+    return plain(converted(word, policy="fp16-O2"))
 
 
 @loop
@@ -99,7 +108,7 @@ def kernels_chosen_by_settings(word):
     for i in range(2 * STEPS):
         torch.backends.cuda.enable_flash_sdp(i % 8 < 6)
         try:
-            found += plain(word, model, steps=1)
+            found += plain(model, 1)
         finally:
             torch.backends.cuda.enable_flash_sdp(True)
     return found
@@ -115,7 +124,7 @@ class Attends(Net):
 
 @loop
 def tied_weights(word):
-    return plain(word, converted(word, Net(tied=True)))
+    return plain(converted(word, Net(tied=True)))
 
 
 @loop
@@ -141,15 +150,9 @@ def accumulation_into_zeroed_gradients(word):
 @loop
 def gradients_held(word):
     """Somebody keeps the gradients of earlier steps."""
-    model = converted(word)
-    optimizer, held = sgd(model), []
-    for _ in range(STEPS):
-        x, y = batch()
-        F.cross_entropy(model(x)[0], y).backward()
-        held += [p.grad for p in model.parameters() if p.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return held
+    model, held = converted(word), []
+    found = plain(model, after=lambda i: held.extend(p.grad for p in model.parameters() if p.grad is not None) or ())
+    return held + found
 
 
 @loop
@@ -183,40 +186,24 @@ class Judge(nn.Module):
 @loop
 def two_forwards_one_backward(word):
     model = converted(word, Net(tied=True, drop=0.1))
-    optimizer, found = sgd(model), []
-    for _ in range(2 * STEPS):
-        (x, _), (z, _) = batch(), batch()
-        optimizer.zero_grad()
-        loss = (model(x)[0] - model(z)[0]).square().mean()
-        loss.backward()
-        found += seen(model, loss)
-        optimizer.step()
-    return found
+    return plain(model, 2 * STEPS, lambda i, x, y: (model(x)[0] - model(batch()[0])[0]).square().mean())
 
 
 @loop
 def two_forwards_with_batch_norm(word):
     model = converted(word, Net(norm=True))
-    found = []
-    for _ in range(2 * STEPS):
-        model.zero_grad()
-        loss = (model(batch()[0])[0] - model(batch()[0])[0]).square().mean()
-        loss.backward()
-        found += seen(model, loss)
-    return found
+    return plain(model, 2 * STEPS, lambda i, x, y: (model(x)[0] - model(batch()[0])[0]).square().mean(), False)
 
 
 @loop
 def three_forwards_one_backward(word):
     model = converted(word, Net(tied=True))
-    found = []
-    for _ in range(2 * STEPS):
-        model.zero_grad()
-        outs = [model(batch()[0])[0] for _ in range(3)]
-        loss = (outs[0] * outs[1] - outs[2]).square().mean()
-        loss.backward()
-        found += seen(model, loss)
-    return found
+
+    def loss(i, x, y):
+        outs = [model(x)[0], model(batch()[0])[0], model(batch()[0])[0]]
+        return (outs[0] * outs[1] - outs[2]).square().mean()
+
+    return plain(model, 2 * STEPS, loss, updates=False)
 
 
 @loop
@@ -239,42 +226,36 @@ def retain_graph(word):
 @loop
 def other_outputs_have_gradients(word):
     model = converted(word)
-    found = []
-    for i in range(3 * STEPS):
-        model.zero_grad()
-        out, extra = model(batch()[0])
-        loss = [out.sum(), extra, out.square().mean() + extra][i % 3]
-        loss.backward()
-        found += seen(model, loss)
-    return found
+
+    def loss(i, x, y):
+        out, extra = model(x)
+        return [out.sum(), extra, out.square().mean() + extra][i % 3]
+
+    return plain(model, 3 * STEPS, loss, updates=False)
 
 
 @loop
 def expanded_and_transposed_gradients(word):
     model = converted(word)
-    found = []
-    for i in range(3 * STEPS):
-        model.zero_grad()
-        out = model(batch()[0])[0]
-        (out.sum() if i % 2 else (out.t().contiguous() * torch.randn(3, 8, device=DEVICE[0])).sum()).backward()
-        found += seen(model, out)
-    return found
+
+    def loss(i, x, y):
+        out = model(x)[0]
+        return out.sum() if i % 2 else (out.t().contiguous() * torch.randn(3, 8, device=DEVICE[0])).sum()
+
+    return plain(model, 3 * STEPS, loss, updates=False)
 
 
 @declined("differentiated again")
 def gradient_penalty(word):
     model = converted(word, Judge())
-    optimizer, found = sgd(model, 0.01), []
-    for _ in range(STEPS):
+
+    def loss(i, x, y):
         x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
-        optimizer.zero_grad()
         out = model(x).sum()
         (grad,) = torch.autograd.grad(out, x, create_graph=True)
-        loss = out + (grad.norm(dim=1) - 1).square().mean()
-        loss.backward()
-        found += seen(model, loss, grad)
-        optimizer.step()
-    return found
+        return out + (grad.norm(dim=1) - 1).square().mean()
+
+    return plain(model, loss=loss, rate=0.01)
 
 
 @declined("differentiated again")
@@ -282,16 +263,14 @@ def a_late_gradient_penalty(word):
     """Second derivatives that begin after the graph was recorded: the call runs once more."""
     layers = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
     model = converted(word, nn.Sequential(*layers))
-    found = []
-    for i in range(2 * STEPS):
+
+    def loss(i, x, y):
         x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
-        model.zero_grad()
         out = model(x).sum()
         (grad,) = torch.autograd.grad(out, x, create_graph=i > STEPS, retain_graph=True)
-        loss = out + (grad.norm(dim=1) - 1).square().mean() if i > STEPS else out
-        loss.backward()
-        found += seen(model, loss, grad)
-    return found
+        return out + (grad.norm(dim=1) - 1).square().mean() if i > STEPS else out
+
+    return plain(model, 2 * STEPS, loss, updates=False)
 
 
 def _by_the_outputs_own_gradient(out, extra, x):
@@ -362,47 +341,32 @@ class TwoResults(nn.Module):
 @loop
 def inputs_with_gradients(word):
     first, model = nn.Linear(6, 6).to(DEVICE[0]), converted(word)
-    found = []
-    for _ in range(STEPS):
-        first.zero_grad(), model.zero_grad()
-        x, y = batch()
+
+    def loss(i, x, y):
         features = first(x)
-        loss = F.cross_entropy(model(features)[0], y) + features.square().mean()
-        loss.backward()
-        found += seen(model, loss) + seen(first)
-    return found
+        return F.cross_entropy(model(features)[0], y) + features.square().mean()
+
+    return plain(model, loss=loss, updates=False, before=lambda i: first.zero_grad(), after=lambda i: seen(first))
 
 
 @loop
 def ema(word):
     model = converted(word, Net(norm=True))
-    slow, optimizer, found = copy.deepcopy(amp_graph.revert(model)), sgd(model), []
+    slow = copy.deepcopy(amp_graph.revert(model))
     amp_graph.convert(model, f"bf16,replay={word}")
-    for _ in range(STEPS):
-        x, y = batch()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        optimizer.step()
+
+    def follow(i):
         with torch.no_grad():
             for p, q in zip(slow.parameters(), model.parameters(), strict=True):
                 p.lerp_(q, 0.1)
-        found += seen(model, loss) + seen(slow)
-    return found
+
+    return plain(model, before=follow, after=lambda i: seen(slow))
 
 
 @loop
 def clipping(word):
     model = converted(word)
-    optimizer, found = sgd(model), []
-    for _ in range(STEPS):
-        x, y = batch()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x)[0], y).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        found += seen(model, norm)
-        optimizer.step()
-    return found
+    return plain(model, after=lambda i: [nn.utils.clip_grad_norm_(model.parameters(), 0.1)])
 
 
 @loop
@@ -424,15 +388,12 @@ def a_scaler_that_skips_steps(word):
 @loop
 def changing_batches(word):
     model = converted(word, Net(drop=0.1))
-    optimizer, found = sgd(model), []
-    for i in range(6 * STEPS):
-        x, y = batch((8, 5, 8, 3, 7, 2)[i % 6])
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss)
-        optimizer.step()
-    return found
+
+    def loss(i, x, y):
+        size = (8, 5, 8, 3, 7, 2)[i % 6]
+        return F.cross_entropy(model(x[:size])[0], y[:size])
+
+    return plain(model, 6 * STEPS, loss)
 
 
 @loop
@@ -461,95 +422,71 @@ def frozen_then_unfrozen(word):
     for part in (False, True, False, True):
         model.first.requires_grad_(part)
         model.zero_grad()
-        found += plain(word, model)
+        found += plain(model)
     return found
 
 
 @loop
 def moved_parameters(word):
     model = converted(word, Net(norm=True))
-    optimizer, found = sgd(model), []
-    for i in range(3 * STEPS):
+
+    def move(i):
         if i in (6, 12):
             model.last.weight.data = model.last.weight.data.clone() * 2
             model.norm.running_mean = model.norm.running_mean + 1
-        x, y = batch()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss)
-        optimizer.step()
-    return found
+
+    return plain(model, 3 * STEPS, before=move)
 
 
 @declined("move from call to call")
 def parameters_that_always_move(word):
     model = converted(word)
-    found = []
-    for _ in range(2 * STEPS):
+
+    def move(i):
         model.last.weight.data = model.last.weight.data.clone() * 0.9
-        x, y = batch()
-        model.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss)
-    return found
+
+    return plain(model, 2 * STEPS, updates=False, before=move)
 
 
 @loop
 def moved_between_forward_and_backward(word):
     model = converted(word)
-    found = []
-    for i in range(2 * STEPS):
-        x, y = batch()
-        model.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
+
+    def move(i):
         if i in (8, 11):
             model.first.weight.data = model.first.weight.data.clone()
-        loss.backward()
-        found += seen(model, loss)
-    return found
+
+    return plain(model, 2 * STEPS, updates=False, between=move)
 
 
 @loop
 def loaded_in_between(word):
     model = converted(word)
     state = {name: t.clone() for name, t in model.state_dict().items()}
-    found = plain(word, model)
+    found = plain(model)
     model.load_state_dict(state)
-    found += plain(word, model)
+    found += plain(model)
     model.load_state_dict({name: t * 2 for name, t in state.items()}, assign=True)
-    return found + plain(word, model)
+    return found + plain(model)
 
 
 @loop
 def outputs_held_for_many_steps(word):
-    model = converted(word)
-    optimizer, held = sgd(model), []
-    for _ in range(STEPS):
-        x, y = batch()
-        optimizer.zero_grad()
-        out, extra = model(x)
-        loss = F.cross_entropy(out, y) + extra
-        loss.backward()
-        held += [out, extra, loss]
-        optimizer.step()
+    model, held = converted(word), []
+
+    def loss(i, x, y):
+        held.extend(model(x))
+        held.append(F.cross_entropy(held[-2], y) + held[-1])
+        return held[-1]
+
+    plain(model, loss=loss)
     return [t.detach() for t in held]
 
 
 @loop
 def outputs_changed_in_place(word):
     model = converted(word)
-    found = []
-    for _ in range(STEPS):
-        x, y = batch()
-        model.zero_grad()
-        out, _ = model(x)
-        out.mul_(2).add_(1)
-        loss = F.cross_entropy(out, y)
-        loss.backward()
-        found += seen(model, loss)
-    return found
+    return plain(model, loss=lambda i, x, y: F.cross_entropy(model(x)[0].mul_(2).add_(1), y), updates=False)
 
 
 @loop
@@ -583,7 +520,7 @@ def hooks_on_parameters(word):
     told = []
     model.last.weight.register_hook(lambda grad: grad * 2)
     model.first.weight.register_post_accumulate_grad_hook(lambda p: told.append(p.grad.clone()))
-    return plain(word, model) + told
+    return plain(model) + told
 
 
 class TwoHeads(Net):
@@ -655,33 +592,30 @@ def a_head_behind_another_model(word):
 def a_hook_on_an_inner_module(word):
     model = converted(word)
     handle = model.first.register_forward_hook(lambda module, args, out: out * 2)
-    found = plain(word, model)
+    found = plain(model)
     handle.remove()
-    return found + plain(word, model)
+    return found + plain(model)
 
 
 @loop
 def saved_tensor_hooks(word):
     model = converted(word)
-    found = []
-    for i in range(2 * STEPS):
-        x, y = batch()
-        model.zero_grad()
+
+    def loss(i, x, y):
         with torch.autograd.graph.save_on_cpu() if i % 2 else torch.enable_grad():
-            loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss)
-    return found
+            return F.cross_entropy(model(x)[0], y)
+
+    return plain(model, 2 * STEPS, loss, updates=False)
 
 
 @loop
 def checkpoints(word):
-    return plain(word, converted(word, Checkpointed()))
+    return plain(converted(word, Checkpointed()))
 
 
 @declined("random")
 def checkpoints_with_random_draws(word):
-    return plain(word, converted(word, Checkpointed(0.2)))
+    return plain(converted(word, Checkpointed(0.2)))
 
 
 class Checkpointed(Net):
@@ -691,7 +625,7 @@ class Checkpointed(Net):
 
 @declined("local_scalar_dense")
 def a_host_sync(word):
-    return plain(word, converted(word, AsksValue()))
+    return plain(converted(word, AsksValue()))
 
 
 class AsksValue(Net):
@@ -702,7 +636,7 @@ class AsksValue(Net):
 
 @declined("shape of nonzero|DynamicOutputShape")
 def a_shape_by_data(word):
-    return plain(word, converted(word, Selects()))
+    return plain(converted(word, Selects()))
 
 
 class Selects(Net):
@@ -713,7 +647,7 @@ class Selects(Net):
 
 @declined("mask selects")
 def a_mask_that_is_written(word):
-    return plain(word, converted(word, Masks()))
+    return plain(converted(word, Masks()))
 
 
 class Masks(Net):
@@ -726,7 +660,7 @@ class Masks(Net):
 
 @declined("shares memory")
 def outputs_that_share_memory(word):
-    return plain(word, converted(word, Shares()))
+    return plain(converted(word, Shares()))
 
 
 class Shares(Net):
@@ -737,15 +671,13 @@ class Shares(Net):
 
 @declined("belongs to the caller")
 def an_input_that_is_written(word):
-    model = converted(word, Writes())
-    found = []
-    for _ in range(STEPS):
-        x, y = batch()
-        model.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        found += seen(model, loss, x)
-    return found
+    model, given = converted(word, Writes()), []
+
+    def loss(i, x, y):
+        given.append(x)
+        return F.cross_entropy(model(x)[0], y)
+
+    return plain(model, loss=loss, updates=False, after=lambda i: given[-1:])
 
 
 class Writes(Net):

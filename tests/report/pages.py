@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+from dataclasses import replace
 
 FETCHES = ("src", "href", "action", "data", "poster", "srcset", "background", "formaction", "ping", "manifest")
 VOID = ("meta", "input", "br", "link", "img")
@@ -57,3 +58,14 @@ class Page(html.parser.HTMLParser):
         """Return a property of all nodes of a graph."""
         strings, values = self.data["strings"], self.data["graphs"][graph][side][name]
         return values if name in ("bytes", "flops", "edges", "casts") else [strings[i] for i in values]
+
+
+def copies_of(report, count, **changes):
+    """Return a report whose only graph has its nodes ``count`` times."""
+    (graph,) = report.graphs
+    nodes = tuple(
+        replace(n, name=f"{n.name}.{i}", sources=tuple(f"{source}.{i}" for source in n.sources), **changes)
+        for i in range(count)
+        for n in graph.nodes
+    )
+    return replace(report, graphs=(replace(graph, nodes=nodes, captured=()),))

@@ -13,7 +13,7 @@ def captured(model, *inputs, policy="bf16"):
     torch.manual_seed(0)
     amp_graph.convert(model, policy)(*inputs)
     told = amp_graph.report(model)
-    return told.graphs[0], told.captured[0]
+    return told.graphs[0], told.graphs[0].captured
 
 
 class Reads(nn.Module):

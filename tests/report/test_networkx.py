@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.cli.main import main
-from amp_graph.report.graph_flow import Edge, Flow, Vertex
 from amp_graph.report.networkx_graph import digraph, graphml
-from amp_graph.report.records import GraphReport, NodeReport
+from amp_graph.report.records import NodeReport
 from tests.report.test_report import Broken, Net, Tokens
 from tests.test_docs import ROOT, blocks
 
@@ -62,7 +61,7 @@ def told(request):
 
 def test_the_nodes_are_the_reports_rows(told):
     graph = told.to_networkx()
-    rows = [(f"{g.index}:{n.name}", g.index, n) for g in told.graphs for n in g.nodes]
+    rows = [(f"{g.index}:{n.name}", g.index, n) for g in told.graphs for n in g.nodes if n.ops]
     called = [n for n, d in graph.nodes.items() if d["kind"] in ("operation", "cast", "part")]
     assert called == [name for name, _, _ in rows]
     for name, index, row in rows:
@@ -190,10 +189,11 @@ def test_graphml_holds_all_of_it(told):
 @pytest.mark.parametrize("text", ["a\fb", "\0", "\ud800", "<&>\"'", "\ufffe", "ü \U0001f600"])
 def test_graphml_stays_readable_whatever_a_name_or_a_line_holds(text):
     """A source line with a form feed in it is legal Python, and no XML."""
-    row = NodeReport(text, "%0", (text,), text, "allow", "low", text, text, text, "f32[2]", "f32[2]", True)
-    graph = GraphReport(0, True, True, "bf16", "", "", (row,), (), (), (), "", "", {}, 0, True, True)
-    flow = Flow((Vertex(text, "%0", "operation", text, "f32", "2", 8, 0),), (Edge(text, text),))
-    told = SimpleNamespace(model=text, policy=text, dtype="bf16", graphs=(graph,), flows=(flow,))
+    row = NodeReport(name=text, number="%0", kind="operation", call=text, ops=(text,), module=text, cls="allow",
+                     precision="low", reason=text, origin=text, line=text, type="f32[2]", captured_type="f32[2]",
+                     listed=True, bytes=8, flops=0, sources=(text,), text=text)  # fmt: skip
+    told = SimpleNamespace(model=text, policy=text, dtype="bf16",
+                           graphs=(SimpleNamespace(index=0, nodes=(row,)),))  # fmt: skip
     made = digraph(told)
     again = nx.read_graphml(io.BytesIO(graphml(told).encode()))
     assert dict(again.nodes(data=True)) == dict(made.nodes(data=True))

@@ -2,15 +2,22 @@
 
 import functools
 import json
+import re
 from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
-from amp_graph.report.report_text import CELL, fold, size_text
+from amp_graph.report.graph_facts import size_text
+from amp_graph.report.reasons import split_reason
+from amp_graph.report.report_text import CELL, fold
 
 
 class Net(nn.Module):
@@ -90,9 +97,11 @@ def test_the_text_fits_one_screen_and_says_all():
         "precision  bf16, compile=eager",
         "captured   1 graph, 0 graph breaks",
         "graph 0: train, with gradients, bf16",
-        "allow       3 low",
+        "low        100% of the FLOPs of forward",
+        "operations   ",
+        "low (3 allow",
         "6 of weights)",
-        "activations written, estimated: ",
+        " written, estimated (bf16 ",
         "layers.*",
         "x3",
     ):
@@ -101,21 +110,115 @@ def test_the_text_fits_one_screen_and_says_all():
     assert len(text.splitlines()) <= 40
 
 
-def test_nothing_is_cut_without_a_width():
+@pytest.mark.parametrize("width", [None, 60, 110])
+def test_no_reason_is_cut_whatever_the_width(width):
     report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
-    assert "..." in report.text()
-    assert "..." not in report.text(width=None)
+    text = report.text(width)
+    flat = " ".join(text.split())
+    assert all(split_reason(n.reason, n.ops)[0] in flat for n in report.graphs[0].operations)
+    assert "..." not in text
+    assert width is None or max(map(len, text.partition("\n\n")[2].splitlines())) <= width
     assert str(report) == report.text()
 
 
-def test_train_and_eval_are_two_graphs_and_equal_ones_are_folded():
-    model = converted(Net(), torch.randn(4, 8))
-    model.eval()
+class Convolutions(nn.Sequential):
+    """Eight layers of a convolution."""
+
+    def __init__(self):
+        widths = (3, 8, 8, 8, 16, 16, 16, 16, 16)
+        layers = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in pairwise(widths)]
+        super().__init__(*(part for layer in layers for part in layer), nn.Flatten(), nn.LazyLinear(10))
+
+
+ENCODER = functools.partial(nn.TransformerEncoder, num_layers=2)
+SCREENS = {
+    "convolutions": (Convolutions, torch.randn(2, 3, 8, 8), 1, 45),
+    "layers": (Net, torch.randn(4, 8), 1, 45),
+    "transformer": (
+        lambda: ENCODER(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)),
+        torch.randn(2, 4, 16),
+        2,
+        70,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_graphs_that_differ_in_a_flag_are_one_table_of_reasons(name):
+    """Training, without gradients, for other sizes; in eval a TransformerEncoder calls a function of its own."""
+    build, x, groups, lines = SCREENS[name]
+    model = build()
+    model(x)
+    converted(model, x, torch.cat((x, x)))
     with torch.no_grad():
-        model(torch.randn(4, 8))
+        model(x)
+        model.eval()(x)
     report = amp_graph.report(model)
-    assert [g.mode for g in report.graphs] == ["train, with gradients", "eval, without gradients"]
-    assert "graph 1: eval, without gradients, bf16: as graph 0" in report.text()
+    assert len(report.graphs) >= 3
+    text = report.text()
+    assert all(f"\n{graph.title}\n" in text for graph in report.graphs)
+    assert text.count("\n\ngraph ") == groups
+    assert len(text.splitlines()) <= lines
+    assert report.graphs[1].title.endswith(", symbolic sizes")
+    counts = {graph.index: sum(n.precision == "low" for n in graph.operations) for graph in report.graphs}
+    rows = re.findall(r"(?:operations|  ) +(?:graphs? ([\d, ]+): )?(\d+) low \(", text)
+    assert {int(low) for _, low in rows} == {*counts.values()}
+    for numbers, low in rows:
+        assert all(counts[int(i)] == int(low) for i in re.findall(r"\d+", numbers))
+
+
+def test_what_passes_skipped_is_for_those_who_ask():
+    report = amp_graph.report(converted(Convolutions(), torch.randn(2, 3, 8, 8)))
+    assert report.graphs[0].skips
+    assert "skipped" not in report.text()
+    flat = " ".join(report.text(skipped=True).split())
+    assert all(note.reason in flat for note in report.graphs[0].skips)
+
+
+def test_the_repr_is_a_line():
+    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    assert len(repr(report)) < 200
+    assert repr(report).startswith("<amp_graph report of Net, policy bf16-O1: 1 graph, ")
+    assert "not captured yet" in repr(amp_graph.report(converted(Net())))
+
+
+def attention(**options):
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, **options)
+
+
+CALL = "multi_head_attention_forward"
+PARTS = {
+    "encoder": (lambda: nn.TransformerEncoder(attention(), 2), [(2, 4, 16)], 2),
+    "norm first": (lambda: attention(norm_first=True), [(2, 4, 16)], 1),
+    "decoder": (lambda: nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), [(2, 4, 16), (2, 6, 16)], 2),
+    "whole transformer": (lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True), [(2, 4, 16), (2, 6, 16)], 3),
+}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,skip=attention"])
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_inside_of_attention_is_named_and_low(name, policy, tmp_path):
+    build, sizes, count = PARTS[name]
+    model = amp_graph.convert(build(), f"{policy},skip_unprofitable=false")
+    model(*map(torch.randn, sizes))
+    report = amp_graph.report(model)
+    (graph,) = report.graphs
+    inside = [n for n in graph.operations if "in multi_head_attention_forward: " in n.reason or CALL == n.call]
+    is_whole = CALL in {n.call for n in inside}
+    assert is_whole == (policy in ("fp16", "bf16,skip=attention"))
+    products = [n for n in inside if "aten.scaled_dot_product_attention" in n.ops]
+    assert len(products) == count
+    text = " ".join(report.text().split())
+    assert f"{CALL if is_whole else 'scaled_dot_product_attention'}{f' x{count}' * (count > 1)} in " in text
+    assert {(n.precision, n.cls) for n in inside} == {("low", "allow")}
+    floats = [n for n in graph.nodes if n.kind == "operation" and n.type.startswith(("bf16[", "f16["))]
+    assert {node.precision for node in floats} == {"low"}
+    low = {node.name for node in graph.nodes if node.precision == "low"}
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        amp_graph.revert(model)(*map(torch.randn, sizes))
+    if not is_whole:
+        assert sum(node.flops for node in graph.nodes) == counter.get_total_flops()
+        assert sum(node.flops for node in graph.nodes if node.name in low) == counter.get_total_flops()
 
 
 def test_a_graph_break_names_the_reason_and_the_users_line():
@@ -130,7 +233,7 @@ def test_operations_that_no_list_names_are_listed_with_their_line():
     report = amp_graph.report(converted(Net(), torch.randn(4, 8), policy="bf16,remove=erfinv"))
     (node,) = [n for n in report.graphs[0].operations if not n.listed]
     assert node.ops == ("aten.erfinv",)
-    assert "operations that no list names, run as captured:\n    erfinv x1, first at " in report.text()
+    assert re.search(r"operations that no list names, run as captured:\n +erfinv x1, first at ", report.text())
 
 
 def test_a_model_without_fp32_has_nothing_to_do():
@@ -232,11 +335,12 @@ def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
     text = json.dumps(first)
     assert text == json.dumps(second)
     back = json.loads(text)
-    assert back["format"] == 1
+    assert back["format"] == 2
     assert back["graphs"][0]["nodes"][0].keys() >= {"name", "ops", "module", "precision", "reason", "origin"}
-    assert [len(back["graphs"][0][k]) for k in ("nodes", "casts")] == [
-        len(first["graphs"][0][k]) for k in ("nodes", "casts")
+    assert [len(back["graphs"][0][k]) for k in ("nodes", "captured")] == [
+        len(first["graphs"][0][k]) for k in ("nodes", "captured")
     ]
+    assert sum(node["kind"] == "cast" for node in back["graphs"][0]["nodes"]) > 0
 
 
 def test_rows_fold_by_operation_precision_and_reason():
@@ -307,3 +411,11 @@ def test_long_module_paths_keep_their_end():
     assert row[3].startswith("...")
     assert row[3].endswith(".layers.*")
     assert len(row[3]) == CELL
+
+
+def test_the_docs_name_every_key_of_the_plain_value():
+    text = (Path(amp_graph.__file__).parents[1] / "docs" / "inspecting.md").read_text()
+    told = amp_graph.report(converted(Net(), torch.randn(4, 8))).to_dict()
+    (graph,) = told["graphs"]
+    keys = {*told, *told["summary"], *graph, *graph["nodes"][0], *graph["captured"][0]}
+    assert [key for key in keys if f"`{key}`" not in text] == []

@@ -2,8 +2,8 @@
 
 import pytest
 
-from amp_graph.cli.main import main
-from amp_graph.cli.run_options import read_command
+from amp_graph.cli.command_run import words_of
+from amp_graph.cli.main import main, parser
 from amp_graph.run.options import VARIABLE, RunError, RunOptions
 
 BAD = {
@@ -46,14 +46,18 @@ def test_a_bad_command_line_is_one_error_and_nothing_starts(name, tmp_path, monk
         assert "  fix:" in told.err
 
 
-def test_the_words_of_the_script_are_its_own():
-    args, rest = read_command(["--policy", "bf16", "--dry-run", "train.py", "--policy", "mine", "-m", "x", "--", "y"])
-    assert (args.policy, args.dry_run, args.module) == ("bf16", True, None)
-    assert rest == ["train.py", "--policy", "mine", "-m", "x", "--", "y"]
-    args, rest = read_command(["--only=Net", "-m", "package.train", "--only", "mine"])
-    assert (args.only, args.module, rest) == ("Net", "package.train", ["--only", "mine"])
-    args, rest = read_command(["--measure", "--", "-odd-name.py", "x"])
-    assert (args.measure, rest) == (True, ["-odd-name.py", "x"])
+@pytest.mark.parametrize(("words", "ours", "rest"), [
+    ("--policy bf16 --dry-run train.py --policy mine -m x -- y", {"policy": "bf16", "dry_run": True},
+     "train.py --policy mine -m x -- y"),
+    ("--only=Net -m package.train --only mine", {"only": "Net"}, "package.train --only mine"),
+    ("--measure -- -odd-name.py x", {"measure": True}, "-odd-name.py x"),
+    ("train.py --json", {"json": False}, "train.py --json"),
+])  # fmt: skip
+def test_the_words_of_the_script_are_its_own(words, ours, rest):
+    args = parser().parse_args(["run", *words.split()])
+    assert vars(args).items() >= ours.items()
+    assert (args.module_words is None) == ("-m package" not in words)
+    assert words_of(args) == rest.split()
 
 
 def test_the_variable_is_the_policy_where_none_is_given(monkeypatch):
@@ -72,7 +76,7 @@ def test_an_emulation_of_a_gpu_is_a_policy_as_any_other():
 def test_help_names_every_option(capsys):
     assert main(["run", "--help"]) == 0
     told = capsys.readouterr().out
-    assert all(f"--{word}" in told for word in ("policy", "compile", "only", "dry-run", "report", "measure"))
+    assert all(f"--{word}" in told for word in ("policy", "compile", "only", "dry-run", "report", "measure", "json"))
     assert VARIABLE in told
     assert main(["--help"]) == 0
     assert "amp-graphrun--help" in "".join(capsys.readouterr().out.split())  # lines end at hyphens, too

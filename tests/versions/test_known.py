@@ -4,47 +4,35 @@ import re
 
 import pytest
 
-from tests.versions import environments
+from tests.versions import environments, known
 from tests.versions.__main__ import SELECTED
 from tests.versions.environments import ROOT, Corner
-from tests.versions.known import Difference, compared, differences, outcome
 
-ROWS = [Difference(("tests/a.py::test_one", "tests/a.py::test_two[x-1]"), "2.11", "torch 2.11 lacks it")]
-
-JUNIT = """<testsuites><testsuite>
-<testcase file="tests/a.py" name="test_one[y]"><failure message="no">...</failure></testcase>
-<testcase file="tests/a.py" name="test_setup"><error message="no">...</error></testcase>
-<testcase file="tests/a.py" name="test_gpu"><skipped message="needs a GPU" /></testcase>
-<testcase file="tests/a.py" name="test_gpu_too"><skipped message="needs a GPU" /></testcase>
-<testcase file="tests/a.py" name="test_fine" />
-</testsuite></testsuites>"""
+ROWS = """
+[[difference]]
+tests = ["test_here.py::test_one[x]", "test_here.py::test_two"]
+torch = ["2.11", "2.12"]
+cause = "it lacks that"
+"""
 
 
-def test_a_failure_that_no_row_names_is_told():
-    found = compared(["tests/a.py::test_one[y]", "tests/a.py::test_two[x-1]", "tests/b.py::test_c"], "2.11.0", ROWS)
-    assert found.known == ("tests/a.py::test_one[y]", "tests/a.py::test_two[x-1]")
-    assert found.unknown == ("tests/b.py::test_c",)
-    assert not found.is_clean
+class Item:
+    def __init__(self, nodeid):
+        self.nodeid, self.marks = nodeid, []
+
+    def add_marker(self, mark):
+        self.marks.append((mark.name, mark.kwargs))
 
 
-@pytest.mark.parametrize("failed", [[], ["tests/a.py::test_one[y]", "tests/a.py::test_two[x-2]"]])
-def test_a_row_that_no_failure_bears_out_is_told(failed):
-    found = compared(failed, "2.11.0", ROWS)
-    assert "tests/a.py::test_two[x-1]" in found.stale
-    assert not found.is_clean
-
-
-def test_a_row_is_of_one_version():
-    assert compared(["tests/a.py::test_one[y]"], "2.12.1", ROWS).unknown == ("tests/a.py::test_one[y]",)
-    assert compared([], "2.12.1", ROWS).is_clean
-
-
-def test_results_of_pytest_are_read(tmp_path):
-    (tmp_path / "junit.xml").write_text(JUNIT)
-    found = outcome(tmp_path / "junit.xml")
-    assert found.passed == 1
-    assert found.failed == ("tests/a.py::test_one[y]", "tests/a.py::test_setup")
-    assert found.skipped == {"needs a GPU": 2}
+@pytest.mark.parametrize(("torch", "marked"), [("2.11.0", 2), ("2.12.1", 2), ("2.13.0", 0)])
+def test_what_is_known_of_a_version_has_to_fail_there_and_nowhere_else(torch, marked, tmp_path, monkeypatch):
+    (tmp_path / "known.toml").write_text(ROWS)
+    monkeypatch.setattr(known.differences, "__defaults__", (None, tmp_path / "known.toml"))
+    names = ["test_one[x]", "TestMore::test_two", "test_one[y]", "test_twofold"]
+    items = [Item(f"test_here.py::{name}") for name in names]
+    known.expect(items, torch)
+    expected = [("xfail", {"strict": True, "reason": "it lacks that"})]
+    assert [item.marks for item in items] == [expected] * marked + [[]] * (4 - marked)
 
 
 def test_the_same_tests_are_selected_as_by_make_test():
@@ -65,18 +53,12 @@ def test_an_interpreter_of_pyenv_is_found_whose_shim_fails(tmp_path, monkeypatch
 
 
 def test_rows_of_the_table_name_tests_that_exist():
-    for row in differences():
-        for test in row.tests:
-            file, _, name = test.partition("::")
-            assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
+    for test in known.differences():
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
 
 
-def test_a_row_names_each_version_in_which_its_tests_fail(tmp_path):
-    (tmp_path / "known.toml").write_text('[[difference]]\ntests = ["a"]\ntorch = ["2.11", "2.12"]\ncause = "x"\n')
-    assert [row.torch for row in differences(tmp_path / "known.toml")] == ["2.11", "2.12"]
-    assert all(re.fullmatch(r"2\.\d+", row.torch) for row in differences())
-
-
-def test_a_row_without_a_cause_is_refused():
+def test_a_row_without_a_cause_is_refused(tmp_path):
+    (tmp_path / "known.toml").write_text('[[difference]]\ntests = ["a"]\ntorch = ["2.11"]\ncause = " "\n')
     with pytest.raises(ValueError, match="needs tests and a cause"):
-        Difference(("tests/a.py::test_one",), "2.11", " ")
+        known.differences(table=tmp_path / "known.toml")

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.convert import warn_of_unmatched
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from amp_graph.numerics.batches import parts_of, refuse_loss_fn
 from amp_graph.numerics.capture import refuse_what_cannot_run
 from amp_graph.numerics.overflow.places import Place
 from amp_graph.numerics.overflow.result import Located, dtype_text
-from amp_graph.numerics.overflow.run import Ran, Task, run_in_fp32, run_planned
+from amp_graph.numerics.overflow.run import Ran, Task, for_other_outputs, run_in_fp32, run_planned
 from amp_graph.numerics.overflow.watch import Event
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.policy import Policy
@@ -60,7 +61,10 @@ def locate(
 
     Raises CaptureError (no model, an empty batch, no loss), PolicyError, ScaleError; the model's own errors propagate.
     """
-    return located(task_of(model, batch, loss_fn, policy, scale), try_fix)
+    task = task_of(model, batch, loss_fn, policy, scale)
+    if policy is not None:  # else the one with which the model was converted
+        warn_of_unmatched(task.model, task.policy)
+    return located(task, try_fix)
 
 
 def located(task: Task, try_fix: bool = False) -> Located:
@@ -146,7 +150,7 @@ def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:
 def tried(task: Task, policy: Policy) -> Policy | None:
     """Return ``policy``, with what else must be kept in fp32, if loss and gradients are finite under it; else None."""
     for _ in range(ROUNDS):
-        ran = run_planned(replace(task, policy=policy))
+        ran = run_planned(replace(for_other_outputs(task), policy=policy))
         event = first_of(ran) if ran.bad else None
         if not ran.bad or event is None or event.name:
             return None if ran.bad else policy
@@ -171,7 +175,7 @@ def keeping(policy: Policy, place: Place) -> Policy | None:
     module, operation = place.keep
     if module:
         own = policy.keep_fp32.split("|") if policy.keep_fp32 else []
-        made = replace(policy, keep_fp32="|".join(dict.fromkeys((*own, re.escape(module)))))
+        made = replace(policy, keep_fp32="|".join(dict.fromkeys((*own, _pattern(module)))))
     else:
         name = operation.removeprefix(".").removeprefix("aten.").partition(".")[0]
         try:
@@ -179,6 +183,11 @@ def keeping(policy: Policy, place: Place) -> Policy | None:
         except PolicyError:  # a function that no list can name
             return None
     return None if made == policy else made
+
+
+def _pattern(path: str) -> str:
+    """Return an expression for ``path`` without backslashes, which quotes around a policy would double."""
+    return re.sub(r"[^\w-]", lambda m: "." if m[0] in "^\\" else f"[{m[0]}]", path)
 
 
 def _in_bf16(policy: Policy) -> Policy:

@@ -164,7 +164,7 @@ class Locator:
             return
         self.replays += 1
         try:
-            found = next((one for task in kept.tasks(kept.scale) if (one := located(task))), None)
+            found = next((one for task in kept.tasks(kept.scale) if (one := located(task, try_fix=True))), None)
         except Exception as error:  # the training goes on
             told = (str(error).strip().splitlines() or [""])[0]
             self._explain(kept, f"not located: {type(error).__name__}: {told}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.devices import device_of
+from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import CaptureError
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.overflow.restore import as_before
@@ -72,13 +72,19 @@ def run_planned(task: Task) -> Ran:
 
 
 def run_in_fp32(task: Task) -> Ran:
-    """Run the code of ``task`` as it is written, without autocast and without a loss scale.
+    """Run the code of ``task`` as it is written, without autocast and without a loss scale."""
+    return _run(replace(for_other_outputs(task), scale=1.0), _in_fp32)
 
-    Gradients of outputs that are not finite say nothing of fp32: then the forward alone is run.
-    """
-    grads = task.outputs_gradients
-    finite = grads is None or not any(g is not None and is_bad(g) for g in grads)
-    return _run(replace(task, scale=1.0, outputs_gradients=grads if finite else [None] * len(grads)), _in_fp32)
+
+def for_other_outputs(task: Task) -> Task:
+    """Return ``task`` with gradients of the outputs' means, where those of its outputs, of which they tell, are bad."""
+    if task.outputs_gradients is None:
+        return task
+
+    def mean(grad: Tensor | None) -> Tensor | None:
+        return grad if grad is None or not is_bad(grad) else torch.full_like(grad, task.scale / grad.numel())
+
+    return replace(task, outputs_gradients=[*map(mean, task.outputs_gradients)])
 
 
 MASKED = "a softmax, whose rows that see nothing are others than in fp32"
@@ -215,9 +221,12 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
 
 
 def _as_code(task: Task, stack: ExitStack) -> Way:
-    """Run the code as code that escapes capture runs."""
-    escaped = EscapedCode(task.model, task.policy)
-    return _code(task, stack, escaped.region if escaped.is_cast else ExitStack, escaped.how)
+    """Run the code as calls without graphs run."""
+    kind = device_of_model(task.model) or "cpu"
+    dtype = task.policy.torch_dtype(kind)
+    if not task.policy.runs_under_autocast(kind):
+        return _code(task, stack, ExitStack, "in fp32")
+    return _code(task, stack, partial(torch.autocast, kind, dtype), f"under torch.autocast({kind!r}, {dtype})")
 
 
 def _in_fp32(task: Task, stack: ExitStack) -> Way:

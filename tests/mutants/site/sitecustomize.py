@@ -1,12 +1,9 @@
-"""Install the mutant, or the marks of lines, in Python processes that tests start: PYTHONPATH has this folder then."""
+"""Install the mutant in Python processes that tests start: PYTHONPATH has this folder then."""
 
 import importlib.util
-import os
 from pathlib import Path
 
-for _name, _variable in (("hook", "AMP_GRAPH_MUTANT"), ("lines", "AMP_GRAPH_LINES")):
-    if _variable in os.environ:
-        _spec = importlib.util.spec_from_file_location(f"_mutants_{_name}", Path(__file__).parents[1] / f"{_name}.py")
-        _module = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(_module)
-        _module.install()
+_spec = importlib.util.spec_from_file_location("_mutants_hook", Path(__file__).parents[1] / "hook.py")
+_hook = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_hook)
+_hook.install()

@@ -1,4 +1,4 @@
-"""The predicted time of a plan over full precision's, counted by hand; and what is left alone for it."""
+"""The predicted speed of a plan over full precision's, counted by hand; and what is left alone for it."""
 
 import os
 import warnings
@@ -58,7 +58,7 @@ def test_one_linear_without_gradients_by_hand(plain):
     found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
     product = 2 * N**3 / FLOPS
     casts = 3 * N * N * (4 + 2) / BYTES  # of the input, the weight and the output
-    assert found.ratio == pytest.approx((product / 2 + casts) / product)
+    assert found.speed == pytest.approx(product / (product / 2 + casts))
     assert found.machine == "plain"
 
 
@@ -66,7 +66,7 @@ def test_the_rules_of_autocast_are_predicted_beside_the_plan_by_hand(plain):
     found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
     product = 2 * N**3 / FLOPS
     assert found.full == pytest.approx(product)
-    assert found.autocast == pytest.approx(found.ratio), "one product has one plan"
+    assert found.autocast == pytest.approx(found.speed), "one product has one plan"
 
 
 def test_autocasts_rules_lower_what_the_plan_leaves(plain):
@@ -80,13 +80,13 @@ def test_autocasts_rules_lower_what_the_plan_leaves(plain):
 
     told = "bf16,skip_unprofitable=true"
     found = predicted(Two(), torch.randn(N, N), told, grad=False)
-    assert found.ratio < found.autocast
+    assert found.speed > found.autocast
 
 
 def test_without_gradients_a_weight_is_cast_at_each_call(plain):
     found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=prepack_weights", grad=False)
     product = 2 * N**3 / FLOPS
-    assert found.ratio == pytest.approx((product / 2 + 3 * N * N * (4 + 2) / BYTES) / product)
+    assert found.speed == pytest.approx(product / (product / 2 + 3 * N * N * (4 + 2) / BYTES))
 
 
 def test_backward_counts_its_products_the_casts_of_gradients_and_what_is_kept(plain):
@@ -94,16 +94,16 @@ def test_backward_counts_its_products_the_casts_of_gradients_and_what_is_kept(pl
     product = 2 * 2 * N**3 / FLOPS  # the input needs no gradient
     casts = (1 + 2 + 2) * N * N * (4 + 2) / BYTES  # of the input; of weight and output, and of their gradients
     kept = 2 * N * N * 2 / BYTES  # the low copies of both; in full precision they are there anyway
-    assert found.ratio == pytest.approx((product / 2 + casts + kept) / product)
+    assert found.speed == pytest.approx(product / (product / 2 + casts + kept))
 
 
 def test_the_call_of_a_graph_counts_but_not_in_a_step(on):
     on("cpu_bf16", graph=1.0)  # a second
-    assert predicted(nn.Linear(N, N), torch.randn(N, N)).ratio > 20
+    assert predicted(nn.Linear(N, N), torch.randn(N, N)).speed < 1 / 20
     model = nn.Linear(N, N)
     step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), "bf16")
     step(torch.randn(N, N), torch.randn(N, N))
-    assert amp_graph.report(step).graphs[0].predicted.ratio < 1
+    assert amp_graph.report(step).graphs[0].predicted.speed > 1
 
 
 def test_all_in_full_precision_has_no_prediction():
@@ -115,12 +115,12 @@ def test_what_does_not_pay_is_said(batch, policy, pays, on, tmp_path):
     on("cpu_bf16")
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     found = predicted(model, torch.randn(batch, 256), policy)
-    assert (found.ratio < 1) == pays
+    assert (found.speed > 1) == pays
     report = amp_graph.report(model)
-    assert ("low precision is not profitable on cpu_bf16: predicted time " in report.text()) == (not pays)
+    assert ("low precision is not profitable on cpu_bf16: predicted speed " in report.text()) == (not pays)
     report.html(tmp_path / "report.html")
     assert ("low precision is not profitable" in (tmp_path / "report.html").read_text()) == (not pays)
-    assert report.to_dict()["graphs"][0]["predicted"]["ratio"] == found.ratio
+    assert report.to_dict()["graphs"][0]["predicted"]["speed"] == found.speed
 
 
 # -- left alone ---------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_call_that_does_not_pay_runs_as_it_is_written(on):
     assert graph.predicted.left_alone
     assert not graph.casts
     assert {n.precision for n in graph.operations} == {"full"}
-    assert graph.operations[0].reason.startswith("not profitable: with bfloat16 the graph is predicted to take")
+    assert graph.operations[0].reason.startswith("not profitable: with bfloat16 the graph is predicted to have")
     text = amp_graph.report(model).text()
     assert "left in full precision: low precision is not profitable on cpu_bf16" in text
     assert "note: calls for which bf16 is not profitable run in fp32" in text
@@ -175,7 +175,7 @@ def test_what_was_asked_for_is_done_whatever_it_takes(on, policy):
     model, found, plain = converted(policy, 1)
     assert not torch.equal(found[0], plain)
     assert conversion_of(model).runs == 3
-    assert amp_graph.report(model).graphs[0].predicted is None or amp_graph.report(model).graphs[0].predicted.ratio > 1
+    assert amp_graph.report(model).graphs[0].predicted is None or amp_graph.report(model).graphs[0].predicted.speed < 1
 
 
 @by_profit
@@ -216,7 +216,7 @@ def test_fp16_on_a_cpu_is_left_alone_where_that_is_asked_for(on):
     with pytest.warns(AmpGraphWarning, match="fp16 is not profitable"):
         model, found, plain = converted("fp16,skip_unprofitable=graphs", 512)
     assert torch.equal(found[-1], plain)
-    assert amp_graph.report(model).graphs[0].predicted.ratio > predict_time.WORTH_IT
+    assert amp_graph.report(model).graphs[0].predicted.speed < predict_time.WORTH_IT
 
 
 @by_profit

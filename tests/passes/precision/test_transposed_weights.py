@@ -7,8 +7,6 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.precision import transposed_weights
 
-# What is only turned is a linear's weight otherwise, and copied as such.
-AS_WRITTEN = "skip=matmul_to_linear"
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
 FORMS = {
     "T": lambda w: w.T,
@@ -37,21 +35,37 @@ class Turned(nn.Module):
 
 def trained(model, policy="bf16"):
     """Output and gradients of a converted model, and what its casts are of."""
-    amp_graph.convert(model, f"{policy},{AS_WRITTEN}", strict=True)
+    amp_graph.convert(model, policy, strict=True)
     x = X.clone().requires_grad_()
     out = model(x)
     out.float().square().sum().backward()
-    casts = {(cast.of, cast.kept) for cast in amp_graph.report(model).graphs[0].casts}
-    return (out.detach(), x.grad, model.weight.grad), casts
+    return (out.detach(), x.grad, model.weight.grad), casts_of(model)
+
+
+def frozen(form, policy):
+    """What the casts of a frozen model are of."""
+    model = amp_graph.freeze(amp_graph.convert(Turned(form), policy, strict=True))
+    with torch.no_grad():
+        model(X)
+    return casts_of(model)
+
+
+def casts_of(model):
+    return {(cast.of, cast.kept) for cast in amp_graph.report(model).graphs[0].casts}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "fp16"])
 def test_a_turned_weight_has_the_bits_of_a_weight_that_is_turned_before_its_cast(form, policy, monkeypatch):
-    found, _ = trained(Turned(form), policy)
+    """The weight itself is cast, at each call where it trains, and once where it is frozen."""
+    found, casts = trained(Turned(form), policy)
+    assert ("weight", False) in casts
+    assert ("weight", True) in frozen(form, policy)
     monkeypatch.setattr(transposed_weights, "views_of_weights", lambda gm, classes: frozenset())
-    wanted, _ = trained(Turned(form), policy)
+    wanted, before = trained(Turned(form), policy)
     assert all(map(torch.equal, found, wanted))
+    assert ("weight", False) not in before, "control"
+    assert ("weight", True) not in frozen(form, policy), "control"
 
 
 def test_it_is_autocasts_result():
@@ -80,7 +94,7 @@ LEFT_ALONE = {
 def test_what_is_left_alone(form, after):
     model = Turned(form, after)
     model.weight.requires_grad_(after is not written)
-    amp_graph.convert(model, f"bf16,{AS_WRITTEN}", strict=True)
+    amp_graph.convert(model, "bf16", strict=True)
     plain = Turned(form, after)
     plain.weight.requires_grad_(after is not written)
     for _ in range(2):

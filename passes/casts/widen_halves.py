@@ -1,0 +1,111 @@
+"""Upcast the half-precision operands of a user to which ``torch.autocast`` gives another dtype.
+
+Before: ``linear(x: f16, w: f32)``, which runs under autocast only. After: ``linear(x.float(), w) -> f32``, which runs
+in fp32 and can be planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
+from amp_graph.passes.graph.edit import describe, give_value, set_identity
+from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
+from amp_graph.passes.graph.identify_ops import identify, is_part, is_tensor_call
+from amp_graph.passes.graph.meta_keys import INSIDE, REGION, WIDENED
+from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+
+
+@dataclass(frozen=True)
+class WidenHalves(Pass):
+    """Replaces ``f(x)`` with ``f(x.float())`` for a half ``x`` if autocast has a rule for ``f`` and ``f`` gives fp32.
+
+    That is where fp32 operands meet half ones, and in a graph captured under autocast. Values behind it are fp32 then,
+    where the fake of a product has the dtype of its first operand. Exactness: bit-exact, as fp32 holds each half value.
+    """
+
+    name: ClassVar[str] = "widen-halves"
+    required: ClassVar[bool] = True
+
+    @property
+    def changes_outputs(self) -> bool:
+        """A product that has the dtype of its half operand at capture is fp32."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every node; recompute the values behind a widened one."""
+        mode = fake_mode_of(gm)
+        if mode is None or not any(t.dtype in HALVES for n in gm.graph.nodes for t in tensors(value(n))):
+            return PassResult(gm)
+        changes: list[Change] = []
+        captured: dict[Node, torch.dtype] = {}  # of the values that are fp32 now
+        for node in list(gm.graph.nodes):
+            narrowed = [source for source in node.all_input_nodes if source in captured]
+            if is_tensor_call(node):
+                halves = _to_widen(node, mode)
+                for source in halves:
+                    node.replace_input_with(source, _cast(node, source, torch.float32, mode))
+                    changes.append(Change(self.name, "widened", source.name, f"{node.name} reads it beside fp32"))
+                if halves or narrowed:
+                    _recompute(node, mode, captured)
+            elif is_part(node) and narrowed:
+                give_value(node, value(narrowed[0])[node.args[1]])
+            elif node.op != "output" or INSIDE in gm.meta:  # the operator around a body knows its captured dtypes
+                for source in narrowed:
+                    node.replace_input_with(source, _cast(node, source, captured[source], mode))
+        if changes:
+            gm.meta[WIDENED] = True
+        return PassResult(gm, tuple(changes))
+
+
+def _to_widen(node: Node, mode: FakeTensorMode) -> list[Node]:
+    """Return the half operands of ``node`` that autocast would cast, beside fp32 ones or for an fp32 result."""
+    halves = [n for n in node.all_input_nodes if any(t.dtype in HALVES for t in tensors(value(n)))]
+    if not halves or REGION in node.meta or not all(isinstance(value(n), torch.Tensor) for n in halves):
+        return []
+    known = {t.dtype for t in (*float_operands(node), *tensors(value(node)))}
+    if torch.float32 not in known:
+        return []
+    kinds = {t.device.type for t in tensors(value(node))}
+    return halves if any(_meets_a_rule(node, mode, kind) for kind in kinds) else []
+
+
+def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
+    """Say whether autocast has a rule for ``node`` or for an operation in its decomposition; True if unknown.
+
+    It has no rule for ``einsum`` on the CPU, but has one for the ``bmm`` inside.
+    """
+    apart: frozenset[OpOverload] = frozenset()
+    while True:
+        found = identify(node, mode, apart)
+        if isinstance(found, str) or any(node_info.autocast_has_rule(o.op, device) for o in found.operations):
+            return True
+        operators = {o.op for o in found.operations if not node_info.is_view(o.op)}
+        more = {op for op in operators if node_info.is_composite(op) or op in DECOMPOSITIONS} - apart
+        if not more:
+            return False
+        apart |= more
+
+
+def _cast(reader: Node, source: Node, dtype: torch.dtype, mode: FakeTensorMode) -> Node:
+    with reader.graph.inserting_before(reader):
+        return describe(reader.graph.call_function(CAST_OP, (source,), {"dtype": dtype}), source, mode)
+
+
+def _recompute(node: Node, mode: FakeTensorMode, captured: dict[Node, torch.dtype]) -> None:
+    before = value(node)
+    new = run_node(node, mode)
+    keep_trained(new, before)
+    if isinstance(before, torch.Tensor) and before.dtype != new.dtype:
+        captured[node] = before.dtype
+    give_value(node, new)
+    set_identity(node, mode)

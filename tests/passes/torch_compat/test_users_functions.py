@@ -1,0 +1,55 @@
+"""The user's autograd functions in a call: found wherever they are defined, and not looked for where there are none."""
+
+import pytest
+import torch
+
+from amp_graph.passes.torch_compat import autograd
+from amp_graph.passes.torch_compat.autograd import users_functions
+
+
+def negated(base, module=__name__):
+    """A new function of the user's, and its result."""
+
+    class Negated(base):
+        __module__ = module
+
+        @staticmethod
+        def forward(ctx, x):
+            return -x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    return Negated
+
+
+X = torch.ones(3, requires_grad=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_defined_yet(monkeypatch):
+    """As in a process of which the user has no function."""
+    last = torch.autograd.function.BackwardCFunction.__subclasses__()[-1]
+    monkeypatch.setattr(autograd, "_last_seen", [last, False])
+
+
+def test_a_graph_without_them_is_not_walked():
+    class Node:
+        @property
+        def next_functions(self):
+            raise AssertionError("walked")
+
+    result = type("Result", (), {"grad_fn": Node()})()
+    assert not list(users_functions([result], [X]))
+    negated(torch.autograd.Function)
+    with pytest.raises(AssertionError, match="walked"):
+        list(users_functions([result], [X]))
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_one_that_is_defined_later_is_found(deep):
+    function = negated(torch.autograd.Function, "torch.testing" if deep else __name__)
+    assert not deep or not list(users_functions([function.apply(X)], [X]))
+    function = negated(function) if deep else function
+    assert len(list(users_functions([function.apply(X * 2).exp()], [X]))) == 1

@@ -11,7 +11,9 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from amp_graph.version import __version__
 
@@ -21,9 +23,8 @@ STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 EXPORTS = ("pt2", "onnx", "aoti")
 FOUND = "Exit status: 0 if loss and gradients are finite, 3 if not, 1 for an error, 2 for an unreadable command line."
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
-TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
+A_TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
-POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
 RUN = "amp_graph.cli.command_run"
 RUN_USAGE = """amp-graph run [OPTIONS] SCRIPT [ARGS...]
        amp-graph run [OPTIONS] -m MODULE [ARGS...]"""
@@ -54,177 +55,153 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"amp-graph {__version__}")
     commands = made.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_dump(commands.add_parser("dump", help="print the captured graphs of a model", epilog=EPILOG))
-    _add_explain(commands.add_parser("explain", help="print all that is known about one node", epilog=EPILOG))
-    _add_lists(commands.add_parser("lists", help="print which class an operation is in, and why", epilog=EPILOG))
-    _add_passes(commands.add_parser("passes", help="print all passes in order: which are on, and why others are off"))
-    _add_calibrate(
-        commands.add_parser("calibrate", help="measure this machine's rates, or a model's ranges", epilog=EPILOG)
-    )
-    _add_cost(
-        commands.add_parser(
-            "cost", help="measure whether low precision pays: fp32, torch.autocast and the plan", epilog=EPILOG
-        )
-    )
-    _add_plan(commands.add_parser("plan", help="predict time and error of a plan, and of error budgets", epilog=EPILOG))
-    _add_locate(commands.add_parser("locate", help="name the operation that makes an infinity or NaN", epilog=FOUND))
-    _add_export(
-        commands.add_parser("export", help="write a model in mixed precision for other programs", epilog=EPILOG)
-    )
-    _add_cache(commands.add_parser("cache", help="list or remove the compiled C kernels", epilog=EPILOG))
-    _add_completion(commands.add_parser("completion", help="print a script that completes this command in a shell"))
-    _add_run(commands.add_parser(
-        "run", help="run a training script and convert what it trains; see amp-graph run --help", usage=RUN_USAGE,
-        epilog=RUN_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    ))  # fmt: skip
+    for command in COMMANDS:
+        own = commands.add_parser(command.name, help=command.help, **{"epilog": EPILOG, **command.more})
+        own.set_defaults(module=f"amp_graph.cli.command_{command.name}")
+        for one in command.options:
+            if isinstance(one, Option):
+                one.add_to(own)
+            else:
+                exclusive = own.add_mutually_exclusive_group()
+                for alternative in one:
+                    alternative.add_to(exclusive)
     return made
 
 
-def _add_dump(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    add = parser.add_argument
-    add("--format", choices=FORMATS, default="text", help="how to print (default: text)")
-    add("--before", action="store_true", help="print the graph as captured")
-    add("--after", action="store_true", help="print the graph as rewritten (default)")
-    add("--diff", action="store_true", help="print the difference of the two")
-    add("--reasons", action="store_true", help="append each node's precision and reason")
-    add("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)")
-    add("--skipped", action="store_true", help="with --format report: also what passes left as it was, and why")
-    add("--output", metavar="FILE", help="write to FILE instead of stdout")
-    add("--report", metavar="FILE", help="also write the HTML report to FILE")
-    add("--measure", action="store_true", help="with --report: measure fp32, torch.autocast and the converted model")
-    _add_json(parser, format="json")
-    parser.set_defaults(module="amp_graph.cli.command_dump")
+class Option:
+    """An option or an argument of a command, as ``add_argument`` takes it."""
+
+    def __init__(self, *names: str, help: str, **how: Any) -> None:
+        self.names, self.how = names, {"help": help, **how}
+
+    def add_to(self, parser: Any) -> None:
+        """Add it to a parser, or to a group of one."""
+        parser.add_argument(*self.names, **self.how)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Run an unmodified training script, and convert the models that it trains to mixed precision."
-    add = parser.add_argument
-    add("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    add("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module, as python -m does")
-    add("--policy", metavar="P", help='as in amp_graph.convert: "bf16", "bf16,accuracy=fast"')
-    add("--compile", metavar="C", default="eager", help="eager (default), inductor or another Dynamo backend")
-    add("--only", metavar="REGEX", help="convert only modules whose class or path in the model matches")
-    add("--dry-run", action="store_true", help="run as written, and say what would be converted")
-    add("--report", metavar="FILE.html", help="write the HTML report of each converted model")
-    add("--measure", action="store_true", help="time the first steps as written, convert then, and time again")
-    add("--replace-autocast", action="store_true", help="convert models called under the script's own torch.autocast")
-    add("--json", action="store_true", help="what was converted as JSON, in the last line of stderr")
-    parser.set_defaults(module=RUN)
+@dataclass(frozen=True)
+class Command:
+    """A command, which the module ``command_NAME`` runs; options that exclude each other are in a tuple.
+
+    more: what else its parser is told.
+    """
+
+    name: str
+    help: str
+    options: tuple[Option | tuple[Option, ...], ...]
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _add_explain(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    parser.add_argument("node", metavar="NODE", help="%%7, a name, a module path or an operation")
-    parser.add_argument("--report", metavar="FILE", help="also write the HTML report to FILE, opened at NODE")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_explain")
-
-
-def _add_cost(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_cost")
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    told = "print time and error for a list of budgets: predicted, and measured with interleaved training steps"
-    parser.add_argument("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS, help=f"{told} (default: {BUDGETS})")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_plan")
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    parser.add_argument(
-        "--to", choices=EXPORTS, required=True,
-        help="pt2: for torch.export.load; onnx: for onnxruntime and others; aoti: compiled by AOTInductor",
-    )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", required=True, help="the file to write")
-    parser.add_argument(
-        "--fold-weights", action="store_true", help="store weights in low precision where all read them so"
-    )
-    parser.add_argument("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_export")
-
-
-def _add_locate(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    add = parser.add_argument
-    add("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote")
-    add("--loss", metavar="LOSS", help="package.module:name or path/file.py:name, called as loss(outputs, *targets)")
-    add("--scale", metavar="S", type=float, help="the loss scale (default: 1)")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_locate")
-
-
-def _add_target(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    parser.add_argument("target", metavar="TARGET", nargs="?" if optional else None, help=TARGET)
-    parser.add_argument("--input", metavar="SPEC", action="append", default=[], help=INPUT)
-    _add_common(parser)
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--train", dest="training", action="store_true", default=None, help="model.train() first")
-    mode.add_argument("--eval", dest="training", action="store_false", help="model.eval() first")
-
-
-def _add_lists(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    _add_common(parser)
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_lists")
-
-
-def _add_passes(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = f"A pass that is on still decides at each node. {EPILOG}"
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--compile", choices=("eager", "inductor"), default="eager", help="default: eager")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--step", action="store_true", help="of amp_graph.TrainStep (default: of amp_graph.convert)")
-    mode.add_argument("--no-grad", dest="gradients", action="store_false", help="of calls without gradients")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print (default: text)")
-    _add_common(parser)
-    _add_json(parser, format="json")
-    parser.set_defaults(module="amp_graph.cli.command_passes")
-
-
-def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure this machine's rates; with TARGET, the ranges of that model's values (see --output)."
-    _add_target(parser, optional=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)")
-    parser.add_argument("--output", metavar="FILE", help="default: the planner's file; with TARGET: calibration.json")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_calibrate")
-
-
-def _add_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "clear"), help="list: print them; clear: remove them")
-    parser.add_argument("--traceback", action="store_true", help="show all of an error")
-    _add_json(parser)
-    parser.set_defaults(module="amp_graph.cli.command_cache")
-
-
-def _add_completion(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = 'bash: eval "$(amp-graph completion bash)"'
-    parser.add_argument("shell", choices=SHELLS, help="for which shell")
-    parser.add_argument("--traceback", action="store_true", help="show all of an error")
-    parser.set_defaults(module="amp_graph.cli.command_completion")
-
-
-def _add_json(parser: argparse.ArgumentParser, **format: str) -> None:
-    """Add ``--json``; for a command that has ``--format``, it is the same as ``--format json``."""
-    told = "print JSON"
-    if format:
-        parser.add_argument("--json", dest="format", action="store_const", const="json", help=f"{told}: --format json")
-    else:
-        parser.add_argument("--json", action="store_true", help=told)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--policy", metavar="P", help=POLICY)
-    parser.add_argument("--traceback", action="store_true", help="show all of an error in your code")
+JSON = Option("--json", action="store_true", help="print JSON")
+JSON_FORMAT = Option("--json", dest="format", action="store_const", const="json", help="print JSON: --format json")
+TRACEBACK = Option("--traceback", action="store_true", help="show all of an error in your code")
+COMMON = (
+    Option("--policy", metavar="P", help='"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'),
+    TRACEBACK,
+)
+MODEL = (
+    Option("--input", metavar="SPEC", action="append", default=[], help=INPUT),
+    *COMMON,
+    (
+        Option("--train", dest="training", action="store_true", default=None, help="model.train() first"),
+        Option("--eval", dest="training", action="store_false", help="model.eval() first"),
+    ),
+)
+TARGET = (Option("target", metavar="TARGET", help=A_TARGET), *MODEL)
+DEVICE = Option("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+COMMANDS = (
+    Command("dump", "print the captured graphs of a model", (
+        *TARGET,
+        Option("--format", choices=FORMATS, default="text", help="how to print (default: text)"),
+        Option("--before", action="store_true", help="print the graph as captured"),
+        Option("--after", action="store_true", help="print the graph as rewritten (default)"),
+        Option("--diff", action="store_true", help="print the difference of the two"),
+        Option("--reasons", action="store_true", help="append each node's precision and reason"),
+        Option("--step", nargs="?", const="AdamW", choices=STEPS, help="print a whole training step (default: AdamW)"),
+        Option("--skipped", action="store_true",
+               help="with --format report: also what passes left as it was, and why"),
+        Option("--output", metavar="FILE", help="write to FILE instead of stdout"),
+        Option("--report", metavar="FILE", help="also write the HTML report to FILE"),
+        Option("--measure", action="store_true",
+               help="with --report: measure fp32, torch.autocast and the converted model"),
+        JSON_FORMAT,
+    )),
+    Command("explain", "print all that is known about one node", (
+        *TARGET,
+        Option("node", metavar="NODE", help="%%7, a name, a module path or an operation"),
+        Option("--report", metavar="FILE", help="also write the HTML report to FILE, opened at NODE"),
+        JSON,
+    )),
+    Command("lists", "print which class an operation is in, and why", (
+        Option("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE, *COMMON, JSON,
+    )),
+    Command("passes", "print all passes in order: which are on, and why others are off", (
+        DEVICE,
+        Option("--compile", choices=("eager", "inductor"), default="eager", help="default: eager"),
+        (
+            Option("--step", action="store_true", help="of amp_graph.TrainStep (default: of amp_graph.convert)"),
+            Option("--no-grad", dest="gradients", action="store_false", help="of calls without gradients"),
+        ),
+        Option("--format", choices=("text", "json"), default="text", help="how to print (default: text)"),
+        *COMMON, JSON_FORMAT,
+    ), {"epilog": f"A pass that is on still decides at each node. {EPILOG}"}),
+    Command("calibrate", "measure this machine's rates, or a model's ranges", (
+        Option("target", metavar="TARGET", nargs="?", help=A_TARGET), *MODEL,
+        Option("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)"),
+        Option("--output", metavar="FILE", help="default: the planner's file; with TARGET: calibration.json"),
+        JSON,
+    ), {"description": "Measure this machine's rates; with TARGET, the ranges of that model's values (see --output)."}),
+    Command("cost", "measure whether low precision pays: fp32, torch.autocast and the plan", (*TARGET, JSON)),
+    Command("plan", "predict time and error of a plan, and of error budgets", (
+        *TARGET,
+        Option("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS,
+               help="print time and error for a list of budgets: predicted, and measured with interleaved training "
+               f"steps (default: {BUDGETS})"),
+        JSON,
+    )),
+    Command("locate", "name the operation that makes an infinity or NaN", (
+        *TARGET,
+        Option("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
+        Option("--loss", metavar="LOSS",
+               help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+        Option("--scale", metavar="S", type=float, help="the loss scale (default: 1)"),
+        JSON,
+    ), {"epilog": FOUND}),
+    Command("export", "write a model in mixed precision for other programs", (
+        *TARGET,
+        Option("--to", choices=EXPORTS, required=True,
+               help="pt2: for torch.export.load; onnx: for onnxruntime and others; aoti: compiled by AOTInductor"),
+        Option("--output", metavar="FILE", required=True, help="the file to write"),
+        Option("--fold-weights", action="store_true", help="store weights in low precision where all read them so"),
+        Option("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)"),
+        JSON,
+    )),
+    Command("cache", "list or remove the compiled C kernels", (
+        Option("action", choices=("list", "clear"), help="list: print them; clear: remove them"), TRACEBACK, JSON,
+    )),
+    Command("completion", "print a script that completes this command in a shell", (
+        Option("shell", choices=SHELLS, help="for which shell"), TRACEBACK,
+    ), {"epilog": 'bash: eval "$(amp-graph completion bash)"'}),
+    Command("run", "run a training script and convert what it trains; see amp-graph run --help", (
+        Option("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
+        Option("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
+               help="run a module, as python -m does"),
+        Option("--policy", metavar="P", help='as in amp_graph.convert: "bf16", "bf16,accuracy=fast"'),
+        Option("--compile", metavar="C", default="eager", help="eager (default), inductor or another Dynamo backend"),
+        Option("--only", metavar="REGEX", help="convert only modules whose class or path in the model matches"),
+        Option("--dry-run", action="store_true", help="run as written, and say what would be converted"),
+        Option("--report", metavar="FILE.html", help="write the HTML report of each converted model"),
+        Option("--measure", action="store_true", help="time the first steps as written, convert then, and time again"),
+        Option("--replace-autocast", action="store_true",
+               help="convert models called under the script's own torch.autocast"),
+        Option("--json", action="store_true", help="what was converted as JSON, in the last line of stderr"),
+    ), {
+        "usage": RUN_USAGE, "epilog": RUN_EPILOG, "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+        "description":
+            "Run an unmodified training script, and convert the models that it trains to mixed precision.",
+    }),
+)  # fmt: skip
 
 
 # -- errors -------------------------------------------------------------------------------------------

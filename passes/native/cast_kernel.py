@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load_if_possible, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -27,7 +26,7 @@ LARGE_OF_PLACES = 1 << 14  # for weights that change their layout, where torch g
 MOST_TERMS, MOST_PLACES = 16, 64
 
 
-@lru_cache
+@kernel("casts")
 def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return the library compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
     found = load_if_possible(SOURCE, MACROS[low])
@@ -35,9 +34,6 @@ def library(low: torch.dtype) -> ctypes.CDLL | None:
         for function in (found.add_up, found.round_off, found.channels_first, found.channels_last):
             function.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     return found
-
-
-register_kernel("casts", lambda low: library(low))
 
 
 def copy_into(made: Tensor, source: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
 from amp_graph.passes.memory.ops_with_recomputed_inputs import original
 from amp_graph.passes.native import cast_kernel
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import ONE_WEIGHT_GRADIENT, own_functions, traits_of
 from amp_graph.passes.torch_compat.autograd import borrow
@@ -43,18 +44,18 @@ class CastWeights(Pass):
     only reader returns an fp32 gradient. Only on the CPU. Exactness: bit-exact, gradients included.
     """
 
-    dtype: torch.dtype
+    options: PipelineOptions
     name: ClassVar[str] = "cast-weights"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
         changes = []
-        for node, reason in casts_of_parameters(gm, self.dtype):
+        for node, reason in casts_of_parameters(gm, self.options.dtype):
             if reason or node.kwargs or len(node.args) > 1 or value(node).device.type != "cpu" or not is_trained(node):
                 continue
             if concrete_size(value(node).numel()) >= LARGE or _has_places(value(node)):
                 node.op, node.target = "call_function", cast_weight
-                node.args, node.kwargs = (node.args[0], self.dtype), _how_it_is_read(node)
+                node.args, node.kwargs = (node.args[0], self.options.dtype), _how_it_is_read(node)
                 told = ", ".join(node.kwargs) or "its gradient in one pass"
                 changes.append(Change(self.name, "cast by amp_graph", node.name, told))
         return PassResult(gm, tuple(changes))

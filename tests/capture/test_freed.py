@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.memory import reuse_embedding_gradients
 from tests.step.test_train_step import batches, build
 
 ((X, Y),) = batches(1)
@@ -35,7 +35,7 @@ def test_a_converted_model_is_freed(policy):
 
 
 def test_copies_and_memory_are_given_back_with_the_model(monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
+    monkeypatch.setattr(reuse_embedding_gradients, "LEAST_TABLES", 0)
     model = amp_graph.convert(torch.nn.Sequential(torch.nn.Embedding(4096, 8), torch.nn.Linear(8, 4)))
     for _ in range(2):
         model(torch.arange(6)).sum().backward()

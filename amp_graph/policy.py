@@ -75,6 +75,7 @@ class Policy:
     )
     neutral: tuple[str, ...] = word((), "only move values, in any precision, whatever the lists say", takes=OPERATIONS)
     opaque: tuple[str, ...] = word((), "run as they were captured, whatever the lists say", takes=OPERATIONS)
+    remove: tuple[str, ...] = word((), "taken out of the lists, so they run as captured", takes=OPERATIONS)
     keep_fp32: str = word(
         "", "modules whose whole path matches, and everything inside them, stay in fp32", takes="a regular expression"
     )
@@ -292,7 +293,9 @@ class Policy:
         """Return the lists in force for ``device``. Raises ListError, and PolicyError if they contradict the policy."""
         where = self._planned_for(device)
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
-        classes = {c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque")}
+        classes = {
+            c: getattr(self, c) for c in ("allow", "deny", "fp32_inside", "follow", "neutral", "opaque", "remove")
+        }
         where = where if where in ("cpu", "cuda") else "cuda"
         self.measured_ranges()  # a bad file raises here, not at the first capture
         found = effective(self.lists, dtype=dtype, device=where, accuracy=self.accuracy, **classes)

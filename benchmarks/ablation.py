@@ -5,6 +5,8 @@ of saved memory, without the pass over with it: above 1 is what it gains. Both s
 CPU time; a pass that changes nothing is not measured. ``--table`` writes the Markdown from the JSON; a row that is
 there is not measured again, so that a run that was stopped goes on. Rows of several scales stand in one file: what
 gains little in small batches may be measured in large ones. A model that cannot be captured one way is left out there.
+The passes of a stage are also left out together (``backend``); a stage of which one pass alone fires has its row.
+Passes for a device that is not there, which say so, are not measured.
 
     python benchmarks/ablation.py [--models gpt,lstm] [--ways convert,TrainStep,inference] [--passes lower-linears]
     python benchmarks/ablation.py --table
@@ -16,7 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -80,7 +82,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def prepared(model: str, way: str, scale: float, skip: str = "") -> Prepared:
     """Prepare a model, converted without the pass ``skip``, and run it until it has settled."""
-    policy = f"bf16,skip={skip}" if skip else "bf16"
+    policy = f"bf16,skip={skip.replace('-', '_')}" if skip else "bf16"
     make = inference_call if way == "inference" else training_step
     made = make(model, scale, Variant(way, policy=policy, whole=way == "TrainStep"), Setup())
     for _ in range(3):
@@ -102,8 +104,13 @@ def fired(made: Prepared, way: str) -> dict[str, int]:
             changes[timed.name] = changes.get(timed.name, 0) + len(timed.result.changes)
     if way == "TrainStep":
         changes |= {n: changes.get(n, 1) for n, row in optional.items() if Phase.STEP in row.phases}
-    together = {group: sum(changes.get(name, 0) for name in names) for group, names in GROUPS.items()}
-    return {**changes, **{group: count for group, count in together.items() if count}}
+    return {name: count for name, count in changes.items() if not (optional[name].worth or "").startswith("not ")}
+
+
+def groups_of(changes: dict[str, int]) -> dict[str, list[str]]:
+    """Return what of each group fired, by its name."""
+    found = {group: [name for name in names if name in changes] for group, names in (GROUPS).items()}
+    return {group: names for group, names in found.items() if names}
 
 
 def stays(rows: Sequence[Row]) -> bool:
@@ -123,7 +130,7 @@ def _best_two(rows: Sequence[Row], gain: Callable[[Row], float]) -> list[float]:
 def measured(model: str, way: str, names: dict[str, int], options: argparse.Namespace) -> Iterable[Row]:
     """Time ``names`` in turn with one baseline, and yield a row each."""
     device = Device()
-    every = {name: prepared(model, way, options.scale, name.replace("-", "_")) for name in ("", *names)}
+    every = {name: prepared(model, way, options.scale, name) for name in ("", *names)}
     calls: dict[str, Callable[[], object]] = {name: made.run for name, made in every.items()}
     seconds = interleaved(calls, options.rounds, time.process_time, least=0.05)
     peaks = {name: device.peak(made.run) for name, made in every.items()}
@@ -223,12 +230,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             except CaptureError as error:
                 print(f"{model}, {way}: left out, {str(error).splitlines()[0]}", flush=True)
                 continue
+            groups = groups_of(names)
+            several = {group: sum(names[n] for n in found) for group, found in groups.items() if len(found) > 1}
+            alike = {group: found[0] for group, found in groups.items() if len(found) == 1}
+            names |= several
             wanted = options.passes.split(",") if options.passes else list(names)
             left = [n for n in names if n in wanted and n not in there]
             for start in range(0, len(left), options.at_once):
                 part = {n: names[n] for n in left[start : start + options.at_once]}
                 for row in measured(model, way, part, options):
-                    held["rows"].append(asdict(row))
+                    same = [group for group, name in alike.items() if name == row.name]
+                    held["rows"] += [asdict(replace(row, name=name)) for name in (row.name, *same)]
                     print(
                         f"{row.name}, {row.model}, {row.way}: time {row.time:.3f}, peak {_text(row.peak)}", flush=True
                     )

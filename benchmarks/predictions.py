@@ -2,9 +2,9 @@
 
     python benchmarks/predictions.py [--rounds 9] [--threads 1]
 
-Forward and backward, and inference, of perceptrons, convolutions, transformer layers and LSTMs, one thread. Times are
-parts of fp32's: of bf16, predicted and measured, and of the policy "auto", which runs in fp32 what it thinks does not
-pay. Medians of interleaved rounds; process CPU time. A row ends with ``*`` where "auto" chose the slower one.
+Forward and backward, and inference, of perceptrons, convolutions, transformer layers and LSTMs, one thread. Speeds are
+multiples of fp32's: of bf16, predicted and measured, and of the policy "auto", which runs in fp32 what it thinks does
+not pay. Medians of interleaved rounds; process CPU time. A row ends with ``*`` where "auto" chose the slower one.
 """
 
 import copy
@@ -102,12 +102,12 @@ def main() -> None:
                 _ = [run() for _ in range(4)]
             seconds = interleaved(calls, options.rounds, time.process_time, LEAST)
             low, auto = (
-                statistics.median(a / b for a, b in zip(seconds[v], seconds["fp32"], strict=True))
+                statistics.median(b / a for a, b in zip(seconds[v], seconds["fp32"], strict=True))
                 for v in ("bf16", "auto")
             )
             found = amp_graph.report(models["auto"]).graphs[-1].predicted
             told = "  none" if found is None else f"{found.speed:6.2f}"
-            wrong = found is not None and (found.left_alone != (low > 1)) and abs(low - 1) > 0.05
+            wrong = found is not None and (found.left_alone != (low < 1)) and abs(low - 1) > 0.05
             microseconds = statistics.median(seconds["fp32"]) * 1e6
             row = f"{name:24} {mode:9} {microseconds:9.1f} {told:>12} {low:8.2f} {auto:9.2f}"
             print(row, "*" if wrong else "", flush=True)

@@ -22,7 +22,7 @@ from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
-ABLATION = DOCS.parent / "benchmarks" / "results" / "ablation.json"  # of benchmarks/ablation.py; may be absent
+RESULTS = DOCS.parent / "benchmarks" / "results"  # where benchmarks/ablation.py has a table a processor
 COLUMNS = ("pass", "stage", "runs over", "devices", "on where", "exactness", "worth", "law")
 LEAST = 0.01  # smaller gains are noise
 # A line of the diagram: what is run over, and how that graph came about.
@@ -47,8 +47,9 @@ def table() -> str:
 def worth() -> dict[str, str]:
     """Return what each pass that was measured gains at best: of time, or else of memory."""
     measured: dict[str, list[Any]] = {}
-    for row in json.loads(ABLATION.read_text())["rows"] if ABLATION.exists() else ():
-        measured.setdefault(row["name"], []).append(row)
+    for path in sorted(RESULTS.rglob("ablation.json")):
+        for row in json.loads(path.read_text())["rows"]:
+            measured.setdefault(row["name"], []).append(row)
     return {name: _best(rows) for name, rows in measured.items()}
 
 

@@ -94,7 +94,6 @@ PADS_MATMULS = Condition(
     lambda options: options.inductor is None or not pads_matmuls(options.inductor),
 )
 TRAINING = Condition("training", "needs gradients", lambda options: options.training)
-INFERENCE = Condition("inference", "only without gradients", lambda options: not options.training)
 FROZEN = Condition(
     "frozen", "needs a frozen model: amp_graph.freeze(model)", lambda options: options.frozen is not None
 )

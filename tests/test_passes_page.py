@@ -65,9 +65,11 @@ def test_the_worth_of_a_pass_is_what_was_measured(generate, tmp_path, monkeypatc
         row("recompute-activations", "gpt", 0.98, 0.95, 1.02, 1.41),
         row("fuse-gelu", "gpt", 1.004, 1.001, 1.0),
     ]
-    monkeypatch.setattr(generate, "ABLATION", tmp_path / "ablation.json")
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
     assert generate.worth() == {}
-    (tmp_path / "ablation.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "zen4").mkdir()
+    (tmp_path / "ablation.json").write_text(json.dumps({"rows": rows[:2]}))
+    (tmp_path / "zen4/ablation.json").write_text(json.dumps({"rows": rows[2:]}))
     assert generate.worth() == {
         "lower-linears": "time without it 1.20 (gpt, convert)",
         "recompute-activations": "saved memory without it 1.41 (gpt, convert)",

@@ -22,6 +22,7 @@ OTHER = {
     "follow": ("aten.gelu", "aten.tanh"),
     "neutral": ("aten.relu",),
     "opaque": ("aten.cdist",),
+    "remove": ("aten.log",),
     "keep_fp32": "lm_head|.*norm",
     "keep_outputs": False,
     "device": "cuda",

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.export.onnx_types import refuse_missing_types
+from amp_graph.passes.native.output_file import why_unwritable
 from amp_graph.passes.torch_compat.inductor import compile_package
 
 OLDEST_OPSET = 18  # that torch.onnx.export(dynamo=True) writes
@@ -110,16 +111,8 @@ def _refuse_without(package: str) -> None:
 
 def _refuse_path(path: str | os.PathLike[str]) -> None:
     """Raise for a path that cannot be written, before anything is compiled."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path):
-        what = "it is a directory"
-    elif not os.path.isdir(folder):
-        what = f"no directory {folder}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        what = "not writable"
-    else:
-        return
-    raise AmpGraphError(
-        f"export: cannot write {os.fspath(path)}: {what}\n  legal: a file in a directory that exists\n"
-        "  fix:   a path such as ./model.pt2"
-    )
+    if what := why_unwritable(path):
+        raise AmpGraphError(
+            f"export: cannot write {os.fspath(path)}: {what}\n  legal: a file in a directory that exists\n"
+            "  fix:   a path such as ./model.pt2"
+        )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
+from amp_graph.passes.weights.batch_weight_casts import has_process_group
 
 OUTSIDE = (
     "a process group exists, and the call is not one of DistributedDataParallel: who reduces gradients, and when "
@@ -28,7 +28,7 @@ MIXED = "DistributedDataParallel casts the parameters itself (mixed_precision), 
 
 def why_not_with_ranks(model: nn.Module | None) -> str:
     """Return why nothing of ``model`` is recorded in this process; "" if something may be."""
-    if model is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if model is None or not has_process_group():
         return ""
     for name, part in model.named_modules():
         if is_fsdp(part) or getattr(part, "_is_fsdp_managed_module", False):

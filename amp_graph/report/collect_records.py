@@ -42,7 +42,7 @@ from amp_graph.passes.weights.batch_weight_casts import low_weight
 from amp_graph.passes.weights.cast_weights import cast_weight
 from amp_graph.passes.weights.frozen_weights import is_frozen
 from amp_graph.report.captured_flow import captured_nodes
-from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, CastReport, GraphReport, NodeReport, Note, Predicted
+from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
 from amp_graph.rewrite import Rewritten
 
 
@@ -87,7 +87,6 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         SHORT[made.dtype],
         made.before,
         tuple(n for part in parts for n in _node_reports(part, parts, held, made.dtype)),
-        tuple(c for part in parts for c in _cast_reports(part, held)),
         tuple(n for part in parts for n in captured_nodes(part.path, part.before, part.names, weights)),
         tuple(_changes(parts)),
         tuple(Note(part.path + s.node, t.name, "skipped", s.reason)
@@ -174,26 +173,34 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
         precision, reason = _precision(part, node, mark, low) if is_call else ("", "")
         given = value(node) if node.op != "output" else None
         own = (written(node) if writes_memory(node) else []) if is_call else tensors(given)
+        planned = mark if is_call else None
         yield NodeReport(
             part.path + node.name,
             f"{part.path}%{number}",
             kind,
             target_text(node) if is_call else "output" if kind == "output" else shown_name(node),
-            mark.ops if mark and mark.ops else (target_text(node),) if is_call else (),
-            node_info.module_path(node) if is_call else "",
-            str(mark.cls) if mark and is_call else "cast" if kind == "cast" else "",
-            precision,
-            reason,
-            mark.origin if mark and is_call else "",
-            _user_line(node) if is_call else "",
             type_text(given),
-            type_text(captured(node)) if is_call else "",
-            mark is None or mark.listed or not is_call,
-            sum(map(size_of, own)),
-            forward_flops(node, mark.cls, mark.ops) if mark and is_call else 0,
+            node_info.module_path(node) if is_call else "",
             between.get(node.name, tuple(part.path + source.name for source in node.all_input_nodes)),
             texts[number],
+            planned.ops if planned and planned.ops else (target_text(node),) if is_call else (),
+            str(planned.cls) if planned else "cast" if kind == "cast" else "",
+            precision,
+            reason,
+            planned.origin if planned else "",
+            _user_line(node) if is_call else "",
+            type_text(captured(node)) if is_call else "",
+            planned is None or planned.listed,
+            sum(map(size_of, own)),
+            forward_flops(node, planned.cls, planned.ops) if planned else 0,
+            *(_cast_of(node, held) if kind == "cast" else ()),
         )
+
+
+def _cast_of(node: Node, held: Collection[Node]) -> tuple[str, str, str, bool]:
+    """Return what a cast casts, whether that is a weight, to which dtype, and whether a frozen model keeps it."""
+    source: Any = node.args[0]
+    return shown_name(source), WEIGHT if source in held else ACTIVATION, SHORT[cast_dtype(node)], is_frozen(node)
 
 
 def _kind(node: Node, held: Collection[Node]) -> str:
@@ -252,21 +259,6 @@ def _operands(body: Node) -> list[Node]:
     leaves = [leaf for leaf in tree_leaves((caller.args, caller.kwargs)) if isinstance(leaf, Node)]
     last = max(i for i, leaf in enumerate(leaves) if leaf.op == "get_attr" and value(leaf) is None)
     return leaves[last + 1 :]
-
-
-def _cast_reports(part: Part, held: Collection[Node]) -> Iterator[CastReport]:
-    for number, node in enumerate(part.gm.graph.nodes):
-        if is_cast(node):
-            source: Any = node.args[0]
-            yield CastReport(
-                part.path + node.name,
-                f"{part.path}%{number}",
-                shown_name(source),
-                WEIGHT if source in held else ACTIVATION,
-                SHORT[cast_dtype(node)],
-                node.meta[CAST],
-                is_frozen(node),
-            )
 
 
 def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:

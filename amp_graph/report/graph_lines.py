@@ -41,7 +41,7 @@ def diff_lines(graph: GraphReport) -> Lines:
     lines: Lines = []
     for path in dict.fromkeys(node.path for node in graph.nodes):
         name = path.rstrip("/") or "graph"
-        before = [node.text for node in graph.captured if node.number.rpartition("%")[0] == path]
+        before = [node.text for node in graph.captured if node.path == path]
         after = _renumbered(before, [node for node in graph.nodes if node.path == path])
         found = difflib.unified_diff(before, after, f"{name} as captured", f"{name} as rewritten", lineterm="")
         lines += [(line, DIFF_STYLES.get(line[:1], "")) for line in found]

@@ -6,13 +6,13 @@ Before: ``scaler.get_scale()`` and ``scaler.skipped_steps.item()``, a copy to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.optim.master_weights import MASTER
 from amp_graph.report.collect_records import is_cast, parts_of
@@ -54,71 +54,45 @@ ADDED = ("casts", "held_bytes")
 
 
 def _of(source: Any) -> Iterator[tuple[str, Value]]:
-    if source is None:
-        return
-    for kind, read in READERS:
-        if isinstance(source, kind):
-            yield from read(source)
-            return
-    converted = conversion_of(source)
-    if converted is None:
+    scale, converted = _loss_scale_of(source), conversion_of(source) if isinstance(source, torch.nn.Module) else None
+    if isinstance(source, TrainStep):
+        copies = sum(t.numel() * t.element_size() for t in source.weight_copies())
+        yield from _held(source.model, [captured.rewritten for captured in source.captured], copies)
+        if source.grad_norm is not None:
+            yield "grad_norm", source.grad_norm
+    elif converted is not None:
+        parts = (converted.captured.frozen, converted.captured.replays)
+        kept = sum(part.bytes for part in parts if part is not None)
+        yield from _held(converted.model, [graph.rewritten for graph in converted.graphs], kept)
+    elif source is not None and not isinstance(source, (LossScale, MixedPrecisionOptimizer, torch.amp.GradScaler)):
         raise CaptureError(
             f"metrics: a {type(source).__name__} has none\n  legal: {LEGAL}\n"
             "  fix:   metrics(amp_graph.convert(model), scaler)"
         )
-    yield from _of_conversion(converted)
+    if isinstance(scale, LossScale):
+        state: Sequence[Value] = scale.state if scale.ready else scale.values()
+        yield from (("loss_scale", state[0]), ("skipped_steps", state[3]))
+        if scale.records.count:
+            yield "skipped_of_last_100", state[3] - scale.records.skipped_before(LATELY)
+    elif scale is not None:
+        yield "loss_scale", scale._init_scale if scale._scale is None else scale._scale  # torch's counts no skips
 
 
-def _of_conversion(found: Conversion) -> Iterator[tuple[str, Value]]:
-    yield "casts", sum(_casts(graph.rewritten) for graph in found.graphs)
-    copies = 0 if found.captured.frozen is None else found.captured.frozen.bytes
-    recorded = 0 if found.captured.replays is None else found.captured.replays.bytes
-    yield "held_bytes", copies + recorded + _bytes_of_masters(found.model)
+def _loss_scale_of(source: Any) -> LossScale | torch.amp.GradScaler | None:
+    """Return the loss scale of a source, or torch's own scaler; None if there is none, or it is disabled."""
+    scaler = source.scaler if isinstance(source, MixedPrecisionOptimizer) else source
+    if isinstance(scaler, torch.amp.GradScaler):
+        own = scaler._loss_scale if isinstance(scaler, GradScaler) else scaler
+        return own if scaler.is_enabled() else None
+    return source.loss_scale if isinstance(source, TrainStep) else source if isinstance(source, LossScale) else None
 
 
-def _of_step(step: TrainStep) -> Iterator[tuple[str, Value]]:
-    yield "casts", sum(_casts(captured.rewritten) for captured in step.captured)
-    copies = sum(t.numel() * t.element_size() for t in step.weight_copies())
-    yield "held_bytes", copies + _bytes_of_masters(step.model)
-    if step.grad_norm is not None:
-        yield "grad_norm", step.grad_norm
-    if step.loss_scale is not None:
-        yield from _of_loss_scale(step.loss_scale)
-
-
-def _of_loss_scale(scale: LossScale) -> Iterator[tuple[str, Value]]:
-    if scale.ready:
-        yield from (("loss_scale", scale.scale), ("skipped_steps", scale.state[3]))
-    else:
-        yield from (("loss_scale", scale.values()[0]), ("skipped_steps", scale.values()[3]))
-    if scale.records.count:
-        skipped = scale.state[3] if scale.ready else scale.values()[3]
-        yield "skipped_of_last_100", skipped - scale.records.skipped_before(LATELY)
-
-
-def _of_scaler(scaler: torch.amp.GradScaler) -> Iterator[tuple[str, Value]]:
-    """Read torch's own scaler, which counts no skipped steps."""
-    if scaler.is_enabled():
-        scale = scaler._scale
-        yield "loss_scale", scaler._init_scale if scale is None else scale
-
-
-READERS: tuple[tuple[type, Callable[[Any], Iterator[tuple[str, Value]]]], ...] = (
-    (TrainStep, _of_step),
-    (LossScale, _of_loss_scale),
-    (MixedPrecisionOptimizer, lambda optimizer: _of_loss_scale(optimizer.scaler._loss_scale)),
-    (GradScaler, lambda scaler: _of_loss_scale(scaler._loss_scale) if scaler.is_enabled() else iter(())),
-    (torch.amp.GradScaler, _of_scaler),
-)
-
-
-def _casts(rewritten: Rewritten) -> int:
-    return sum(is_cast(node) for part in parts_of(rewritten) for node in part.gm.graph.nodes)
-
-
-def _bytes_of_masters(model: torch.nn.Module) -> int:
+def _held(model: torch.nn.Module, graphs: Iterable[Rewritten], copies: int) -> Iterator[tuple[str, Value]]:
+    nodes = (node for graph in graphs for part in parts_of(graph) for node in part.gm.graph.nodes)
+    yield "casts", sum(map(is_cast, nodes))
     masters = (master for p in model.parameters() if (master := getattr(p, MASTER, None)) is not None)
-    return sum(m.full.numel() * m.full.element_size() for m in masters if m.full is not None)
+    held = sum(m.full.numel() * m.full.element_size() for m in masters if m.full is not None)
+    yield "held_bytes", copies + held
 
 
 def _on_host(found: dict[str, Value]) -> dict[str, float]:

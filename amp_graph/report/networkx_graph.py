@@ -42,13 +42,10 @@ def digraph(report: Report) -> networkx.DiGraph:
                 precision=node.precision, bytes=node.bytes, flops=node.flops,
                 **{"class": node.cls}, **{key: _legal(text) for key, text in texts.items()},
             )  # fmt: skip
-        casts = {cast.name: cast for cast in graph.casts}
         for node in graph.nodes:
+            cast = {"cast": node.to, "of": node.of, "reason": _legal(node.reason), "kept": node.kept}
             for place, source in enumerate(node.sources):
-                cast = casts.get(node.name) if place == 0 else None
-                told = (
-                    {"cast": cast.to, "of": cast.of, "reason": _legal(cast.reason), "kept": cast.kept} if cast else {}
-                )
+                told = cast if node.kind == "cast" and place == 0 else {}
                 made.add_edge(*(_legal(f"{graph.index}:{name}") for name in (source, node.name)), **told)
     return made
 

@@ -19,34 +19,22 @@ CALLS = ("operation", "cast", "part")  # kinds of nodes that call something
 
 
 @dataclass(frozen=True)
-class NodeReport:
-    """One node of a rewritten graph: what it calls, the precision it computes in, and why.
+class CapturedNode:
+    """One node of a graph.
 
     ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
-    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast",
-    "part" (of a result) or "output". ``call``: an input's name, else what the node calls. ``ops``: its ATen operations.
-    ``cls`` is the class that its list gives it, "cast" for an inserted cast, "" for what is not planned. ``precision``:
-    "low", "full" or "captured"; "" for an input. ``bytes``: what the node writes, 0 for a view; an input's size.
-    ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other operation. ``sources``: the
-    names of the nodes that it reads. ``text``: its line of the graph's text.
+    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast"
+    (as captured: a conversion of the user's own; as rewritten: an inserted one), "part" (of a result) or "output".
+    ``call``: an input's name, else what the node calls. ``sources``: the names of the nodes that it reads.
+    ``text``: its line of the graph's text.
     """
 
     name: str
     number: str
     kind: str
     call: str
-    ops: tuple[str, ...]
-    module: str
-    cls: str
-    precision: str
-    reason: str
-    origin: str
-    line: str
     type: str
-    captured_type: str
-    listed: bool
-    bytes: int
-    flops: int
+    module: str
     sources: tuple[str, ...]
     text: str
 
@@ -57,36 +45,29 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class CapturedNode:
-    """One node of a graph as captured.
+class NodeReport(CapturedNode):
+    """One node of a rewritten graph: what it calls, the precision it computes in, and why.
 
-    ``kind``: "input", "weight", "constant", "operation", "cast" (a conversion of the user's own) or "output".
-    ``sources``: the names of the nodes that it reads. Names and numbers are as in ``NodeReport``.
+    ``ops``: its ATen operations. ``cls`` is the class that its list gives it, "cast" for an inserted cast, "" for what
+    is not planned. ``precision``: "low", "full" or "captured"; "" for an input. ``bytes``: what the node writes, 0 for
+    a view; an input's size. ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other
+    operation. Of a cast: ``source``, the name of what it casts; ``of``: "weight" or "activation"; ``to``: its dtype;
+    ``kept``: whether a frozen model keeps its result.
     """
 
-    name: str
-    number: str
-    kind: str
-    call: str
-    type: str
-    module: str
-    sources: tuple[str, ...]
-    text: str
-
-
-@dataclass(frozen=True)
-class CastReport:
-    """One inserted cast: its kind of value ("weight" or "activation"), its dtype, and its reader.
-
-    ``kept``: its result is in the weight cache, until something writes to the weight.
-    """
-
-    name: str
-    number: str
-    source: str
-    of: str
-    to: str
+    ops: tuple[str, ...]
+    cls: str
+    precision: str
     reason: str
+    origin: str
+    line: str
+    captured_type: str
+    listed: bool
+    bytes: int
+    flops: int
+    source: str = ""
+    of: str = ""
+    to: str = ""
     kept: bool = False
 
 
@@ -119,7 +100,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One captured graph: its text before, its nodes and casts after, what the passes did, and why it ended.
+    """One captured graph: its text before, its nodes after, what the passes did, and why it ended.
 
     ``training`` is None where it is not known. ``symbolic``: whether its inputs have symbolic sizes. ``bytes``
     estimates the activations that the graph writes, by dtype; ``captured_bytes``: as captured; ``spared_bytes``: those
@@ -137,7 +118,6 @@ class GraphReport:
     dtype: str
     before: str
     nodes: tuple[NodeReport, ...]
-    casts: tuple[CastReport, ...]
     captured: tuple[CapturedNode, ...]
     changes: tuple[Note, ...]
     skips: tuple[Note, ...]
@@ -177,6 +157,11 @@ class GraphReport:
     def operations(self) -> tuple[NodeReport, ...]:
         """The planned operations: all nodes except inputs, casts and plumbing."""
         return tuple(n for n in self.nodes if n.cls not in ("cast", ""))
+
+    @property
+    def casts(self) -> tuple[NodeReport, ...]:
+        """The inserted casts."""
+        return tuple(n for n in self.nodes if n.kind == "cast")
 
     @property
     def removed(self) -> tuple[Note, ...]:

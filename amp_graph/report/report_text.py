@@ -119,7 +119,7 @@ def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
         "": "\n".join(filter(None, (ends, unplanned, *left_out))),
         **dict(zip(("speed", "fix"), predicted_lines(graph), strict=False)),
         "operations": _counts(graph.operations),
-        "error budget": _budget(graph),
+        "budget": _budget(graph),
         "casts": _casts(graph),
         "activations": _activations(graph),
         "in no list": "\n".join(_unlisted(graph.operations)),

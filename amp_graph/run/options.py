@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.native.output_file import why_unwritable
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 
@@ -102,16 +102,7 @@ def _writable(text: str | None) -> Path | None:
     if text is None:
         return None
     path = Path(os.path.abspath(text))
-    why = ""
-    if path.is_dir():
-        why = "it is a directory"
-    elif not path.parent.is_dir():
-        why = f"there is no directory {path.parent}"
-    else:
-        try:
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            why = error.strerror or str(error)
+    why = why_unwritable(path)
     if why:
         raise RunError(
             f"run: --report {text}: it cannot be written: {why}\n"

@@ -3,7 +3,8 @@
 Before: a float32 tensor. After: ``range_of([tensor])``; ranges of other batches and processes are added with ``+``.
 
 Elements of at most -1e30, and infinite ones and NaN, are counted as ``masked`` and are in no other number: attention
-masks hold them, and a cast clamps the finite ones to the range of its dtype (``within_range``).
+masks hold them. They stay fp32, or a cast clamps the finite ones to the range of its dtype (``within_range``), but for
+lists that reproduce ``torch.autocast``: of these ``amp_graph.locate`` finds masks that become infinite.
 """
 
 from __future__ import annotations

@@ -34,3 +34,13 @@ def write_or_refuse(path: Any, content: str | bytes, who: str, fix: str, kind: t
         if isinstance(refusal, OSError) and isinstance(error, OSError):
             refusal.errno, refusal.strerror = error.errno, error.strerror
         raise refusal from error
+
+
+def why_unwritable(path: str | os.PathLike[str]) -> str:
+    """Return why a file cannot be written, before there is something to write; "" if it can."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        return "it is a directory"
+    if not os.path.isdir(folder):
+        return f"there is no directory {folder}"
+    return "" if os.access(path if os.path.exists(path) else folder, os.W_OK) else "it is not writable"

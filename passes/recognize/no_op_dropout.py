@@ -1,7 +1,9 @@
 """Remove dropout that drops nothing.
 
 Before: ``linear(dropout(gelu(x), 0.1, training=False), w)``. After: ``linear(gelu(x), w)``: one call less, and passes
-that fuse or recompute activations see the linear as the reader of the GELU.
+that fuse or recompute activations see the linear as the reader of the GELU. Every graph needs it: the fake result of
+such a dropout is a clone (torch/_decomp/decompositions.py), so a write to the real one would not be seen as a write to
+its input.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from amp_graph.passes.torch_compat.storage import storage_key
 class RemoveNoOpDropout(Pass):
     """Replaces ``dropout(x, p, training)`` by ``x`` when ``training`` is False, or ``p`` is 0.
 
-    Law: torch itself returns the same tensor object then (aten/src/ATen/native/Dropout.cpp), so aliasing does not
-    change. An in-place dropout stays. Exactness: bit-exact.
+    Law: torch itself returns the same tensor object then (aten/src/ATen/native/Dropout.cpp). An in-place dropout stays.
+    Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "remove-no-op-dropout"

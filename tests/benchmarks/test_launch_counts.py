@@ -52,6 +52,7 @@ def test_no_number_of_a_small_model_grows(counts, name, policy):
     ("name", "word"),
     [
         ("tiny concat", "eliminate_casts"),
+        ("tiny gpt", "batch_weight_casts"),
         ("tiny cnn", "global_avg_pool_gradient"),
     ],
 )

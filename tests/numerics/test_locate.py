@@ -212,6 +212,37 @@ def test_an_infinity_that_a_mask_fills_in_is_no_fault():
     assert "# softmax" in whole.line
 
 
+class Attends(nn.Module):
+    """Attention with a mask whose first row sees nothing; ``way``: how the mask is added."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(8, 8)
+        self.register_buffer("mask", torch.zeros(4, 4))
+        self.mask[0] = torch.finfo(torch.float32).min
+
+    def forward(self, x):
+        q = self.layer(x)
+        if self.way == "called":
+            return nn.functional.scaled_dot_product_attention(q, q, q, self.mask)[:, 0]
+        mask = self.mask.half().clamp(min=-6e4) if self.way == "in the code" else self.mask
+        scores = q @ q.mT
+        return ((torch.add(scores, mask) if self.way == "in the code" else scores.add_(mask)).softmax(-1) @ q)[:, 0]
+
+
+@pytest.mark.parametrize("policy", ["fp16,lists=autocast_cpu", "bf16,lists=autocast_cuda", "fp16", "bf16,emulate=cuda"])
+@pytest.mark.parametrize("way", ["called", "in place", "in the code"])
+def test_a_mask_that_becomes_infinite_is_found_though_a_softmax_ends_it(way, policy):
+    batch = torch.randn(2, 4, 8), torch.tensor([0, 1])
+    found = amp_graph.locate(Attends(way), batch, cross_entropy, policy=policy, try_fix=True)
+    assert bool(found) == ("lists" in policy or way == "in the code"), found.text()
+    if way == "in the code":
+        assert "the code itself casts" in found.text()
+    elif found:
+        assert (found.kind, found.direction, found.in_fp32 > 3e38) == ("overflow", "forward", True)
+        assert "with it, loss and gradients are finite" in found.fix[0]
+
+
 def test_a_weight_that_is_too_large_is_named_with_its_reader():
     model, batch = made("mlp", "")
     with torch.no_grad():

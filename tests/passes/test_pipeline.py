@@ -76,17 +76,17 @@ class TestSelection(expecttest.TestCase):
 eager: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-norm conv-to-linear
   fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts fp32-norm-
   gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-pointwise-
-  conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy
-  recompute-activations lower-linears
-calls, training: cast-weights reuse-embedding-gradients
+  conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-entropy max-
+  pool-by-halves recompute-activations lower-linears
+calls, training: cast-weights batch-weight-casts reuse-embedding-gradients
 calls, inference: batch-weight-casts
 calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weights
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
 step: lower-weight-gradients logits-gradient-in-place row-gradients
-autocast's lists: identify-ops widen-halves decompose-composites plan-precision insert-casts eliminate-casts
-  share-casts fp32-norm-gradients""",
+autocast's lists: identify-ops widen-halves remove-no-op-dropout decompose-composites plan-precision insert-
+  casts eliminate-casts share-casts fp32-norm-gradients""",
         )
 
 
@@ -95,10 +95,8 @@ def test_compiled_graphs_go_without_what_a_compiler_does():
     only_eager, none = difference(Phase.CAPTURED, runs, {})
     assert none == []
     assert only_eager == [
-        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy",
-        
+        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy", "max-pool-by-halves",
         "recompute-activations", "lower-linears",
-        
     ]  # fmt: skip
     assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["lower-pointwise-conv", "fuse-batch-norm-relu"], [])
     assert difference(Phase.CAPTURED, dict(eager=True, in_step=True), runs) == ([], [])

@@ -68,4 +68,4 @@ def copies_of(report, count, **changes):
         for i in range(count)
         for n in graph.nodes
     )
-    return replace(report, graphs=(replace(graph, nodes=nodes, casts=(), captured=()),))
+    return replace(report, graphs=(replace(graph, nodes=nodes, captured=()),))

@@ -193,7 +193,7 @@ def test_graphml_stays_readable_whatever_a_name_or_a_line_holds(text):
                      precision="low", reason=text, origin=text, line=text, type="f32[2]", captured_type="f32[2]",
                      listed=True, bytes=8, flops=0, sources=(text,), text=text)  # fmt: skip
     told = SimpleNamespace(model=text, policy=text, dtype="bf16",
-                           graphs=(SimpleNamespace(index=0, nodes=(row,), casts=()),))  # fmt: skip
+                           graphs=(SimpleNamespace(index=0, nodes=(row,)),))  # fmt: skip
     made = digraph(told)
     again = nx.read_graphml(io.BytesIO(graphml(told).encode()))
     assert dict(again.nodes(data=True)) == dict(made.nodes(data=True))

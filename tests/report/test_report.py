@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -408,3 +409,11 @@ def test_long_module_paths_keep_their_end():
     assert row[3].startswith("...")
     assert row[3].endswith(".layers.*")
     assert len(row[3]) == CELL
+
+
+def test_the_docs_name_every_key_of_the_plain_value():
+    text = (Path(amp_graph.__file__).parents[1] / "docs" / "inspecting.md").read_text()
+    told = amp_graph.report(converted(Net(), torch.randn(4, 8))).to_dict()
+    (graph,) = told["graphs"]
+    keys = {*told, *told["summary"], *graph, *graph["nodes"][0], *graph["captured"][0]}
+    assert [key for key in keys if f"`{key}`" not in text] == []

@@ -1,40 +1,15 @@
 """``--policy fp16`` of ``amp-graph run``: losses are scaled behind the script's back, or its models stay as written."""
 
-import copyreg
-
 import pytest
 import torch
 from torch import nn
 
-from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.run import as_written, eligibility, loss_scaling, trained_models
-from amp_graph.run.module_calls import hear
-from amp_graph.run.options import RunOptions
-from amp_graph.run.step_times import StepTimes
-from amp_graph.run.trained_models import State, TrainedModels
+from amp_graph.capture.conversion import conversion_of
+from amp_graph.run import eligibility, loss_scaling, trained_models
+from amp_graph.run.trained_models import State
 from tests.run.test_trained_models import Net, lines, state_of
 
-
-@pytest.fixture
-def watch(monkeypatch):
-    """Return a function that starts to watch under fp16; all that it replaces is put back."""
-    monkeypatch.setattr(nn.Module, "__getstate__", nn.Module.__getstate__)
-    for place, names in as_written.ENTRIES:
-        for name in names:
-            if hasattr(place, name):
-                monkeypatch.setattr(place, name, getattr(place, name))
-    monkeypatch.setattr(as_written, "_models", type(as_written._models)())
-    ends = []
-
-    def start(**options):
-        models = TrainedModels(RunOptions.checked("fp16", **options), StepTimes(False), print)
-        ends.extend([hear(models), models.scaling.start(), models.times.end, models.stop])
-        return models
-
-    yield start
-    for end in ends:
-        end()
-    copyreg.dispatch_table.pop(Conversion, None)
+POLICY = "fp16"
 
 
 def made(model, kind=torch.optim.SGD, **options):

@@ -1,8 +1,6 @@
 """Which models ``amp-graph run`` converts, in this process: those that are called outermost and that are trained."""
 
-import copyreg
 import gc
-import multiprocessing.process
 import pickle
 import re
 import threading
@@ -14,13 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.run import as_written, eligibility
+from amp_graph.run import eligibility
 from amp_graph.run.call_site import site_of_call
 from amp_graph.run.exit_report import report_lines, write_reports
-from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
-from amp_graph.run.step_times import StepTimes
-from amp_graph.run.trained_models import State, TrainedModels
+from amp_graph.run.trained_models import State
 from amp_graph.run.worker_processes import Workers
 from tests.report.pages import Page
 
@@ -37,33 +33,14 @@ class Net(nn.Module):
         return self.head(self.encoder(x))
 
 
-@pytest.fixture
-def watch(monkeypatch):
-    """Return a function that starts to watch calls; all that is replaced in the process is put back."""
-    ends = []
-    monkeypatch.setattr(nn.Module, "__getstate__", nn.Module.__getstate__)
-    for place, names in as_written.ENTRIES:
-        for name in names:
-            if hasattr(place, name):
-                monkeypatch.setattr(place, name, getattr(place, name))
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", multiprocessing.process.BaseProcess.start)
-    monkeypatch.setattr(as_written, "_models", type(as_written._models)())
-
-    def start(**options):
-        models = TrainedModels(RunOptions.checked("bf16", **options), StepTimes(options.get("measure", False)), print)
-        ends.append((hear(models), models))
-        return models
-
-    yield start
-    for end, models in reversed(ends):
-        end()
-        models.stop()
-        models.times.end()
-    copyreg.dispatch_table.pop(Conversion, None)
-
-
 def step(*outputs):
     sum(out.square().mean() for out in outputs).backward()
+
+
+def train(call, x, times=3):
+    """Run ``times`` steps; ``call`` is a model, or returns its outputs."""
+    for _ in range(times):
+        step(call(x))
 
 
 def state_of(models, module):
@@ -135,8 +112,7 @@ def test_a_frozen_model_is_converted_once_it_is_trained(watch):
 
 def test_a_model_whose_forward_is_called_directly_is_converted_as_a_whole(watch):
     models, model, x = watch(), Net(), torch.randn(4, 8)
-    for _ in range(3):
-        step(model.forward(x))
+    train(model.forward, x)
     assert [m.ref() for m in models.seen] == [model]
     assert conversion_of(model) is not None
     assert conversion_of(model.head) is None
@@ -144,12 +120,10 @@ def test_a_model_whose_forward_is_called_directly_is_converted_as_a_whole(watch)
 
 def test_parts_that_are_called_alone_are_models(watch):
     models, model, x = watch(), Net(), torch.randn(4, 8)
-    for _ in range(3):
-        step(model.head(model.encoder(x)))
+    train(lambda x: model.head(model.encoder(x)), x)
     assert conversion_of(model.head) is not None
     assert conversion_of(model.encoder) is not None
-    for _ in range(3):
-        step(model(x))
+    train(model, x)
     assert conversion_of(model) is not None, "the outermost module is converted"
     assert conversion_of(model.head) is None
     step(model.encoder(x))
@@ -159,8 +133,7 @@ def test_parts_that_are_called_alone_are_models(watch):
 
 def test_a_report_whose_folder_is_gone_is_one_line(watch, tmp_path):
     models, model = watch(report=str(tmp_path / "report.html")), Net()
-    for _ in range(2):
-        step(model(torch.randn(4, 8)))
+    train(model, torch.randn(4, 8), 2)
     (told,) = write_reports(models, tmp_path / "gone" / "report.html")
     assert told == f"--report {tmp_path / 'gone' / 'report.html'}: not written: No such file or directory"
 
@@ -169,8 +142,7 @@ def test_parts_of_a_converted_model_are_not_reported(watch):
     models, model, x = watch(), Net(), torch.randn(4, 8)
     with torch.no_grad():
         model.encoder(x)
-    for _ in range(3):
-        step(model(x))
+    train(model, x)
     with torch.no_grad():
         model.head(torch.randn(4, 16))
     assert lines(models).count("\n") == 1
@@ -220,8 +192,7 @@ def test_a_checkpoint_inside_of_a_model_is_part_of_it(watch):
             return self.head(checkpoint(self.encoder, x, use_reentrant=False))
 
     models, model, x = watch(), Checkpointed(), torch.randn(4, 8)
-    for _ in range(3):
-        step(model(x))
+    train(model, x)
     assert [m.kind for m in models.seen] == ["Checkpointed"]
     assert conversion_of(model) is not None
 
@@ -240,8 +211,7 @@ def test_a_model_that_fsdp_shards_is_left(watch):
 
 def test_what_convert_refuses_is_left_with_its_reason(watch):
     models, model, x = watch(), Net().bfloat16(), torch.randn(4, 8, dtype=torch.bfloat16)
-    for _ in range(3):
-        step(model(x))
+    train(model, x)
     assert "level O1 trains parameters in fp32" in state_of(models, model)[1]
     assert lines(models).startswith("nothing was converted")
 
@@ -249,8 +219,7 @@ def test_what_convert_refuses_is_left_with_its_reason(watch):
 def test_only_chooses_modules_by_class_or_path(watch):
     models, model, x = watch(only="enc.*"), Net(), torch.randn(4, 8)
     other = nn.Sequential(nn.Linear(4, 4))
-    for _ in range(3):
-        step(other(model(x)))
+    train(lambda x: other(model(x)), x)
     assert conversion_of(model) is None
     assert conversion_of(model.encoder) is not None
     assert "none of its modules matches --only" in state_of(models, other)[1]
@@ -258,15 +227,13 @@ def test_only_chooses_modules_by_class_or_path(watch):
     step(model(x))
     models.stop()
     models, model = watch(only="Net"), Net()
-    for _ in range(2):
-        step(model(x))
+    train(model, x, 2)
     assert conversion_of(model) is not None
 
 
 def test_a_dry_run_converts_nothing_and_says_what_it_would(watch):
     models, model = watch(dry_run=True), Net()
-    for _ in range(3):
-        step(model(torch.randn(4, 8)))
+    train(model, torch.randn(4, 8), 3)
     assert conversion_of(model) is None
     assert lines(models).startswith("would convert 1 model")
 
@@ -302,8 +269,7 @@ def test_an_error_of_ours_does_not_stop_the_script(watch, monkeypatch):
     models, model, told = watch(), Net(), []
     models.note = told.append
     monkeypatch.setattr(models, "_convert", lambda model: 1 / 0)
-    for _ in range(4):
-        step(model(torch.randn(4, 8)))
+    train(model, torch.randn(4, 8), 4)
     assert conversion_of(model) is None
     assert [line.partition(":")[0] for line in told] == ["nothing more is converted, as amp-graph run itself failed"]
 
@@ -331,13 +297,11 @@ def test_a_copy_is_a_model_of_its_own(watch):
     import copy
 
     models, model, x = watch(), Net(), torch.randn(4, 8)
-    for _ in range(2):
-        step(model(x))
+    train(model, x, 2)
     copied = copy.deepcopy(model)
     assert conversion_of(model) is not None
     assert conversion_of(copied) is None, "a copy is as written, until it is trained"
-    for _ in range(2):
-        step(copied(x))
+    train(copied, x, 2)
     assert conversion_of(copied) is not None
     assert len(models.seen) == 2
 
@@ -347,8 +311,7 @@ def test_a_model_that_the_script_dropped_is_reported_and_not_kept(watch):
     import weakref
 
     models, model = watch(), Net()
-    for _ in range(3):
-        step(model(torch.randn(4, 8)))
+    train(model, torch.randn(4, 8), 3)
     ref = weakref.ref(model)
     del model
     gc.collect()
@@ -361,8 +324,7 @@ def test_a_model_that_the_script_dropped_is_reported_and_not_kept(watch):
 def test_a_converted_model_is_saved_and_exported_as_written(watch):
     models, model, x = watch(), nn.Sequential(Net(), nn.Linear(4, 4)), torch.randn(4, 8)
     plain = pickle.dumps(model)
-    for _ in range(2):
-        step(model(x))
+    train(model, x, 2)
     assert state_of(models, model)[0] is State.CONVERTED
     found = pickle.dumps(model)
     assert b"amp_graph" not in found.replace(Net.__module__.encode(), b"")
@@ -378,8 +340,7 @@ def test_a_converted_model_is_saved_and_exported_as_written(watch):
 def test_a_class_with_a_getstate_of_its_own_is_saved_as_written(watch):
     class_ = Stateful
     models, model, x = watch(), class_(), torch.randn(4, 8)
-    for _ in range(2):
-        step(model(x))
+    train(model, x, 2)
     assert state_of(models, model)[0] is State.CONVERTED
     found = pickle.dumps(model)
     assert b"amp_graph.capture" not in found

@@ -322,29 +322,39 @@ def test_a_parameter_is_in_one_group():
     run(model, optimizer, batches(1))
 
 
-def test_bad_input():
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda model, optimizer, x: optimizer.step(), "no gradients since the last step"),
+        (lambda model, optimizer, x: optimizer.step(lambda: None), "no gradients since the last step"),
+        (lambda model, optimizer, x: optimizer.backward(model(x)), r"the loss is a tensor of shape \(8, 3\)"),
+        (lambda model, optimizer, x: optimizer.backward(3.0), "the loss is a float"),
+        (lambda *given: amp_graph.MixedPrecisionOptimizer(given[0]), "expected an optimizer, got a Net"),
+        (lambda *given: amp_graph.MixedPrecisionOptimizer(given[1]), "got a MixedPrecisionOptimizer"),
+        *(
+            (
+                lambda *_, given=given: amp_graph.MixedPrecisionOptimizer(build()[1], **given),
+                "MixedPrecisionOptimizer: ",
+            )
+            for given in (
+                *({"loss_scale": -1}, {"loss_scale": True}, {"static_loss_scale": "dynamic?"}),
+                *({"dynamic_loss_scale": "x"}, {"loss_scale": "often"}),
+                *({"dynamic_loss_scale": True, "dynamic_loss_args": given} for given in (3, {"window": 1})),
+            )
+        ),
+    ],
+)
+def test_bad_input(call, told):
+    model, optimizer = converted()
+    before = saved(model)
+    with pytest.raises(ScaleError, match=rf"{told}(?s:.*)(fix|legal):"):
+        call(model, optimizer, next(batches(1))[0])
+    assert equal(before, saved(model))
+
+
+def test_bad_norms_and_states_and_a_loss_that_comes_too_late():
     model, optimizer = converted()
     (x, y), *_ = batches(1)
-    with pytest.raises(ScaleError, match="no gradients since the last step"):
-        optimizer.step()
-    with pytest.raises(ScaleError, match=r"the loss is a tensor of shape \(8, 3\)"):
-        optimizer.backward(model(x))
-    with pytest.raises(ScaleError, match="the loss is a float"):
-        optimizer.backward(3.0)
-    with pytest.raises(ScaleError, match="no gradients since the last step"):
-        optimizer.step(lambda: None)
-    with pytest.raises(ScaleError, match="expected an optimizer, got a Net"):
-        amp_graph.MixedPrecisionOptimizer(model)
-    with pytest.raises(ScaleError, match="expected an optimizer, got a MixedPrecisionOptimizer"):
-        amp_graph.MixedPrecisionOptimizer(optimizer)
-    with pytest.raises(ScaleError, match="loss_scale='often'"):
-        amp_graph.MixedPrecisionOptimizer(build()[1], loss_scale="often")
-    for options in (
-        *({"loss_scale": -1}, {"loss_scale": True}, {"static_loss_scale": "dynamic?"}, {"dynamic_loss_scale": "x"}),
-        *({"dynamic_loss_scale": True, "dynamic_loss_args": given} for given in (3, {"window": 1})),
-    ):
-        with pytest.raises(ScaleError, match=r"MixedPrecisionOptimizer: .*(?s:.*)fix:"):
-            amp_graph.MixedPrecisionOptimizer(build()[1], **options)
     optimizer.backward(F.cross_entropy(model(x), y))
     for wrong in (-1.0, 0, float("nan"), "1"):
         with pytest.raises(ScaleError, match=f"max_norm={wrong!r}"):
@@ -352,18 +362,16 @@ def test_bad_input():
     optimizer.clip_master_grads(1.0)
     with pytest.raises(ScaleError, match="after the gradients were unscaled"):
         optimizer.backward(F.cross_entropy(model(x), y))
-    before = saved(model)
-    for state in ({}, {**optimizer.state_dict(), "masters": [torch.ones(3)]}):
-        with pytest.raises(ScaleError, match="over the same model"):
+    before, whole = saved(model), optimizer.state_dict()
+    entries = ({"masters": None}, {"masters": [1, 2]}, {"optimizer": None}, {"optimizer": {}}, {"loss_scale": None})
+    told = [(state, "over the same model") for state in ({}, {**whole, "masters": [torch.ones(3)]})]
+    told += [
+        (state, r"MixedPrecisionOptimizer: (?s:.*)fix:") for state in (None, 5, *({**whole, **e} for e in entries))
+    ]
+    told.append(({**whole, "loss_scale": {**whole["loss_scale"], "scale": float("nan")}}, "nan"))
+    for state, match in told:
+        with pytest.raises(ScaleError, match=match):
             optimizer.load_state_dict(state)
-    wrong = ({"masters": None}, {"masters": [1, 2]}, {"optimizer": None}, {"optimizer": {}}, {"loss_scale": None})
-    for state in (None, 5, *({**optimizer.state_dict(), **entry} for entry in wrong)):
-        with pytest.raises(ScaleError, match=r"MixedPrecisionOptimizer: (?s:.*)fix:"):
-            optimizer.load_state_dict(state)
-    broken = optimizer.state_dict()
-    broken["loss_scale"]["scale"] = float("nan")
-    with pytest.raises(ScaleError, match="nan"):
-        optimizer.load_state_dict(broken)
     assert equal(before, saved(model))
 
 

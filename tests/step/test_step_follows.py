@@ -98,6 +98,11 @@ def stepped(model, optimizer, steps, policy, before=None, **options):
     return step, losses
 
 
+def at_step_2(change):
+    """Call ``change`` with model and optimizer before the third step."""
+    return lambda i, model, optimizer: change(model, optimizer) if i == 2 else None
+
+
 def compare(kind, make, policy, before=None, steps=5, parts=1, clip=None):
     """Assert that a TrainStep gives the parameters of the loop, bit for bit; return both models."""
     one, two = kind(), kind()
@@ -147,11 +152,7 @@ def new_in_both(model, optimizer):
 @pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
-    def before(i, model, optimizer):
-        if i == 2:
-            put(model, optimizer)
-
-    compare(mlp, sgd, policy, before)
+    compare(mlp, sgd, policy, at_step_2(put))
 
 
 def test_a_model_of_which_the_optimizer_has_nothing_any_more_is_refused():
@@ -272,19 +273,10 @@ def test_what_is_read_without_gradient_is_left_alone(make, policy):
     assert optimizer.state.get(model.a.weight)
 
 
+@pytest.mark.parametrize("frozen_at", [{1, 2}, {0, 1}], ids=["meanwhile", "at first"])
 @pytest.mark.parametrize("policy", ["bf16-O0", "bf16"])
-def test_freezing_and_unfreezing_between_steps(policy):
-    def before(i, model, optimizer):
-        for p in model[0].parameters():
-            p.requires_grad_(i not in (1, 2))
-
-    compare(mlp, decayed, policy, before)
-
-    def late(i, model, optimizer):
-        for p in model[0].parameters():
-            p.requires_grad_(i >= 2)
-
-    compare(mlp, decayed, policy, late)
+def test_freezing_and_unfreezing_between_steps(policy, frozen_at):
+    compare(mlp, decayed, policy, lambda i, model, optimizer: model[0].requires_grad_(i not in frozen_at))
 
 
 @pytest.mark.sampled(3)
@@ -346,10 +338,6 @@ def replace_moments_of_one(optimizer):
         optimizer.state[p][key] = torch.zeros_like(p)
 
 
-def fill_beta(optimizer):
-    optimizer.param_groups[0]["betas"][0].fill_(0.1)
-
-
 def with_momentum(parameters):
     return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
 
@@ -369,7 +357,7 @@ def with_tensor_betas(parameters):
     ],
 )
 def test_what_changes_in_the_optimizer_counts_from_the_next_step(make, change):
-    compare(mlp, make, "bf16", lambda i, model, optimizer: change(optimizer) if i == 2 else None)
+    compare(mlp, make, "bf16", at_step_2(lambda model, optimizer: change(optimizer)))
 
 
 def new_group(optimizer, lr):
@@ -428,10 +416,7 @@ def test_betas_that_are_tensors_may_be_filled():
     loop(one, o := with_tensor_betas(one.parameters()), 2, "bf16")
     stepped(two, p := with_tensor_betas(two.parameters()), 2, "bf16")
 
-    def filled(i, model, optimizer):
-        if i == 2:
-            fill_beta(optimizer)
-
+    filled = at_step_2(lambda model, optimizer: optimizer.param_groups[0]["betas"][0].fill_(0.1))
     for model, optimizer, run in ((one, o, loop), (two, p, stepped)):
         run(model, optimizer, 5, "bf16", filled)
     torch.testing.assert_close(parameters(two), parameters(one), rtol=1e-5, atol=1e-6)
@@ -567,22 +552,11 @@ def resized(model, optimizer):
         p.data, p.grad = getattr(new, name).data, None
 
 
-@pytest.mark.parametrize("policy", LEVELS)
-def test_data_of_another_shape(policy):
-    def before(i, model, optimizer):
-        if i == 2:
-            resized(model, optimizer)
-
-    compare(mlp, sgd, policy, before)
-
-
-@pytest.mark.parametrize("policy", LEVELS[:2])
-def test_data_of_another_shape_in_micro_batches(policy):
-    def before(i, model, optimizer):
-        if i == 2:
-            resized(model, optimizer)
-
-    compare(mlp, sgd, policy, before, parts=2, clip=0.2)
+@pytest.mark.parametrize(
+    ("policy", "more"), [*((p, {}) for p in LEVELS), *((p, {"parts": 2, "clip": 0.2}) for p in LEVELS[:2])]
+)
+def test_data_of_another_shape_and_in_micro_batches(policy, more):
+    compare(mlp, sgd, policy, at_step_2(resized), **more)
 
 
 LATER = {"growth_factor": 4.0, "growth_interval": 2, "backoff_factor": 0.25, "hysteresis": 2, "floor": 2.0}

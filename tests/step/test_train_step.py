@@ -17,6 +17,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.optim import torch_fused_update
 from amp_graph.scaling.loss_scale import LossScale
+from amp_graph.step import recapture_warning
 from amp_graph.step.step_arguments import refuse_several_devices
 
 INF, NAN = float("inf"), float("nan")
@@ -110,44 +111,74 @@ OPTIMIZERS = {
 }
 
 
+def beside_the_loop(policy, given, kind=Net, optimizer=torch.optim.AdamW, options=None, fused=True, loop=None, **step):
+    """Train by a step and by hand, and compare parameters and buffers; return the step, its losses and the loop's."""
+    model, ours = build(kind, optimizer, **(options or {}))
+    train = amp_graph.TrainStep(model, F.cross_entropy, ours, policy, **step)
+    torch.manual_seed(3)
+    losses = [train(x, y).item() for x, y in given]
+    other, theirs = build(kind, optimizer, **({"fused": True} if fused else {}), **(options or {}))
+    torch.manual_seed(3)
+    found = by_hand(other, theirs, policy, given, **(loop or {}))
+    assert same(parameters(model), parameters(other))
+    assert same(list(model.buffers()), list(other.buffers()))
+    assert all(p.grad is None for p in model.parameters())
+    return train, losses, found
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_100_steps_are_those_of_the_loop_by_hand(name, options, parts):
-    kind, given = OPTIMIZERS[name]
-    model, optimizer = build(optimizer=kind, **given)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=parts, **options)
-    losses = [step(x, y).item() for x, y in batches(100)]
-    other, theirs = build(optimizer=kind, fused=True, **given)
-    found = by_hand(other, theirs, "bf16", batches(100), clip=options.get("clip_norm"), parts=parts)
+def test_100_steps_are_those_of_the_loop_by_hand(name, clip, parts):
+    kind, options = OPTIMIZERS[name]
+    loop = {"clip": clip, "parts": parts}
+    given = list(batches(100))
+    _, losses, found = beside_the_loop(
+        "bf16", given, Net, kind, options, loop=loop, clip_norm=clip, micro_batches=parts
+    )
     assert parts > 1 or losses == found
-    assert same(parameters(model), parameters(other))
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "fp16"])
 def test_under_a_dynamic_loss_scale(policy):
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, loss_scale=LossScale(growth_interval=5))
-    for x, y in batches(40):
-        step(x, y)
-    other, theirs = build(fused=True)
     scaler = amp_graph.GradScaler("cpu", growth_interval=5)
-    by_hand(other, theirs, policy, batches(40), scaler=scaler)
-    assert same(parameters(model), parameters(other))
+    scale = LossScale(growth_interval=5)
+    step, *_ = beside_the_loop(policy, list(batches(40)), loop={"scaler": scaler}, loss_scale=scale)
     assert step.loss_scale.values() == scaler._loss_scale.values()
     assert scaler.get_scale() != 2.0**16
 
 
 def test_micro_batches_with_values_clipped():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4, clip_value=0.01)
-    for x, y in batches(30):
-        step(x, y)
-    other, theirs = build(fused=True)
-    by_hand(other, theirs, "bf16", batches(30), value=0.01, parts=4)
-    assert same(parameters(model), parameters(other))
+    loop = {"value": 0.01, "parts": 4}
+    beside_the_loop("bf16", list(batches(30)), loop=loop, micro_batches=4, clip_value=0.01)
+
+
+class Recurrent(nn.Module):
+    """Its kernel keeps what backward reads only where autograd records, which a traced step does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 16, 2, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x if x.ndim == 3 else x[:, None].expand(-1, 4, -1))[0][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "count"),
+    [
+        (lambda: Net(0.5), (8, 6), 5),  # which draws as by hand
+        (NormalizedTokens, (4, 5, 6), 10),
+        (Normalized, (4, 1, 6, 6), 10),
+        (Recurrent, (8, 5, 6), 10),
+    ],
+    ids=["dropout", "tokens", "buffers", "recurrent"],
+)
+def test_models_of_all_kinds_train_as_by_hand(kind, shape, count):
+    step, losses, found = beside_the_loop("bf16", list(batches(count, shape)), kind)
+    assert losses == found
+    assert kind is not Normalized or step.model.norm.num_batches_tracked == count
 
 
 def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
@@ -200,37 +231,6 @@ def test_a_restored_step_has_its_count_of_skipped_steps_before_it_runs():
     unscaled = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
     for count, wanted in ((step, 1), (restored, 1), (unscaled, 0)):
         assert (count.skipped_steps.dtype, count.skipped_steps.item()) == (torch.int32, wanted)
-
-
-def test_dropout_draws_as_it_does_by_hand():
-    model, optimizer = build(lambda: Net(0.5))
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    torch.manual_seed(3)
-    ours = [step(x, y).item() for x, y in batches(5)]
-    other, theirs = build(lambda: Net(0.5), fused=True)
-    torch.manual_seed(3)
-    assert ours == by_hand(other, theirs, "bf16", batches(5))
-
-
-def test_tokens_whose_layout_tracing_does_not_know():
-    model, optimizer = build(NormalizedTokens)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    losses = [step(x, y).item() for x, y in batches(10, (4, 5, 6))]
-    other, theirs = build(NormalizedTokens, fused=True)
-    assert losses == by_hand(other, theirs, "bf16", batches(10, (4, 5, 6)))
-    assert same(parameters(model), parameters(other))
-
-
-def test_buffers_are_written_and_what_is_unused_stays():
-    model, optimizer = build(Normalized)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    for x, y in batches(10, (4, 1, 6, 6)):
-        step(x, y)
-    other, theirs = build(Normalized, fused=True)
-    by_hand(other, theirs, "bf16", batches(10, (4, 1, 6, 6)))
-    assert same(parameters(model), parameters(other))
-    assert same(list(model.buffers()), list(other.buffers()))
-    assert model.norm.num_batches_tracked == 10
 
 
 def test_a_scheduler_needs_no_other_graph():
@@ -310,15 +310,6 @@ class TwoBiases(nn.Module):
 
     def forward(self, x):
         return self.weight(x) + (self.b1 + self.b2)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x[:, None].expand(-1, 4, -1))[0][:, -1])
 
 
 @pytest.mark.sampled(6)
@@ -450,26 +441,26 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (lambda i: (torch.ones(2, 6), 1 / (i + 1)), r"batch\[0\]\[1\] had 16 values(?s:.*)fix:   torch.tensor"),
-        (lambda i: (torch.ones(i + 2, 6), 1.0), r"batch\[0\]\[0\] came in 16 shapes(?s:.*)fix:   pad"),
+        (lambda i: (torch.ones(2, 6), 1 / (i + 1)), r"batch\[0\]\[1\] had 4 values(?s:.*)fix:   torch.tensor"),
+        (lambda i: (torch.ones(i + 2, 6), 1.0), r"batch\[0\]\[0\] came in 4 shapes(?s:.*)fix:   pad"),
         (lambda i: (torch.ones(2, 6), torch.tensor(1 / (i + 1))), ""),
     ],
     ids=["numbers", "shapes", "tensors"],
 )
-def test_what_has_a_step_of_several_ranks_captured_again_and_again_is_named(given, told):
-    torch.manual_seed(0)
+def test_what_has_a_step_of_several_ranks_captured_again_and_again_is_named(given, told, monkeypatch):
+    monkeypatch.setattr(recapture_warning, "WARNED_AT", 4)  # as few as show it: each capture takes its time
     model = Scaled(6, 3)
     step = amp_graph.TrainStep(model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     step._runs.learns = False
     step._runs.capture()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for i in range(18):
+        for i in range(6):
             step(given(i))
     said = [str(one.message) for one in caught if one.category is AmpGraphWarning]
     assert len(said) == bool(told)
     assert all(re.search(told, text) for text in said)
-    assert len(step.captured) == (18 if told else 1)
+    assert len(step.captured) == (6 if told else 1)
 
 
 def test_two_steps_of_one_optimizer_are_traced_once_each():
@@ -497,14 +488,8 @@ def test_other_shapes_and_eval_are_captured_anew():
 
 
 def test_an_optimizer_that_is_no_part_of_the_graph():
-    model, optimizer = build(optimizer=torch.optim.RMSprop)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
-    for x, y in batches(20):
-        step(x, y)
-    other, theirs = build(optimizer=torch.optim.RMSprop)
-    by_hand(other, theirs, "fp16", batches(20), scaler=amp_graph.GradScaler("cpu"))
-    assert same(parameters(model), parameters(other))
-    assert all(p.grad is None for p in model.parameters())
+    loop = {"scaler": amp_graph.GradScaler("cpu")}
+    beside_the_loop("fp16", list(batches(20)), optimizer=torch.optim.RMSprop, fused=False, loop=loop)
 
 
 # -- bad steps ----------------------------------------------------------------------------------------
@@ -816,26 +801,6 @@ def test_checkpoints_that_draw_stay_as_they_are():
     assert step.graph_text().count("aten.native_layer_norm.default") == 1
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(6, 16, 2, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0][:, -1])
-
-
-def test_a_recurrent_network():
-    """Its kernel keeps what backward reads only where autograd records, which a traced step does not."""
-    model, optimizer = build(Recurrent)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    other, theirs = build(Recurrent, fused=True)
-    given = list(batches(10, (8, 5, 6)))
-    losses = [step(x, y).item() for x, y in given]
-    assert losses == by_hand(other, theirs, "bf16", given)
-    assert same(parameters(model), parameters(other))
-
-
 class Diverges(Net):
     def forward(self, x):
         out = self.first(x)
@@ -857,64 +822,55 @@ def test_gradients_that_stay_infinite_at_the_floor_are_named(at_floor):
     assert same(before, parameters(model))
 
 
-def test_sparse_gradients_are_refused_by_name():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(10, 6, sparse=True), nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.head(self.embed(x))
-
-    model, optimizer = build(Sparse, torch.optim.SGD)
-    before = parameters(model)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    with pytest.raises(CaptureError, match=r"gradient of embed.weight is sparse"):
-        step(torch.arange(8), torch.zeros(8, dtype=torch.long))
-    assert same(before, parameters(model))
-
-
 def test_parameters_on_several_devices_are_refused():
     with pytest.raises(CaptureError, match="several devices: cpu, meta"):
         refuse_several_devices([torch.ones(1), torch.ones(1, device="meta")])
 
 
-def test_a_graph_break_names_the_line():
-    class Prints(Net):
-        def forward(self, x):
-            out = self.first(x)
-            print(float(out.sum()))
-            return out
-
-    model, optimizer = build(Prints)
-    with pytest.raises(CaptureError, match=r"test_train_step\.py") as caught:
-        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
-    assert "print(float(out.sum()))" in str(caught.value)
-    assert "GradScaler" in str(caught.value)
+class Prints(Net):
+    def forward(self, x):
+        out = self.first(x)
+        print(float(out.sum()))
+        return out
 
 
-def test_a_size_that_data_decides_is_refused_by_line():
-    class Averages(Net):
-        def forward(self, x):
-            out = self.first(x)
-            return out / 2 if 1.0 / out.argmax().item() > 0.1 else out
-
-    model, optimizer = build(Averages)
-    with pytest.raises(CaptureError, match=r"(?s)not one graph.*out\.argmax\(\)\.item\(\).*fix:"):
-        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
+class Averages(Net):
+    def forward(self, x):
+        out = self.first(x)
+        return out / 2 if 1.0 / out.argmax().item() > 0.1 else out
 
 
-def test_a_size_that_data_decides_is_refused_as_a_break_is():
+class Global(Net):
     """Dynamo has another error for a branch on such a size: is any token of Longformer's a global one?"""
 
-    class Global(Net):
-        def forward(self, x):
-            chosen = x[x.sum(1) > 0]
-            return self.first(x) * 2 if chosen.shape[0] == 1 else self.first(x)
+    def forward(self, x):
+        chosen = x[x.sum(1) > 0]
+        return self.first(x) * 2 if chosen.shape[0] == 1 else self.first(x)
 
-    model, optimizer = build(Global)
-    with pytest.raises(CaptureError, match=r"Global and its loss are not one graph(?s:.*)fix:"):
-        amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")(*next(batches(1)))
+
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 6, sparse=True)
+
+    def forward(self, x):
+        return super().forward(self.embed(x[:, 0].abs().long()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Prints, r"(?s)test_train_step\.py.*print\(float\(out\.sum\(\)\)\).*GradScaler"),
+        (Averages, r"(?s)not one graph.*out\.argmax\(\)\.item\(\).*fix:"),
+        (Global, r"Global and its loss are not one graph(?s:.*)fix:"),
+        (Sparse, r"gradient of embed.weight is sparse"),
+    ],
+)
+def test_what_is_not_one_graph_is_refused_by_line_and_sparse_gradients_by_name(kind, told):
+    model, optimizer = build(kind, torch.optim.SGD)
+    before = parameters(model)
+    refused(told, model, F.cross_entropy, optimizer, "bf16")
+    assert same(before, parameters(model))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

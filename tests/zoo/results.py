@@ -15,8 +15,6 @@ from amp_graph.passes.native.atomic_files import write_atomically
 
 FORMAT = 1
 WORDS = ("bf16", "fp16")
-HIGH = 1.5  # a ratio above has its cause in the table
-CAUSES = Path(__file__).with_name("causes.json")
 
 
 class Results:

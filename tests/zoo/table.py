@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WORDS = ("bf16", "fp16")
+from tests.zoo.results import WORDS
+
 HIGH = 1.5  # a ratio above has its cause in the table
 CAUSES = Path(__file__).with_name("causes.json")  # {"timm/x bf16": "why"}, found by amp_graph.compare or by hand
 Models = dict[str, dict[str, Any]]

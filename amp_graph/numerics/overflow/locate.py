@@ -142,7 +142,7 @@ def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:
         found.append(f"policy {str(works)!r}, which keeps it in fp32: with it, loss and gradients are finite")
     elif kept is not None and not try_fix:
         found.append(f"policy {str(kept)!r}, which keeps it in fp32")
-    if event.dtype is torch.float16:
+    if event.dtype is torch.float16 and not (event.in_fp32 or 0.0) > torch.finfo(torch.bfloat16).max:
         found.append(f"policy {str(_in_bf16(task.policy))!r}: bf16 ends where fp32 does")
     return found
 

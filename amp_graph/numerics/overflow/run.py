@@ -87,6 +87,9 @@ def for_other_outputs(task: Task) -> Task:
     return replace(task, outputs_gradients=[*map(mean, task.outputs_gradients)])
 
 
+MASKED = "a softmax, whose rows that see nothing are others than in fp32"
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to compute a batch: what computes it under ``watch``, and how its places are told."""
@@ -113,6 +116,9 @@ def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
                 found.bad.setdefault(name, origins)
             if found.bad:
                 break
+        lost = [e.number for e in own.watch.events if e.is_lost_in_cast]
+        if lost and not found.bad:
+            found.bad[MASKED] = frozenset(lost)
     found.events = [replace(e, place=own.place(e.place, e.source, e.backward), source=None) for e in own.watch.events]
     return found
 

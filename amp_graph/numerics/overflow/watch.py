@@ -61,6 +61,12 @@ class Event:
     name: str = ""
     source: Any = None
 
+    @property
+    def is_lost_in_cast(self) -> bool:
+        """Whether finite numbers, such as those of a mask, became infinite in the forward since a cast rounded them."""
+        is_cast = any(f".{name}." in self.operator for name in CASTS)
+        return is_cast and not self.backward and self.in_fp32 is not None and math.isfinite(self.in_fp32)
+
 
 def largest(tensor: Tensor) -> float:
     """Return the largest magnitude in ``tensor``, inf or NaN if it has such; 0.0 for what holds no such numbers."""

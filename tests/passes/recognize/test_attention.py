@@ -17,6 +17,7 @@ from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
+from tests.passes.graphs import Function
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 LENGTH, WIDTH, HEADS = 12, 32, 4
@@ -538,3 +539,24 @@ def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(agai
     assert again or len({n.kwargs["attn_mask"] for n in calls}) == 1
     for p, q in zip(model.parameters(), wide.parameters(), strict=True):
         assert q.grad is None or (p.grad - q.grad).norm() <= 0.05 * q.grad.norm()
+
+
+WRITTEN = {
+    "matmul": lambda q, k, v: (q @ k.mT * 0.125).softmax(-1) @ v,
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhij,bhjd->bhid", (torch.einsum("bhid,bhjd->bhij", q, k) * 0.125).softmax(-1), v
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "word"), [("matmul", "fuse_attention"), ("einsum", "einsum_to_matmul")])
+def test_what_stays_written_out_has_1_9_times_the_error(name, word):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 128, 64).bfloat16().float()
+    exact = WRITTEN["matmul"](q.double(), k.double(), v.double())
+    found = [
+        amp_graph.convert(Function(lambda s, *given: WRITTEN[name](*given)), policy)(q, k, v).detach()
+        for policy in ("bf16", f"bf16,skip={word}")
+    ]
+    ours, theirs = (errors([one], [exact])[0] for one in found)
+    assert theirs > 1.8 * ours

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.passes.base import PassResult
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
-from tests.passes.graphs import capture, capture_function, differences, run_step, standard_passes, with_and_without
+from tests.passes.graphs import Function, capture_function, differences, run_step, with_and_without
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -60,7 +61,41 @@ def test_what_is_read_through_it_is_computed_again():
     assert "gelu_computed_again" in amp_graph.report(model).graphs[-1].text
 
 
-def test_a_switch_keeps_it():
-    model = capture(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)).eval(), X)
-    texts = [model.through(standard_passes("bf16" + skip))[0].code for skip in ("", ",skip=remove_no_op_dropout")]
-    assert ["dropout" in text for text in texts] == [False, True]
+THROUGH = {
+    "in evaluation": (lambda h: F.dropout(h, 0.1, False).mul_(2), lambda h: h.mul_(2)),
+    "of nothing": (lambda h: F.dropout(h, 0.0, True).add_(1), lambda h: h.add_(1)),
+    "torch's, then a view": (
+        lambda h: torch.dropout(h, 0.1, False).view(-1)[9:].zero_(),
+        lambda h: h.view(-1)[9:].zero_(),
+    ),
+    "twice": (lambda h: F.dropout(F.dropout(h, 0.1, False), 0.3, False).neg_(), lambda h: h.neg_()),
+}
+
+
+def read_twice(write, policy="bf16"):
+    """Return what reads a product in fp32, before and after a write to it."""
+
+    def function(s, x):
+        h = x @ s.w
+        before = h.exp()
+        written = write(h)
+        return before, h.exp(), written
+
+    torch.manual_seed(0)
+    model = Function(function, w=torch.randn(64, 64) / 8)
+    with torch.no_grad():
+        return amp_graph.convert(model, policy, strict=True)(torch.randn(16, 64))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16,lists=autocast_cpu", "bf16,accuracy=fast"])
+@pytest.mark.parametrize("name", THROUGH)
+def test_a_write_through_it_is_a_write_to_its_input(name, policy):
+    through, directly = THROUGH[name]
+    found, expected = read_twice(through, policy), read_twice(directly, policy)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_without_the_pass_a_stale_cast_is_read(monkeypatch):
+    monkeypatch.setattr(RemoveNoOpDropout, "run", lambda self, gm: PassResult(gm))
+    through, directly = THROUGH["in evaluation"]
+    assert (read_twice(through)[1] - read_twice(directly)[1]).abs().max() > 0.5

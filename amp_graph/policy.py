@@ -101,14 +101,6 @@ class Policy:
         "true",
         "false",
     )
-    escaped: str = word(
-        "",
-        "how code runs that [escapes capture](internals/capture.md#code-that-escapes-capture). The default is "
-        "`autocast`, and `fp32` if the policy has something that autocast does not know: lists in files, `deny=`, "
-        "`opaque=`, `calibration=`, `keep_ops=`, `emulate=`",
-        "autocast",
-        "fp32",
-    )
     replay: str = word(
         "false",
         "whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed; `auto`: where "
@@ -181,19 +173,17 @@ class Policy:
         """The error budget if ``accuracy`` is a number, else None."""
         return None if isinstance(self.accuracy, str) else self.accuracy
 
-    def runs_escaped(self, device: str) -> str:
-        """Return how code that escapes capture runs on ``device``: ``escaped``, or its default."""
-        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate)
-        own = own or any(name.endswith(".toml") for name in self.lists)
-        return self.escaped or ("fp32" if own or not self._pays_by_rates(device) else "autocast")
+    def runs_under_autocast(self, device: str) -> bool:
+        """Say whether what has no plan runs under ``torch.autocast`` on ``device``: where that pays, by rates.
 
-    def _pays_by_rates(self, device: str) -> bool:
-        """Say whether code whose time nobody predicts is to run in low precision: by rates, if the policy asks."""
-        if self.leaves == "false":
-            return True
+        In fp32 with rules that autocast does not know.
+        """
+        own = self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate or self.keep_fp32
+        if own or self.level == "O0" or any(name.endswith(".toml") for name in self.lists):
+            return False
+        planned_for = "cpu" if self._planned_for(device) == "cpu" else "cuda"
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
-        planned_for = self._planned_for(device)
-        return is_faster_in(machine_for(planned_for if planned_for == "cpu" else "cuda"), dtype)
+        return self.leaves == "false" or is_faster_in(machine_for(planned_for), dtype)
 
     @property
     def replays(self) -> str:

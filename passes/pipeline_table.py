@@ -143,7 +143,7 @@ TABLE = checked((
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, CALLS, needs=(FROZEN,),
         skippable=False),
     Row(CastWeights, WEIGHTS, BIT_EXACT, CALLS, CPU, (TRAINING,),
-        worth="part of insert-casts: a weight is cast once a forward, in the layout that its reader takes"),
+        worth="not measured: AMX"),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, CALLS, CUDA, after=("freeze-weights",),
         worth="not measured: CUDA"),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, (*CALLS, *COMPILED), CPU, TRAINS),
@@ -157,6 +157,5 @@ TABLE = checked((
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
         worth="not measured: AMX"),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
-    Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS,
-        worth="time without it 1.41 and peak memory 3.66 (gpt, TrainStep), 1.25 and 2.83 (bert_sdpa, TrainStep)"),
+    Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS),
 ))  # fmt: skip

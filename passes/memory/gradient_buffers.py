@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.native.cast_kernel import clear
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
@@ -55,7 +54,7 @@ class Pool:
         for _ in range(len(kept)):
             found = kept.pop(0) if kept else None  # no other thread finds it now
             if found is not None and is_free(found):
-                own = clear(found)
+                own = found.zero_()
                 break
             kept += [] if found is None else [found]
         own = torch.zeros(shape) if own is None else own

@@ -335,3 +335,81 @@ def test_the_first_model_of_a_process_writes_its_weights_in_its_forward():
         **dict.fromkeys(FORWARDS, "0"),
         "control": "1",
     }, done.stderr[-4000:]
+
+
+# -- without fp32 weights ---------------------------------------------------------------------------------
+
+
+def held_bytes(model):
+    kept = conversion_of(model).captured.frozen
+    weights = sum(p.nbytes for p in model.parameters())
+    return weights + (0 if kept is None else kept.bytes)
+
+
+def freed():
+    return amp_graph.freeze(built(), keep_fp32_weights=False)
+
+
+def test_freed_weights_save_memory_and_give_what_kept_ones_give():
+    kept, model = amp_graph.freeze(built()), freed()
+    wanted, found = run(kept), run(model)
+    assert (found - wanted).abs().max() < 0.01 * wanted.abs().max()
+    assert torch.equal(run(model), found)
+    full = sum(p.nbytes for p in kept.parameters())
+    assert held_bytes(model) <= held_bytes(kept) - 0.49 * full
+    assert model.norm.weight.dtype is torch.float32
+    names = [name for name, p in model.named_parameters() if p.dtype is torch.float32]
+    assert all(name.startswith("norm") for name in names), names
+
+
+LOADED = {
+    "state_dict": lambda model: (model.load_state_dict(model.state_dict()), model)[1],
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "to": lambda model: model.to("cpu"),
+    "freeze again": lambda model: amp_graph.freeze(model, keep_fp32_weights=False),
+}
+
+
+@pytest.mark.parametrize("way", LOADED)
+def test_a_freed_model_is_saved_copied_and_moved(way):
+    model = freed()
+    wanted = run(model)
+    assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
+    found = LOADED[way](model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpGraphWarning)  # of weights that are loaded
+        assert torch.equal(run(found), wanted)
+    with pytest.raises(CaptureError, match="computes no gradients"):
+        found(X)
+
+
+@pytest.mark.parametrize("write", ["a checkpoint", "a merge"])
+def test_what_is_written_to_freed_weights_is_read(write):
+    model, other = freed(), Net().eval()
+    run(model)
+    if write == "a checkpoint":
+        model.load_state_dict(other.state_dict())
+    else:
+        with torch.no_grad():
+            model.last.weight += 1.0
+        other.load_state_dict(model.state_dict())
+    exact = other(X).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AmpGraphWarning)
+        assert (run(model) - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_a_freed_model_thaws_with_a_warning_and_one_that_may_train_keeps_its_weights():
+    model = freed()
+    with pytest.warns(AmpGraphWarning, match=r"freed: it trains at level O2 from rounded ones\n.*revert"):
+        amp_graph.thaw(model)
+    model.train()(X).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model = built().train()
+    with pytest.raises(CaptureError, match="is in training mode"):
+        amp_graph.freeze(model, keep_fp32_weights=False)
+    assert model.last.weight.dtype is torch.float32
+    trained = amp_graph.convert(Net().train(), "bf16-O2").eval()
+    with pytest.raises(CaptureError, match="has fp32 masters"):
+        amp_graph.freeze(trained, keep_fp32_weights=False)

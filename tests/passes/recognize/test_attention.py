@@ -12,8 +12,9 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention import attention_kernel, dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
+from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
 from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
 from tests.passes.graphs import Function
@@ -24,9 +25,9 @@ LENGTH, WIDTH, HEADS = 12, 32, 4
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(thresholds, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(attention_args, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(attention_args, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(fuse_cross_entropy, "multiplies_bf16", lambda: True)
 
 
 SEEN = torch.ones(LENGTH, LENGTH).tril().bool()

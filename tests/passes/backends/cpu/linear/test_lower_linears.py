@@ -15,13 +15,10 @@ from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, li
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import (
-    bias_in_trained_linear_is_profitable,
-    small_linear_is_profitable,
-)
+from amp_graph.passes.native import gemm_thresholds
+from amp_graph.passes.native.gemm_thresholds import bias_in_trained_linear_is_profitable, small_linear_is_profitable
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
-from tests.passes.graphs import BF16, capture_function, passes_until
+from tests.passes.graphs import BF16, capture_function, options, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -140,7 +137,7 @@ def test_transforms_and_modes_get_torchs_own():
 
 def through(function, *inputs, **state):
     gm, _ = capture_function(function, *inputs, **state).through(passes_until(Fp32NormGradients))
-    (done,) = run_passes(gm, [LowerLinears()], checked=True)
+    (done,) = run_passes(gm, [LowerLinears(options())], checked=True)
     return gm, done.result
 
 

@@ -405,7 +405,6 @@ def test_images_of_one_channel_become_channels_last_behind_their_first_convoluti
 
 def test_gradients_lie_as_their_weights():
     """A contiguous weight, and one that was channels_last before."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 160, 3, padding=1, bias=False))
     model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)
     amp_graph.convert(model, "bf16")

@@ -334,7 +334,6 @@ def test_formulas_become_the_call_and_are_as_exact(name):
 
 def test_heads_that_were_folded_for_the_products_are_no_longer_copied():
     """The reshapes copy, because the heads lie behind each other only within a position."""
-    torch.manual_seed(0)
     model = amp_graph.convert(Model(bart), "bf16")
     model(torch.randn(2, LENGTH, WIDTH))
     (graph,) = conversion_of(model).graphs
@@ -400,7 +399,6 @@ def test_without_the_kernel_the_formula_stays():
 
 
 def test_lengths_that_change_are_captured_once_more_and_no_oftener():
-    torch.manual_seed(0)
     model = amp_graph.convert(InParts())
     for length in (12, 20, 28, 36, 40):
         x = torch.randn(2, length, WIDTH)
@@ -527,7 +525,6 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
-    torch.manual_seed(0)
     model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
     wide = copy.deepcopy(model).double()
     wide(x.double()).square().sum().backward()
@@ -551,7 +548,6 @@ WRITTEN = {
 
 @pytest.mark.parametrize(("name", "word"), [("matmul", "fuse_attention"), ("einsum", "einsum_to_matmul")])
 def test_what_stays_written_out_has_1_9_times_the_error(name, word):
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 128, 64).bfloat16().float()
     exact = WRITTEN["matmul"](q.double(), k.double(), v.double())
     found = [

@@ -141,7 +141,6 @@ def test_without_the_pass_the_steps_are_taken_apart():
 
 def test_dropout_between_the_layers_is_drawn():
     """Torch's decomposition, which a compiler takes layers apart by, leaves it out."""
-    torch.manual_seed(0)
     model = Net(nn.LSTM, dropout=0.5)
     graphs = []
     wanted, got = copy.deepcopy(model), amp_graph.convert(model, "bf16", compile=watching(graphs))
@@ -192,7 +191,6 @@ def test_our_backend_keeps_them_whole_as_well():
 
 
 def test_gradients_of_gradients():
-    torch.manual_seed(0)
     model, x = nn.GRU(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
 
     def whole(x, *params):
@@ -319,7 +317,6 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
 @pytest.mark.onednn
 def test_a_layer_without_biases_and_of_another_width_trains():
     """What stands for absent biases has the shape of the weights."""
-    torch.manual_seed(0)
     model = Net(nn.LSTM, bias=False)
     model.layers = nn.LSTM(12, 8, 2, batch_first=True, bias=False)
     x = torch.randn(2, 20, 12)

@@ -394,7 +394,6 @@ class Net(nn.Module):
 @pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_trains_as_the_loop(compile):
-    torch.manual_seed(0)
     base, x = Net(), torch.randn(24, 32)
     losses = {}
     for policy in ("bf16", "bf16,skip=lower_weight_gradients"):
@@ -419,7 +418,6 @@ def test_a_step_trains_as_the_loop(compile):
 @pytest.mark.usefixtures("it_is_always_profitable")
 def test_a_converted_model_casts_no_gradient_of_a_weight():
     """In an update's first and later backwards; only the two biases are cast, which are small."""
-    torch.manual_seed(0)
     model = amp_graph.convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 600)), "bf16")
     x = torch.randn(20, 256)
     model(x)
@@ -472,7 +470,6 @@ def profiled():
 
 @pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")
 def test_a_step_leaves_no_thread_idle():
-    torch.manual_seed(0)
     model, x = Net(), torch.randn(24, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16")

@@ -244,7 +244,6 @@ X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
 
 
 def test_errors_are_those_of_torchs_products():
-    torch.manual_seed(0)
     base = Net()
     exact = copy.deepcopy(base).double()
     exact(X.double()).square().mean().backward()
@@ -262,7 +261,6 @@ def test_errors_are_those_of_torchs_products():
 
 
 def test_a_step_has_the_bits_of_the_loop():
-    torch.manual_seed(0)
     base = Net()
     loop, whole = amp_graph.convert(copy.deepcopy(base), "bf16"), copy.deepcopy(base)
     optimizer = torch.optim.SGD(loop.parameters(), lr=0.1, momentum=0.9)
@@ -392,7 +390,6 @@ def test_results_of_many_rows_may_be_written_in_place(edit):
 @pytest.mark.usefixtures("many_are_few")
 @pytest.mark.parametrize("more", ["", ",recompute=all"])
 def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
-    torch.manual_seed(0)
     base, found = Net(), []
     for policy in ("bf16" + more, "bf16,skip=lower_linears" + more):
         loop = amp_graph.convert(copy.deepcopy(base), policy)

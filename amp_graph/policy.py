@@ -26,7 +26,6 @@ from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
     BOOLEAN_WORDS,
     DTYPES,
-    ESCAPED,
     LEVELS,
     PLANNERS,
     RECOMPUTED,
@@ -73,9 +72,6 @@ class Policy:
     empty: "mincut". Lists that reproduce torch.autocast always use "paint".
     skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
     matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
-    escaped: code that escapes capture runs under torch.autocast ("autocast") or in "fp32"; empty: "autocast", but
-    "fp32" if the policy has what autocast cannot express (lists in files, ``deny``, ``opaque``, ``calibration``,
-    ``keep_ops`` or ``emulate``), or has to stay in fp32 where that is faster, on a device without low arithmetic.
     widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
     them again. Frozen ones stay as they are.
     replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
@@ -108,7 +104,6 @@ class Policy:
     recompute: str = ""
     planner: str = ""
     skip_unprofitable: str = ""
-    escaped: str = ""
     replay: str = ""
     widen: bool = False
     calibration: str = ""
@@ -128,7 +123,6 @@ class Policy:
         check("planner", self.planner, ("", *PLANNERS))
         self._word_booleans()
         check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
-        check("escaped", self.escaped, ("", *ESCAPED))
         check("replay", self.replay, ("", *REPLAY))
         check_path(self.calibration)
         self._check_emulate()
@@ -175,19 +169,17 @@ class Policy:
         """How much backward recomputes: ``recompute``, or its default."""
         return self.recompute or ("most" if self.accuracy == "fast" else "some")
 
-    def runs_escaped(self, device: str) -> str:
-        """Return how code that escapes capture runs on ``device``: ``escaped``, or its default."""
-        own = bool(self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate)
-        own = own or any(name.endswith(".toml") for name in self.lists)
-        return self.escaped or ("fp32" if own or not self._pays_by_rates(device) else "autocast")
+    def runs_under_autocast(self, device: str) -> bool:
+        """Say whether what has no plan runs under ``torch.autocast`` on ``device``: where that pays, by rates.
 
-    def _pays_by_rates(self, device: str) -> bool:
-        """Say whether code whose time nobody predicts is to run in low precision: by rates, if the policy asks."""
-        if self.leaves == "false":
-            return True
+        In fp32 with rules that autocast does not know.
+        """
+        own = self.deny or self.opaque or self.calibration or self.keep_ops or self.emulate or self.keep_fp32
+        if own or self.level == "O0" or any(name.endswith(".toml") for name in self.lists):
+            return False
+        planned_for = "cpu" if self._planned_for(device) == "cpu" else "cuda"
         dtype = str(self.torch_dtype(device)).removeprefix("torch.")
-        planned_for = self._planned_for(device)
-        return is_faster_in(machine_for(planned_for if planned_for == "cpu" else "cuda"), dtype)
+        return self.leaves == "false" or is_faster_in(machine_for(planned_for), dtype)
 
     @property
     def replays(self) -> str:

@@ -26,7 +26,6 @@ PLANNERS = ("paint", "mincut")
 BOOLEAN_WORDS = ("skip_unprofitable", "replay")  # fields of words: also True and False
 REPLAY = ("auto", "true", "false")
 UNPROFITABLE = ("graphs", "true", "false")
-ESCAPED = ("autocast", "fp32")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 

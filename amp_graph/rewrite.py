@@ -19,7 +19,6 @@ from amp_graph.graph_log import LOG, log_graph, warn_of_full_precision
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass
-from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
 from amp_graph.passes.graph.bodies import bodies_of
@@ -31,11 +30,9 @@ from amp_graph.passes.graph.meta_keys import (
     CAPTURED,
     CAST,
     CLASSIFIED,
-    GIVEN,
     IDENTITY,
     LEFT_ALONE,
     MARK,
-    PIECE,
     UNCALIBRATED,
     UNPLANNED,
 )
@@ -161,8 +158,7 @@ def rewrite_in_place(
     ``measured``: measured rounding sensitivities of such graphs, for an error budget. ``frozen``: what a frozen model
     keeps in place of its weights.
 
-    Raises PassError and VerifyError (if strict or portable, and for a partial graph, which the caller then runs as
-    captured), ListError and PolicyError.
+    Raises PassError and VerifyError (if strict or portable), ListError and PolicyError.
     """
     tell_of_newer_torch()
     if portable:
@@ -179,7 +175,7 @@ def rewrite_in_place(
         bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
         how |= {"portable": portable, "frozen": frozen}
-        given = _for_piece(gm, policy).pipeline_options(device, **how)
+        given = policy.pipeline_options(device, **how)
         passes = [*pipeline(Phase.CAPTURED, given), *last]
         done = _run(gm, passes, policy, device, strict, portable)
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
@@ -188,30 +184,19 @@ def rewrite_in_place(
     return Rewritten(gm, policy, dtype, before, done, bodies, names, written)
 
 
-def _for_piece(gm: GraphModule, policy: Policy) -> Policy:
-    """Return ``policy`` for a partial graph: without an error budget, as its inputs arrive rounded already."""
-    if PIECE not in gm.meta:
-        return policy
-    given = any(GIVEN in node.meta for node in gm.graph.nodes)
-    accuracy = "autocast" if given and policy.budget is not None else policy.accuracy
-    return replace(policy, keep_outputs=True, accuracy=accuracy)
-
-
 def _run(
     gm: GraphModule, passes: list[Pass], policy: Policy, device: str, strict: bool | None, portable: bool
 ) -> tuple[Timed, ...]:
-    """Run ``passes``; a partial graph's recorded values are wrong until its casts are inserted."""
-    is_piece = PIECE in gm.meta
-    at = 1 + next(i for i, one in enumerate(passes) if isinstance(one, InsertCasts)) if is_piece else 0
+    """Run ``passes``; put a graph that they cannot plan under autocast."""
     try:
-        return run_passes(gm, passes, strict=strict, unchecked=at)
+        return run_passes(gm, passes, strict=strict)
     except (PassError, VerifyError) as error:
-        if is_piece or portable or (is_strict() if strict is None else strict):
+        if portable or (is_strict() if strict is None else strict):
             raise
-        if policy.runs_escaped(device) == "autocast":
+        if policy.runs_under_autocast(device):
             run_as_autocast(gm, policy.torch_dtype(device), device, str(error), keep_outputs=policy.keep_outputs)
         else:
-            gm.meta[UNPLANNED] = f"runs as captured, by escaped={policy.runs_escaped(device)}, without a plan: {error}"
+            gm.meta[UNPLANNED] = f"runs as captured, without a plan: {error}"
         warn(f"amp_graph: a graph {gm.meta[UNPLANNED]}\n{REPORT_IT}")
         return ()
 

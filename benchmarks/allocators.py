@@ -38,7 +38,6 @@ SETTINGS = {
 SIDES = {
     "autocast": Variant("autocast", autocast=True),
     "convert": Variant("convert", policy="bf16"),
-    "TrainStep": Variant("TrainStep", policy="bf16", whole=True),
 }
 
 
@@ -77,7 +76,7 @@ class Worker:
 def rows_of(model: str, options: argparse.Namespace) -> list[str]:
     """Measure one model; return its lines of the table."""
     known = {key: s for key, s in SETTINGS.items() if Path(s.get("LD_PRELOAD", "/")).exists()}
-    pairs = [(setting, side) for setting in known for side in options.sides.split(",")]
+    pairs = [(setting, side) for setting in known for side in SIDES]
     workers = {pair: Worker(model, options.scale, pair[1], pair[0], options.threads) for pair in pairs}
     calls = {str(pair): worker.step for pair, worker in workers.items()}
     try:
@@ -86,12 +85,12 @@ def rows_of(model: str, options: argparse.Namespace) -> list[str]:
         for worker in workers.values():
             worker.process.kill()
     lines = []
-    for (setting, side), worker in workers.items():
-        gain = spread(seconds[str((DEFAULT, side))], seconds[str((setting, side))])
-        against = spread(seconds[str((setting, "autocast"))], seconds[str((setting, side))])
-        lines.append(
-            f"| {model} | {setting} | {side} | {gain} | {against} | {worker.faults:,} | {worker.megabytes:,} |"
-        )
+    for setting in known:
+        of = {side: seconds[str((setting, side))] for side in SIDES}
+        gains = [spread(seconds[str((DEFAULT, side))], of[side]) for side in SIDES]
+        faults, peaks = ([getattr(workers[setting, side], what) for side in SIDES] for what in ("faults", "megabytes"))
+        cells = [model, setting, *gains, spread(of["autocast"], of["convert"])]
+        lines.append(f"| {' | '.join(cells)} | {faults[0]:,}, {faults[1]:,} | {peaks[0]:,}, {peaks[1]:,} |")
     return lines
 
 
@@ -99,7 +98,6 @@ def main() -> None:
     """Print the table, or serve."""
     parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--models", default="gpt,lstm")
-    parser.add_argument("--sides", default="autocast,convert", help=f"of {', '.join(SIDES)}; autocast among them")
     parser.add_argument("--scale", type=float, default=0.25)
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -107,8 +105,10 @@ def main() -> None:
         serve(options.models, options.scale, options.serve, options.threads)
         return
     print(about(machine("cpu")), f"{options.threads} thread, models at {options.scale:g} of their sizes.\n")
-    print("| model | setting | side | time, default / setting | time, autocast / side | faults | peak, MB |")
-    print("|---|---|---|---|---|---:|---:|")
+    print(
+        "| model | setting | autocast, default / setting | convert, default / setting | autocast / convert | ", end=""
+    )
+    print("faults of a step | peak of the process, MB |\n|---|---|---|---|---|---:|---:|")
     for model in options.models.split(","):
         print(*rows_of(model, options), sep="\n", flush=True)
 

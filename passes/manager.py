@@ -53,15 +53,14 @@ def run_passes(
     *,
     checked: bool | None = None,
     strict: bool | None = None,
-    unchecked: int = 0,
 ) -> tuple[Timed, ...]:
     """Run ``passes`` over ``gm`` in place and return the result of each.
 
     A pass that raises, or that breaks the contract, is skipped for this graph: the graph is restored, the other passes
     run again and are all verified, and a warning and the pass's ``Timed`` report the failure.
 
-    ``checked``: verify the contract after each pass; None reads the environment variable AMP_GRAPH_VERIFY. The first
-    ``unchecked`` passes are never verified. ``strict``: raise if a pass fails; None reads AMP_GRAPH_STRICT.
+    ``checked``: verify the contract after each pass; None reads the environment variable AMP_GRAPH_VERIFY.
+    ``strict``: raise if a pass fails; None reads AMP_GRAPH_STRICT.
 
     Raises PassError or VerifyError, which name the pass, if strict or if the pass is ``required``; ``gm`` is then
     unchanged. ListError and PolicyError are not wrapped, as they report errors in the user's input.
@@ -72,7 +71,7 @@ def run_passes(
     failed: dict[int, AmpGraphError] = {}
     while True:
         try:
-            done = _run(gm, passes, failed, checked or bool(failed), unchecked)
+            done = _run(gm, passes, failed, checked or bool(failed))
         except _Failed as found:
             saved.restore()
             if strict or passes[found.place].required:
@@ -88,7 +87,7 @@ def run_passes(
 
 
 def _run(
-    gm: GraphModule, passes: Sequence[Pass], failed: Mapping[int, AmpGraphError], checked: bool, unchecked: int
+    gm: GraphModule, passes: Sequence[Pass], failed: Mapping[int, AmpGraphError], checked: bool
 ) -> tuple[Timed, ...]:
     """Run all passes except those that ``failed``; raises _Failed at the first that fails now."""
     done = []
@@ -99,9 +98,7 @@ def _run(
             done.append(Timed(one.name, PassResult(gm), 0.0, str(failed[i])))
             continue
         try:
-            if not checked or i < unchecked:
-                contracts = {}
-            elif one.writes not in contracts:
+            if checked and one.writes not in contracts:
                 contracts[one.writes] = Contract.of(gm, one.writes)
             start = time.perf_counter()
             result = _without_warnings(one, gm)

@@ -186,7 +186,7 @@ TABLE = checked((
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, lambda o: FreezeWeights(_frozen(o)), CALLS, needs=(FROZEN,),
         skippable=False),
     Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,),
-        worth="part of insert-casts: a weight is cast once a forward, in the layout that its reader takes"),
+        worth="not measured: AMX"),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(o.dtype, o.device), CALLS, CUDA,
         after=("freeze-weights",),
         worth="not measured: CUDA"),
@@ -201,6 +201,5 @@ TABLE = checked((
     Row(LowerWeightGradients, BACKEND, ROUNDING_EQUAL, phases=(*INDUCTOR, *STEP), devices=CPU, needs=OURS,
         worth="not measured: AMX"),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
-    Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS,
-        worth="time without it 1.41 and peak memory 3.66 (gpt, TrainStep), 1.25 and 2.83 (bert_sdpa, TrainStep)"),
+    Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS),
 ))  # fmt: skip

@@ -53,11 +53,6 @@ class Traits:
     recomputable: Recomputable | None = None
 
 
-# Operations that return one gradient for their weight, by name. Others may read their weight several times, as the
-# steps of an LSTM do.
-ONE_WEIGHT_GRADIENT: set[str] = {
-    f"aten.{name}" for name in ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
-}
 _NONE = Traits()
 _traits: dict[Any, Traits] = {}
 _own: set[str] = set()  # modules whose functions are ours; by module, as closures are made for each model

@@ -4,6 +4,8 @@ Run as a script it prints, as JSON, what each stage of a use of amp_graph change
 such things are changed by hand, shows of that.
 """
 
+import collections
+import copy
 import gc
 import json
 import os
@@ -18,6 +20,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.optim.optimizer as optimizers
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 FLAGS = (
     "cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_reduced_precision_reduction",
@@ -37,15 +40,23 @@ def owners():
 
 
 def attributes():
-    """Return the identity of every function and class that is an attribute of one, by name."""
-    kinds = (types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod)
-    kinds += (types.MethodDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType)
+    """Return every attribute of one, by name: data by value, containers by their elements, all else by identity."""
     return {
-        f"{name}.{key}": id(value)
+        f"{name}.{key}": _shown(value)
         for name, owner in owners()
         for key, value in list(vars(owner).items())
-        if issubclass(type(value), kinds)  # isinstance reads ``__class__``, which some deprecated values warn of
+        if key not in ("__warningregistry__", "__builtins__", "__slotnames__")  # Python's own
     }
+
+
+def _shown(value):
+    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+        return repr(value)
+    if issubclass(type(value), dict):
+        return id(value), [(id(key), id(one)) for key, one in list(value.items())]
+    if issubclass(type(value), (list, tuple, set, frozenset, collections.deque)):
+        return id(value), sorted(map(id, list(value)))
+    return id(value)
 
 
 def snapshot():
@@ -109,6 +120,34 @@ def steps(model, x, optimizer):
     model.train()
 
 
+def as_torch_does(x):
+    """Do with torch alone what the stages do: what that writes is torch's own."""
+    plain = torch.compile(net(), backend="eager")
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        steps(plain, x, kind(plain.parameters(), 0.01))
+    scaler, half = torch.amp.GradScaler("cpu"), net().bfloat16()
+    optimizer = torch.optim.SGD(half.parameters(), 0.01)
+    optimizer.register_step_post_hook(lambda *given: None)
+    scaler.scale(half(x.bfloat16()).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    make_fx(lambda x: torch.autograd.grad(x.square().sum(), x), tracing_mode="fake")(x.clone().requires_grad_())
+    copy.deepcopy(plain)
+    plain(x[:3])  # another graph
+    torch.compile(breaks, backend="eager")(x)
+    library = torch.library.Library("snapshot_of_process", "DEF")
+    library.define("same(Tensor x) -> Tensor")
+    library.impl("same", torch.clone, "CompositeExplicitAutograd")
+    torch.ops.snapshot_of_process.same(x)
+    gc.collect()
+
+
+def breaks(x):
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x + 1
+
+
 def stages(x):
     """Yield the name of each stage once it is through."""
     import amp_graph
@@ -150,6 +189,8 @@ def by_hand():
     yield "torch.backends.cudnn.benchmark"
     optimizers.register_optimizer_step_pre_hook(lambda *given: None)
     yield "torch.optim.optimizer._global_optimizer_pre_hooks"
+    torch._dynamo.utils.run_node = lambda *given: None
+    yield "torch._dynamo.utils.run_node"
     nn.Module.half = lambda self: self
     yield "torch.nn.modules.module.Module.half"
     gc.disable()
@@ -168,22 +209,22 @@ def main():
     for other in ("amp_graph. torch .* is newer than", "Guards may run slower on Python 3.13.0"):
         warnings.filterwarnings("ignore", other)  # as in all tests: conftest.py and pyproject.toml
     x = torch.randn(32, 64)
-    plain = torch.compile(net(), backend="eager")  # what Dynamo and torch.optim do at their first use is not ours
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
-        steps(plain, x, kind(plain.parameters(), 0.01))
+    cold = snapshot()
+    as_torch_does(x)
     start = before = snapshot()
+    own = {*changed(cold, start)}
     told = {}
     for name in stages(x):
         for thread in [t for t in threading.enumerate() if t.name.startswith("amp_graph")]:
             thread.join()  # it compiles ahead of use, and ends
         after = snapshot()
-        told[name], before = changed(before, after), after
-    told["in all"] = changed(start, before)
+        told[name], before = [n for n in changed(before, after) if n not in own], after
+    told["in all"] = [n for n in changed(start, before) if n not in own]
     seen = {}
     for name in by_hand():
         after = snapshot()
         seen[name], before = changed(before, after), after
-    print(json.dumps({"stages": told, "by hand": seen}))
+    print(json.dumps({"stages": told, "by hand": seen, "torch": sorted(own)}))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,16 @@ model(torch.randn(4, 64)).sum().backward()
 """
 
 
-def run(tmp_path, **variables):
-    environment = {**os.environ, "AMP_GRAPH_MACHINE": "default", **variables}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """What a process says under both variables, and the lines of its trace."""
+    folder = tmp_path_factory.mktemp("logged")
+    wanted = {"AMP_GRAPH_MACHINE": "default", "TORCH_LOGS": "amp_graph", "TORCH_TRACE": str(folder / "trace")}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env={**os.environ, **wanted}, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stderr
+    (log,) = (folder / "trace").iterdir()
+    return done.stderr, log.read_text().splitlines()
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
@@ -45,14 +50,12 @@ def test_nothing_is_logged_by_default(caplog):
     assert not [record for record in caplog.records if record.name == "amp_graph"]
 
 
-def test_torch_reads_the_name_from_its_variable(tmp_path):
-    assert "graph under bf16-O1: " in run(tmp_path, TORCH_LOGS="amp_graph")
+def test_torch_reads_the_name_from_its_variable(logged):
+    assert "graph under bf16-O1: " in logged[0]
 
 
-def test_the_trace_has_three_artifacts_for_a_graph(tmp_path):
-    run(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
-    (log,) = (tmp_path / "trace").iterdir()
-    lines = log.read_text().splitlines()
+def test_the_trace_has_three_artifacts_for_a_graph(logged):
+    _, lines = logged
     found = {}
     for at, line in enumerate(lines):
         if '"artifact"' in line and "amp_graph_" in line:

@@ -30,7 +30,6 @@ OTHER = {
     "recompute": "all",
     "planner": "mincut",
     "skip_unprofitable": True,
-    "escaped": "fp32",
     "replay": "auto",
     "widen": True,
     "calibration": "run.json",
@@ -322,18 +321,18 @@ def test_what_is_in_force_is_what_is_asked_or_its_default(text):
     assert {name: getattr(policy, name) for name in IN_FORCE[text]} == IN_FORCE[text]
 
 
-ESCAPED = {
-    "bf16": "autocast",
-    "bf16,deny=gelu": "fp32",
-    "bf16,deny=gelu,escaped=autocast": "autocast",
-    "auto": "fp32",
-    "auto,escaped=autocast": "autocast",
-    "auto,skip_unprofitable=false": "autocast",
+UNDER_AUTOCAST = {
+    "bf16": True,
+    "bf16-O0": False,
+    "bf16,deny=gelu": False,
+    "bf16,keep_fp32=head": False,
+    "auto": False,
+    "auto,skip_unprofitable=false": True,
 }
 
 
 @pytest.mark.by_profit
-@pytest.mark.parametrize("text", ESCAPED)
+@pytest.mark.parametrize("text", UNDER_AUTOCAST)
 def test_how_uncaptured_code_runs_on_a_cpu_without_low_arithmetic(text, monkeypatch):
     monkeypatch.setattr("amp_graph.policy.machine_for", lambda device: machine("cpu"))
-    assert Policy.parse(text).runs_escaped("cpu") == ESCAPED[text]
+    assert Policy.parse(text).runs_under_autocast("cpu") is UNDER_AUTOCAST[text]

@@ -51,7 +51,6 @@ ROOMS = (
     ("amp_graph/optim",),
     ("amp_graph/scaling",),
     ("amp_graph/replay",),
-    ("amp_graph/graph_breaks",),
     ("amp_graph/capture",),
     ("amp_graph/convert.py",),
     ("amp_graph/freeze.py",),

@@ -18,7 +18,12 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
+MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")  # errors of operands of two dtypes
 HERE = os.path.dirname(os.path.dirname(__file__))
+
+
+class TwoDtypes(Exception):
+    """A call cannot be traced as an operation has operands of two dtypes; raised before any part of it has run."""
 
 
 @dataclass
@@ -37,8 +42,13 @@ class CaptureLog(CaptureListener):
         self.breaks: list[Place] = []
         self.events = 0  # since the unread parameters were last checked
 
-    def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Record a failed trace; the code runs uncaptured and raises its own errors."""
+    def failed(self, code: types.CodeType, error: Exception, *, whole: bool) -> bool:
+        """Record a failed trace; the code runs uncaptured and raises its own errors.
+
+        Raises TwoDtypes if nothing of a call has run yet, and autocast may run it.
+        """
+        if whole and MIXED.search(str(error)):
+            raise TwoDtypes from error
         self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {first_line(error)}")
         return True
 

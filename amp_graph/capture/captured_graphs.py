@@ -22,15 +22,11 @@ from amp_graph.capture.missing_kernels import tell_of_missing_kernels
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import Budget
-from amp_graph.capture.run_as_captured import or_as_captured, plain_runner, settled, settling
+from amp_graph.capture.run_as_captured import Rung, or_as_captured, rungs_below, settled, settling
 from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
-from amp_graph.graph_breaks.escaped_code import EscapedCode
-from amp_graph.graph_breaks.run_under_autocast import without_autocast
-from amp_graph.passes.autocast_regions.autocast_subgraphs import BITS, adopt_piece
-from amp_graph.passes.autocast_regions.user_casts import conversions
-from amp_graph.passes.base import Pass, PassError, VerifyError
+from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
@@ -38,13 +34,12 @@ from amp_graph.passes.manager import is_strict
 from amp_graph.passes.memory.gradient_buffers import GradientMemory
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.precision.dtype_reads import has_raised
 from amp_graph.passes.precision.measure_sensitivity import Measured
-from amp_graph.passes.torch_compat.dynamo_capture import Runner
+from amp_graph.passes.torch_compat.dispatch import is_autocast_on
+from amp_graph.passes.torch_compat.dynamo_capture import Runner, ends_in_break
 from amp_graph.passes.torch_compat.dynamo_frames import weakly
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
-from amp_graph.policy_words import word_of
 from amp_graph.replay.recorder import RECORDERS
 from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
@@ -65,14 +60,13 @@ class Captured:
 
 @dataclass(eq=False)
 class CapturedGraphs:
-    """Takes the graphs of ``model``, whose forward is ``forward``: a Dynamo backend is ``take``, or ``take_piece``."""
+    """Takes the graphs of ``model``, whose forward is ``forward``: a Dynamo backend is ``take``."""
 
     model: torch.nn.Module
     forward: Callable[..., Any]
     policy: Policy
     compile: Compile
     measured: tuple[Measured, ...]
-    escaped: EscapedCode
     log: CaptureLog
     said: Complaints
     options: Options = field(default_factory=dict)  # Inductor's
@@ -84,6 +78,7 @@ class CapturedGraphs:
     freezes: bool = False  # whether its graphs read frozen weights
     frozen: FrozenWeights | None = None  # those, from the first capture on
     gradients: GradientMemory = field(default_factory=GradientMemory)  # of embedding tables
+    notes_reads: bool = True  # until the end of a call that captured something: graphs serve several modules
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
@@ -96,26 +91,17 @@ class CapturedGraphs:
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
-        run = self._taken(gm, example_inputs, has_dtypes_read=False)
-        assert run is not None, "only take_whole returns None, for graphs that are captured again under autocast"
-        return run
-
-    def take_whole(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner | None:
-        """Take the graph of a whole call; return None, recording nothing, if it must be captured under autocast."""
-        return self._taken(gm, example_inputs, has_dtypes_read=True)
-
-    def _taken(self, gm: GraphModule, example_inputs: Sequence[Any], *, has_dtypes_read: bool) -> Runner | None:
-        as_captured = partial(plain_runner, copy_graph(gm), self.policy)
+        if is_autocast_on():
+            return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
+        rungs = rungs_below(copy_graph(gm), self.policy, device_of(gm))
         try:
             rewritten = self._rewritten(gm)
         except (ListError, PolicyError):
             raise
         except Exception as error:
             self._tell_of(error)
-            return self._counted(as_captured())
-        if has_dtypes_read and has_raised(gm):
-            return None
-        return self._recorded(rewritten, example_inputs, as_captured)
+            return self._counted(or_as_captured(rungs[0], rungs[1:], weakly(self._tell_of), always=has_symbols(gm)))
+        return self._recorded(rewritten, example_inputs, rungs)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
@@ -136,16 +122,15 @@ class CapturedGraphs:
         how["inductor"] = self.options if self.compile == "inductor" else None
         return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
 
-    def _recorded(
-        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
-    ) -> Runner:
+    def _recorded(self, rewritten: Rewritten, example_inputs: Sequence[Any], rungs: Sequence[Rung]) -> Runner:
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         broken = break_of(rewritten.gm)
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
+        self.notes_reads = True
         self.budget.nodes += len(rewritten.gm.graph.nodes)
-        run = self._lowered(rewritten, example_inputs, as_captured)
+        run = self._lowered(rewritten, example_inputs, rungs)
         if self.replays is not None:
             device = device_of(rewritten.gm)
             how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
@@ -171,17 +156,15 @@ class CapturedGraphs:
 
         return settling(watching(run), lambda: None if (found := settled(run)) is None else watching(found))
 
-    def _lowered(
-        self, rewritten: Rewritten, example_inputs: Sequence[Any], as_captured: Callable[[], Runner]
-    ) -> Runner:
-        """Return a callable that runs a rewritten graph, and falls back to the captured graph if that fails."""
-        always = has_symbols(rewritten.gm)
+    def _lowered(self, rewritten: Rewritten, example_inputs: Sequence[Any], rungs: Sequence[Rung]) -> Runner:
+        """Return a callable that runs a rewritten graph, and falls back to ``rungs`` if that fails."""
+        always, tell = has_symbols(rewritten.gm), weakly(self._tell_of)
         try:
             run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy, options=self.options)
         except Exception as error:
             self._tell_of(error)
-            return as_captured()
-        return or_as_captured(run, as_captured, weakly(self._tell_of), always=always)
+            return or_as_captured(rungs[0], rungs[1:], tell, always=always)
+        return or_as_captured(lambda: run, rungs, tell, always=always)
 
     def _tell_of(self, error: Exception) -> None:
         """Report that a graph runs as captured; raises ``error`` if strict."""
@@ -190,37 +173,13 @@ class CapturedGraphs:
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 
-    def take_piece(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Rewrite one partial graph, captured under autocast; inside the user's own region it runs as captured."""
-        kind, dtype = self.escaped.kind()
-        if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != dtype:
-            return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
-        with torch.autocast(kind, enabled=False):
-            by_user = conversions(gm, dtype)
-            written = copy_graph(gm)
-            refusal = adopt_piece(gm, dtype)
-            try:
-                if not refusal:
-                    as_captured = partial(plain_runner, written, self.policy, (kind, dtype))
-                    run = self._recorded(self._rewritten(gm), example_inputs, as_captured)
-                    return self.escaped.watched(without_autocast(run, kind), by_user)
-            except (PassError, VerifyError) as error:
-                if self.said.strict or is_strict():
-                    raise
-                refusal = f"it could not be rewritten: {first_line(error)}"
-        return self.escaped.watched(self._as_it_is(written, example_inputs, refusal), by_user)
-
-    def unread(self) -> list[str]:
-        """Return the names of the parameters that no graph run has read."""
-        return [name for name, p in self.model.named_parameters() if id(p) not in self._read]
+    def unread(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that no graph run has read, by name."""
+        return {name: p for name, p in self.model.named_parameters() if id(p) not in self._read}
 
     def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
         """Run a graph as captured, under the autocast state of its capture."""
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
-        if why == BITS:
-            what = f"{word_of(self.escaped.kind()[1])} values are shown as another dtype behind a graph break"
-            self.escaped.stop_for_fp32(f"{what}: {where}")
-            self.said.complain(f"{what}, as under torch.autocast; in fp32 by policy 'escaped=fp32'", where)
         self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
@@ -239,8 +198,8 @@ class CapturedGraphs:
             nonlocal first
             counts = owner()
             if counts is not None:  # a captured function of the user may be called by another model
-                if first:
-                    first = False
+                first = False
+                if counts.notes_reads:
                     counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
                 counts.runs += 1
                 counts.runs_left_alone += alone
@@ -255,7 +214,7 @@ class CapturedGraphs:
         """Return what a frozen model keeps; None for one that is not, and where recordings read weights unseen."""
         if not self.freezes or self.policy.level == "O0" or self._is_recorded(device):
             return None
-        made = FrozenWeights(self.model, self.escaped.kind()[1])
+        made = FrozenWeights(self.model, self.policy.torch_dtype(device or "cpu"))
         weakref.finalize(self, made.drop).atexit = False
         return made
 
@@ -269,7 +228,5 @@ def _is_all_fp32(rewritten: Rewritten) -> bool:
 
 def break_of(gm: GraphModule) -> Place | None:
     """Return the place and cause of the graph break that ends a captured graph; None if no break ends it."""
-    reason: Any = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not getattr(reason, "graph_break", False):
-        return None
-    return break_at(reason.reason, reason.user_stack)
+    reason = ends_in_break(gm)
+    return None if reason is None else break_at(reason.reason, reason.user_stack)

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.capture_log import CaptureLog
+from amp_graph.capture.as_written import AsWritten
+from amp_graph.capture.capture_log import CaptureLog, TwoDtypes, first_line
 from amp_graph.capture.capture_runners import OWN, CaptureRunners
 from amp_graph.capture.captured_graphs import Captured, CapturedGraphs
 from amp_graph.capture.diagnostics import Complaints
@@ -32,7 +34,6 @@ from amp_graph.capture.recapture_limits import MOST, NoGraph
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.graph_breaks.escaped_code import EscapedCode, FailsUnderAutocast
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.precision.measure_sensitivity import Measured
@@ -53,13 +54,12 @@ from amp_graph.passes.torch_compat.dynamo_frames import (
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.policy import Policy
-from amp_graph.policy_words import HELD_LOW
+from amp_graph.policy_words import HALVES, HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 CONVERSION = "_amp_graph"  # the attribute that marks a converted model
-# After these numbers of calls without any graph, capture is tried again: the cause may be gone.
-TRIED_AGAIN = frozenset(8**n for n in range(20))
+TRIED_AGAIN = frozenset(8**n for n in range(20))  # calls without any graph, after which one is captured: it may be now
 Graphs = TypeVar("Graphs", bound=CapturedGraphs)
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
 
@@ -91,13 +91,14 @@ class Conversion:
         self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
         self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
-        self.escaped = EscapedCode(self.model, self.policy, self.said.complain)
         own = (self.model, self.forward, self.policy, self.compile, self.measured)
-        self.captured = CapturedGraphs(*own, self.escaped, self.log, self.said, self.options)
-        self._misses = 0  # calls in which no graph ran
+        self.captured = CapturedGraphs(*own, self.log, self.said, self.options)
+        self.plain = AsWritten(self.model, self._wide, self.policy, self.said)  # runs calls without graphs
+        self._misses = 0  # calls without any graph, one after the other
+        self._partial = set[tuple[bool, bool, bool]]()  # modes in which graphs leave out weights: such calls have none
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
-        self.limits = GraphLimits(self.model, self.forward, *how, self.escaped, self.said)
+        self.limits = GraphLimits(self.model, self.forward, *how, self.said, lambda: self.plain.how)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
 
@@ -113,21 +114,21 @@ class Conversion:
 
     @property
     def escaped_runs(self) -> str:
-        """How code between graphs runs ("in fp32", "under torch.autocast(...)"); "" if there is no such code."""
-        return self.escaped.how if self.runners.is_in_pieces() or self.log.breaks else ""
+        """How code without a graph runs; "" if there is no such code."""
+        return (self.plain.how if self._partial else "in fp32") if self.log.breaks else ""
 
     def taken_by(self, kind: type[Graphs], said: Complaints, **options: Any) -> Graphs:
         """Let a ``kind`` of ``CapturedGraphs`` take what is captured, and ``said`` the reports; before ``attach``."""
-        self.said = said
-        own = (self.model, self.forward, self.policy, self.compile, self.measured, self.escaped, self.log, said)
+        self.said = self.plain.said = said
+        own = (self.model, self.forward, self.policy, self.compile, self.measured, self.log, said)
         self.captured = graphs = kind(*own, **options)
         return graphs
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
-        how = (self.policy, self.compile, self.dynamic, self.captured, self.escaped, self.limits, self.log, self.said)
+        how = (self.policy, self.compile, self.dynamic, self.captured, self.limits, self.log)
         self.runners = CaptureRunners(self.model, self._wide, *how)
-        self.missed = MissedCode(self.model, self.forward, self.captured, self.escaped, self.log, self.said)
+        self.missed = MissedCode(self.model, self.forward, self.log, self.said)
         self.runners.start()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
@@ -185,8 +186,6 @@ class Conversion:
         if being_traced():
             raise self._not_to_be_traced()
         if is_autocast_on():
-            if EscapedCode.is_running():  # a submodule of another converted model, added later
-                return self._wide(*args, **kwargs)
             self.said.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
@@ -216,29 +215,31 @@ class Conversion:
             return self._wide(*args, **kwargs)
         if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
             self.said.complain(
-                f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.escaped.how}"
+                f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.plain.how}"
             )
-            return self.escaped.run(self._wide, args, kwargs)
+            return self.plain.run(args, kwargs)
         captured, limits, self._ready = self.captured, self.limits, None
         before, alone = captured.runs, captured.runs_left_alone
-        if limits.has_pauses() and limits.passes():
-            return self.escaped.run(self._wide, args, kwargs)
+        if self._has_no_graph(args, kwargs) or (limits.has_pauses() and limits.passes()):
+            return self.plain.run(args, kwargs)
         try:
             found = self.runners.find({"args": args, "kwargs": kwargs, "forward": self._wide})
         except RuntimeError as error:  # guards read strides; strided nested tensors have none
             self.said.complain(
-                f"called with an input that Dynamo's guards cannot check: it ran {self.escaped.how}",
+                f"called with an input that Dynamo's guards cannot check: it ran {self.plain.how}",
                 str(error).partition(". ")[0],
             )
-            return self.escaped.run(self._wide, args, kwargs)
+            return self.plain.run(args, kwargs)
         try:
             result = (found or self._looked_up)(*args, **kwargs)
         except NoGraph as stopped:
             if not limits.has_none(stopped):
                 raise
-        except FailsUnderAutocast:
-            self.runners.start()
-            return self._call(args, kwargs)
+        except TwoDtypes as stopped:
+            self._partial.add(self._mode(args, kwargs))
+            self.plain.widens = True
+            told = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
+            self.said.complain(told, first_line(stopped.__cause__), warned=not self.plain.is_cast)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -248,28 +249,59 @@ class Conversion:
                 if captured.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if captured.runs == before:
-                self.runners.start_after_error()
+            if captured.runs == before and not self.runners.has_captures():
+                self.runners.start()  # Dynamo skips that frame for good
             raise
         else:
             return self._ran(result, args, kwargs, before, alone)
-        return self.escaped.run(self._wide, args, kwargs)
+        return self.plain.run(args, kwargs)
+
+    def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, bool]:
+        """Return what changes the code of a call more than its sizes do: training, gradients, half inputs."""
+        halves = any(isinstance(t, Tensor) and t.dtype in HALVES for t in tree_leaves((args, kwargs)))
+        return self.model.training, is_grad_enabled(), halves
+
+    def _has_no_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Say whether calls like this one run without graphs, as an earlier one has shown."""
+        if self._misses:
+            self._misses += 1
+            if self._misses not in TRIED_AGAIN:
+                return True
+            self.runners.start()  # Dynamo skips a frame for good, even if the cause is gone
+        return bool(self._partial) and self._mode(args, kwargs) in self._partial
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
         self.limits.ran()
         captured = self.captured
         if captured.runs == before:
-            self._nothing_ran()
+            self._nothing_ran(result)
             return result
+        self._misses = 0
         is_new = self.log.events > 0
         if is_new:
-            self.missed.report_parts()
-        if captured.runs_left_alone - alone == captured.runs - before and not self.runners.is_in_pieces():
+            self.plain.learn(result)
+            self._report_parts(self._mode(args, kwargs))
+        captured.notes_reads = False
+        if captured.runs_left_alone - alone == captured.runs - before:
             self._leave_alone(args, kwargs)
         elif not is_new and (frames := self.runners.frames) is not None and not self.limits.has_pauses():
             self._ready = frames.settled()  # nothing is left to report of calls like this one
         return result
+
+    def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
+        """Report what no graph reads; where it has weights, further calls run without graphs, under autocast."""
+        self.log.events = 0
+        held_low = self.policy.level in HELD_LOW and self.log.breaks  # graphs hand on fp32 copies of all parameters
+        unread = dict(self.model.named_parameters()) if held_low else self.captured.unread()
+        if not unread:
+            return
+        tables = {id(m._parameters.get("weight")) for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
+        multiplies = any(p.dim() > 1 and id(p) not in tables for p in unread.values())
+        plain = multiplies and self.compile == "eager" and self.plain.is_cast
+        if plain:
+            self._partial.add(mode)
+        self.missed.report_parts(list(unread), self.plain.how if plain else "")
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""
@@ -292,14 +324,13 @@ class Conversion:
             self.runners.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
         self.said.left_alone(left.gm, left.dtype)
 
-    def _nothing_ran(self) -> None:
+    def _nothing_ran(self, result: Any) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
-        how = self.escaped.how if self.runners.is_in_pieces() else "in fp32"
-        self._misses += 1
-        if self._misses in TRIED_AGAIN:  # Dynamo skips a frame for good, even if the cause is gone
-            self.runners.start()
-        self.missed.report_call(how)
+        if self.log.skips or self.log.breaks:  # else Dynamo was kept from this call
+            self.plain.learn(result)
+            self._misses = self._misses or 1
+        self.missed.report_call(self.plain.how)
 
     @property
     def __code__(self) -> types.CodeType:

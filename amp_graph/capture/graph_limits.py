@@ -15,12 +15,11 @@ import torch
 from amp_graph.capture.diagnostics import Complaints
 from amp_graph.capture.recapture_limits import Bare, Budget, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 
 
 @dataclass(eq=False)
 class GraphLimits:
-    """The capture limits of ``model``: for ``whole`` calls, and for partial graphs (``pieces``), counted one by one."""
+    """The capture limits of ``model``: ``variants`` counts the graphs of each place."""
 
     model: torch.nn.Module
     forward: Callable[..., Any]
@@ -28,14 +27,13 @@ class GraphLimits:
     most: int
     symbols: bool  # whether numbers may become symbols
     budget: Budget
-    escaped: EscapedCode
     said: Complaints
+    how: Callable[[], str]  # such calls run, in words
 
     def __post_init__(self) -> None:
         """Start with no captures."""
-        how = (self.own, self.most, self.symbols, self.budget)
-        of = called(self.forward)
-        self.whole, self.pieces, self._bare = Variants(*how, of=of), Variants(*how, of=of), Bare()
+        self.variants = Variants(self.own, self.most, self.symbols, self.budget, of=called(self.forward))
+        self._bare = Bare()
         self.has_pauses = self._bare.pauses.__len__  # whether ``passes`` has to be asked, in one C call
 
     def passes(self) -> bool:
@@ -47,7 +45,7 @@ class GraphLimits:
 
     def has_none(self, stopped: NoGraph) -> bool:
         """Return whether these limits ``stopped`` the call; if so, warn about what varies between calls."""
-        if stopped.owner is not self.whole and stopped.owner is not self.pieces:
+        if stopped.owner is not self.variants:
             return False
         self.budget.calls += 1
         self._bare.missed(self.model.training)
@@ -59,16 +57,16 @@ class GraphLimits:
         self.budget.calls += 1
         if self._bare.pauses:
             self._bare.hit(self.model.training)
-        if self.whole.why is not None or self.pieces.why is not None:
+        if self.variants.why is not None:
             self._say_what_varies()
 
     def _say_what_varies(self) -> None:
         """Report once that captures have stopped, and which value, constant in each graph, keeps changing."""
-        why = self.whole.why or self.pieces.why
+        why = self.variants.why
         assert why is not None, "only called after captures have stopped"
         rarely = "" if why.captures >= self.most else ", and new captures get ever rarer"
         self.said.complain(
-            f"captured {why.captures} times, and calls still differ: calls without a graph run {self.escaped.how} from "
+            f"captured {why.captures} times, and calls still differ: calls without a graph run {self.how()} from "
             f"now on{rarely}",
             f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} limits the graphs that are kept",
         )

@@ -14,10 +14,8 @@ import torch
 
 from amp_graph.capture.capture_fixes import fix_of, with_place
 from amp_graph.capture.capture_log import CaptureLog
-from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.diagnostics import Complaints
 from amp_graph.capture.recapture_reasons import called
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.passes.torch_compat.modules import is_sharded
 
 NAMED = 3  # of the parameters that no graph reads
@@ -29,28 +27,24 @@ class MissedCode:
 
     model: torch.nn.Module
     forward: Callable[..., Any]
-    captured: CapturedGraphs
-    escaped: EscapedCode
     log: CaptureLog
     said: Complaints
 
     def report_call(self, how: str) -> None:
-        """Report that no graph ran in a call, which ran ``how`` ("in fp32", "under torch.autocast(...)")."""
+        """Report that no graph ran in a call, and ``how`` further ones run."""
         causes = with_place(self._causes() or "no tensor operations", called(inspect.unwrap(self.forward)).where)
-        self.said.complain(f"nothing was captured, so this call ran {how}", causes, fix=fix_of(causes))
+        then = "" if how == "in fp32" else f", and further ones run {how}"
+        self.said.complain(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 
-    def report_parts(self) -> None:
-        """Report the parameters that no captured graph has read, if a part of the forward was not captured."""
-        self.log.events = 0
-        unread = self.captured.unread()
-        if unread:
-            few = ", ".join(unread[:NAMED]) + (", ..." if len(unread) > NAMED else "")
-            self.said.complain(
-                f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); the "
-                f"code that reads them ran {self.escaped.how}",
-                self._causes(),
-                warned=not self.escaped.is_cast,
-            )
+    def report_parts(self, unread: list[str], how: str) -> None:
+        """Report the parameters that no captured graph has read; ``how`` further calls run, or "" for as this one."""
+        few = ", ".join(unread[:NAMED]) + (", ..." if len(unread) > NAMED else "")
+        then = f"further calls run without graphs, {how}" if how else "the code that reads them runs in fp32"
+        self.said.complain(
+            f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); {then}",
+            self._causes(),
+            warned=not how,
+        )
 
     def _causes(self) -> str:
         """Return in one line why capture was incomplete."""

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from amp_graph.passes.native.cast_kernel import LARGE
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.native.kernel_table import load_kernel
 from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
-from amp_graph.passes.torch_compat.module_attributes import is_uninitialized, plain_attribute, weights_of
+from amp_graph.passes.torch_compat.module_attributes import plain_attribute, weights_of
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
@@ -67,8 +66,6 @@ def _wanted(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple[str, Lib
         yield "linears", _loader("panel_gemm", low)  # which the planner needs
     if linears and _has_norms(parts) and low == torch.bfloat16:
         yield "attention", _loader("attention", low)  # takes longest
-    if _has_many_outputs(linears):  # which are upcast
-        yield f"casts, {low}", _loader("casts", low)
 
 
 def _loader(kernel: str, low: torch.dtype) -> Library:
@@ -94,9 +91,6 @@ def _wanted_to_train(parts: list[nn.Module], low: torch.dtype) -> Iterable[tuple
         yield f"depthwise, {low}", _loader("depthwise_conv", low)
     if _has_many_outputs(linears):
         yield f"cross entropy, {low}", _loader("cross_entropy", low)
-    sizes = (p.numel() for part in parts for p in part.parameters(recurse=False) if not is_uninitialized(p))
-    if any(size >= LARGE for size in sizes):
-        yield f"casts, {low}", _loader("casts", low)
     weights = (w for part in parts if isinstance(part, nn.Linear | nn.Conv2d) for w in weights_of(part) if w.numel())
     if any(amx_product_is_profitable("cpu", low, MANY_ROWS, len(w), w.numel() // len(w)) for w in weights):
         yield "amx products", _loader("amx_gemm", low)

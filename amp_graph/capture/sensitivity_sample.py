@@ -97,7 +97,7 @@ def _sampling(
     model: torch.nn.Module, policy: Policy, dynamic: bool | None, through_inputs: bool
 ) -> tuple[Conversion, SampledGraphs]:
     """Return an unattached conversion that changes no precision, and the graphs that its calls will capture."""
-    fp32 = replace(policy, level="O1", escaped="fp32")
+    fp32 = replace(policy, level="O1")
     made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
     return made, made.taken_by(SampledGraphs, Silent(model, strict=False), through_inputs=through_inputs)
 

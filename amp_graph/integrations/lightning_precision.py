@@ -7,7 +7,7 @@ Before: ``Trainer(precision="bf16-mixed")``, the training step under ``torch.aut
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ class ConvertsModules:
 
     The modules with parameters that ``training_step`` calls itself are converted when it first calls them: the
     LightningModule for ``self(x)``, ``self.net`` for ``self.net(x)``. The trainer's other functions (``validate``,
-    ``test``, ``predict``) convert what their steps call. The rest of a step runs under ``torch.autocast``, as with
-    Lightning's own plugin, or in fp32 if the policy says ``escaped=fp32``. When the trainer finishes, the modules are
-    reverted: checkpoints, exports and pickles see the module as it was written.
+    ``test``, ``predict``) convert what their steps call. The rest of a step runs as it is written, in fp32. When
+    the trainer finishes, the modules are reverted: checkpoints, exports and pickles see the module as it was written.
     """
 
     _after_closure: Any  # Lightning's: the hooks before a step, and the clip
@@ -125,26 +124,18 @@ class ConvertsModules:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Run the code of a step outside of converted modules as the policy says: under autocast, or in fp32."""
-        low = self.policy.runs_escaped(self._kind) == "autocast" and self.policy.level != "O0"
-        return torch.autocast(self._kind, self._low, enabled=low, cache_enabled=False)
-
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
         """Convert what a training step calls."""
-        with outermost_calls(self._heard), self.forward_context():
+        with outermost_calls(self._heard):
             yield
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
         """Convert what the step calls, unless the training steps of ``fit`` say what is converted."""
-        if self._module is not None and not self._module.trainer.state.fn == "fit":
-            with outermost_calls(self._heard), self.forward_context():
-                yield
-        else:
-            with self.forward_context():
-                yield
+        converts = self._module is not None and not self._module.trainer.state.fn == "fit"
+        with outermost_calls(self._heard) if converts else nullcontext():
+            yield
 
     test_step_context = predict_step_context = val_step_context
 

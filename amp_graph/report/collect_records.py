@@ -7,60 +7,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.captured_graphs import Captured
 from amp_graph.devices import device_of
 from amp_graph.passes.autocast_regions.casts_under_autocast import casts_under_autocast
-from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
-    INPUT,
     LEFT_ALONE,
-    MARK,
     PREDICTED,
     SPARED,
     UNPLANNED,
 )
 from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
-from amp_graph.passes.manager import Timed
 from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
-from amp_graph.passes.weights.batch_weight_casts import low_weight
-from amp_graph.passes.weights.cast_weights import cast_weight
 from amp_graph.passes.weights.frozen_weights import is_frozen
 from amp_graph.report.captured_flow import captured_nodes
+from amp_graph.report.graph_parts import Part, cast_dtype, is_cast, mark_of, parts_of, shown_name
 from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
-from amp_graph.rewrite import Rewritten
-
-
-@dataclass(frozen=True)
-class Part:
-    """A graph, or one inside it: its path (``wrap_body_0/``), and what the passes recorded.
-
-    ``names`` are those of the lines of ``before``. ``kept`` are the nodes that stay in full precision because their
-    kernel refused low operands, with its error.
-    """
-
-    path: str
-    gm: GraphModule
-    before: str
-    passes: tuple[Timed, ...]
-    kept: dict[str, str]
-    names: tuple[str, ...] = ()
-
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
 UNMEASURED = "it stays low all the same: the rates are not of this machine; amp-graph calibrate measures them"
@@ -123,44 +98,6 @@ def _predicted(parts: list[Part], leaves: str) -> Predicted | None:
         why = UNMEASURED if all(one.may_be_full for one in found) else WANTED
     speed, of_autocast = full / (planned or 1), full / autocast if autocast else 0.0
     return Predicted(speed, found[0].machine, left, full / PICOSECONDS, of_autocast, why)
-
-
-def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
-    """Yield a rewritten graph and all its subgraphs."""
-    changes = [change for timed in rewritten.passes for change in timed.result.changes]
-    kept = {change.node: change.reason for change in changes if change.action == "kept full"}
-    yield Part(path, rewritten.gm, rewritten.before, rewritten.passes, kept, rewritten.names)
-    for node in rewritten.gm.graph.nodes:
-        body, name = graph_read(rewritten.gm, node), str(node.target)
-        if body is not None and name in rewritten.bodies:
-            yield from parts_of(rewritten.bodies[name], f"{path}{name}/")
-        elif body is not None:  # left as captured, or a checkpoint rebuilt from nodes of this graph
-            yield Part(f"{path}{name}/", body, "", (), kept)
-
-
-def is_cast(node: Node) -> bool:
-    """Say whether ``node`` is a cast that the passes inserted."""
-    ours = node.target in (low_weight, cast_weight, shared_cast) or is_frozen(node)
-    return CAST in node.meta and (node.op == "call_method" or ours)
-
-
-def cast_dtype(node: Node) -> torch.dtype:
-    """Return the dtype that a cast converts to."""
-    dtype: Any = node.args[1] if node.target is shared_cast else value(node).dtype
-    assert isinstance(dtype, torch.dtype), "a cast is to a dtype"
-    return dtype
-
-
-def mark_of(node: Node) -> Mark | None:
-    """Return the plan's mark on ``node``; None on plumbing, which may carry its producer's."""
-    return None if is_part(node) else node.meta.get(MARK)
-
-
-def shown_name(node: Node) -> str:
-    """Return a node's displayed name: an input's own name, or the node's name."""
-    if node.op == "placeholder":
-        return node_info.clean_path(str(node.meta.get(INPUT, node.target))) or node.name
-    return str(node.target) if node.op == "get_attr" else node.name
 
 
 def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: torch.dtype) -> Iterator[NodeReport]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.optim.master_weights import MASTER
-from amp_graph.report.collect_records import is_cast, parts_of
+from amp_graph.report.graph_parts import is_cast, parts_of
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale

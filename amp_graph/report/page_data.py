@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from amp_graph.report.graph_facts import short_place
 from amp_graph.report.reasons import split_reason
 from amp_graph.report.records import WEIGHT, CapturedNode, GraphReport, NodeReport
-from amp_graph.report.report_text import short_place
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report

@@ -18,7 +18,7 @@ from amp_graph.passes.casts.product_precision import CONV, kind_of, lost_in, pla
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import IDENTITY, LOST, MARK
 from amp_graph.passes.torch_compat.fp32_precision import fp32_precision
-from amp_graph.report.collect_records import mark_of, parts_of
+from amp_graph.report.graph_parts import mark_of, parts_of
 from amp_graph.rewrite import Rewritten
 
 MOST = 5  # lines of a graph

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.report.graph_facts import facts_of, predicted_lines, size_text
 from amp_graph.report.loss_scale_rows import chart_of
 from amp_graph.report.page_data import page_data, page_place
-from amp_graph.report.report_text import accuracy_text, facts_of, predicted_lines, size_text
+from amp_graph.report.report_text import accuracy_text
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report

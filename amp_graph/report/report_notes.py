@@ -17,8 +17,8 @@ from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
+from amp_graph.report.graph_facts import size_text
 from amp_graph.report.metrics import metrics
-from amp_graph.report.report_text import size_text
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.traced_step import CapturedStep, PlainCaptured

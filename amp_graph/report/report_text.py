@@ -5,29 +5,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text
 from amp_graph.report.reasons import split_reason
-from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
+from amp_graph.report.records import GraphReport, NodeReport
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
 
 WIDTH = 110
 REASONS = 25
-PLACES = 5  # graph breaks, and reasons of skips, that are listed
 CELL = 60
-INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
 }
-Facts = dict[str, str]  # by label; a line break begins a line below
 
 
 def report_text(report: Report, width: int | None = WIDTH, *, skipped: bool = False) -> str:
@@ -107,116 +103,6 @@ def _facts(graphs: Sequence[GraphReport], width: int | None, skipped: bool) -> I
             head = " " * len(head)
 
 
-def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
-    """Return what is said of a graph as a whole: its break, failures, counts, budget; and what passes skipped."""
-    where = f"at {short_place(graph.break_line)}: " if graph.break_line else ""
-    ends = f"ends in a graph break {where}{graph.break_reason}" if graph.break_reason else ""
-    if not graph.has_fp32:
-        return {"": "\n".join(filter(None, (ends, f"{NOTHING[graph.has_floats]}: nothing to do")))}
-    left_out = [f"pass {note.rule} is left out of this graph: {_first_line(note.reason)}" for note in graph.left_out]
-    unplanned = f"this graph {_first_line(graph.unplanned)}" if graph.unplanned else ""
-    found = {
-        "": "\n".join(filter(None, (ends, unplanned, *left_out))),
-        **dict(zip(("speed", "fix"), predicted_lines(graph), strict=False)),
-        "operations": _counts(graph.operations),
-        "budget": _budget(graph),
-        "casts": _casts(graph),
-        "activations": _activations(graph),
-        "in no list": "\n".join(_unlisted(graph.operations)),
-        "removed": "\n".join(f"{note.node}: {note.reason}" for note in graph.removed[:PLACES]) if skipped else "",
-        "skipped": "\n".join(_skips(graph)) if skipped else "",
-    }
-    return {label: text for label, text in found.items() if text}
-
-
-NOTHING = ("integer-only", "no fp32 operation")  # by whether there are floats
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
-
-
-def _counts(nodes: Sequence[NodeReport]) -> str:
-    """Count the operations by precision, and in each by class."""
-    found: dict[str, Counter[str]] = {}
-    for node in nodes:
-        found.setdefault(node.precision, Counter())[node.cls] += 1
-    shown = {p: ", ".join(f"{count} {cls}" for cls, count in found[p].most_common()) for p in sorted(found, key=ORDER)}
-    return ", ".join(f"{found[p].total()} {p} ({classes})" for p, classes in shown.items()) or "none"
-
-
-ORDER = ("low", "full", "captured").index
-
-
-def _budget(graph: GraphReport) -> str:
-    """Return what the plan makes of its error budget."""
-    plan = graph.budget
-    if plan is None:
-        return ""
-    origin = plan.origin if plan.origin == "measured" else f"{plan.origin}, no bound"
-    left = f"; {plan.unmeasured} without gradients as in autocast" if plan.unmeasured and "," not in origin else ""
-    kept = "" if plan.error <= plan.multiple else ": no plan is that exact; this is the most exact one"
-    speed = f"{plan.of_autocast / plan.picoseconds:.3f}" if plan.of_autocast and plan.picoseconds else "1"
-    return (
-        f"error budget {plan.multiple:g}: predicted error {plan.error:.3f} ({origin}{left}){kept}\n"
-        f"and predicted speed {speed}, as ratios to the plan of accuracy=autocast"
-    )
-
-
-def _casts(graph: GraphReport) -> str:
-    weights, kept = sum(c.of == WEIGHT for c in graph.casts), sum(c.kept for c in graph.casts)
-    once = f", {'all' if kept == weights else kept} kept" if kept else ""
-    removed = f", {len(graph.removed)} removed" if graph.removed else ""
-    ours = f"{len(graph.casts)} in the graph ({len(graph.casts) - weights} of activations, {weights} of weights{once})"
-    found, theirs = graph.autocast, ""
-    if found is not None:
-        counts = f"{found.all} a call ({found.activations} of activations, {found.weights} of weights)"
-        theirs = f"\ntorch.autocast: {f'not counted: {found.why_not}' if found.why_not else counts}"
-    return ours + removed + theirs
-
-
-def _activations(graph: GraphReport) -> str:
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in graph.bytes.items()) or "none"
-    total, before = size_text(sum(graph.bytes.values())), size_text(graph.captured_bytes)
-    spared = f"\nrecomputed, not saved: {size_text(graph.spared_bytes)}" if graph.spared_bytes else ""
-    return f"{total} written, estimated ({parts}); as captured {before}{spared}"
-
-
-def predicted_lines(graph: GraphReport, *, only_slow: bool = False) -> list[str]:
-    """Return lines on the predicted speed; where low precision is slower, what was done, or can be done."""
-    found = graph.predicted
-    if found is None:
-        return []
-    speed = f"predicted speed {found.speed:.2g} times fp32's"
-    if found.left_alone:
-        return [
-            f"left in full precision: low precision is not profitable on {found.machine}, {speed}",
-            "a policy with a dtype and without skip_unprofitable=graphs lowers it all the same",
-        ]
-    if found.speed >= 1:
-        return [] if only_slow else [f"{speed} on {found.machine}"]
-    hint = found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32"
-    return [f"low precision is not profitable on {found.machine}: {speed}", hint]
-
-
-def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    unlisted = [n for n in nodes if not n.listed]
-    if unlisted:
-        yield "operations that no list names, run as captured:"
-    for ops, count in Counter(n.ops for n in unlisted).items():
-        first = next(n for n in unlisted if n.ops == ops)
-        yield f"{_named(first)} x{count}, first at {short_place(first.line) or first.name}"
-
-
-def _skips(graph: GraphReport) -> Iterator[str]:
-    """Yield lines on the nodes that passes skipped, each reason once."""
-    groups: dict[str, list[str]] = {}
-    for note in graph.skips:
-        groups.setdefault(f"{note.rule}: {note.reason}", []).append(note.node)
-    for reason, nodes in groups.items():
-        yield f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {reason}"
-
-
 # -- reasons -------------------------------------------------------------------------------------------
 
 
@@ -239,7 +125,7 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
         reason, _ = split_reason(node.reason, node.ops)
-        groups.setdefault((_named(node), node.precision, reason), []).append(node.module)
+        groups.setdefault((shown_operation(node), node.precision, reason), []).append(node.module)
     return [
         (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)
         for (ops, precision, reason), modules in groups.items()
@@ -259,27 +145,6 @@ def _modules(paths: Iterable[str]) -> str:
         room = CELL - len(more)
         short = (shown[0] if len(shown[0]) <= room else "..." + shown[0][3 - room :]) + more
     return short
-
-
-def _named(node: NodeReport) -> str:
-    """Return the operation of a node, or what it calls if that is several."""
-    return node.ops[0].removeprefix("aten.") if len(node.ops) == 1 else node.call.removeprefix(".")
-
-
-def size_text(size: int) -> str:
-    """``4.1 MiB`` for a number of bytes."""
-    amount = float(size)
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
-
-
-def short_place(place: str) -> str:
-    """Return a place with its file relative to the folder of installed packages, or else to the current directory."""
-    here = os.getcwd().rstrip(os.sep) + os.sep
-    return INSTALLED.sub("", place).removeprefix(here)
 
 
 def _many(count: int, what: str) -> str:

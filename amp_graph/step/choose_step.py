@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from amp_graph.capture.capture_log import MIXED
 from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
-from amp_graph.graph_breaks.escaped_code import EscapedCode
-from amp_graph.graph_breaks.run_under_autocast import MIXED
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
+from amp_graph.policy_words import HALVES
 from amp_graph.step.recapture_warning import Recaptures
 from amp_graph.step.step_arguments import (
     call_model,
@@ -50,7 +51,7 @@ class StepRuns:
     loss_fn: Callable[..., Any] | None
     outputs: bool
     steps: CapturedSteps
-    escaped: EscapedCode
+    region: tuple[str, torch.dtype] | None  # of autocast, in which steps without a graph run
     max_graphs: int
     learns: bool
     collector_waits: bool
@@ -111,9 +112,9 @@ class StepRuns:
                     raise
                 continue
             except torch._dynamo.exc.TorchRuntimeError as error:
-                if not (self.escaped.is_cast and MIXED.search(str(error))):
+                if not (self.region and MIXED.search(str(error))):
                     raise
-                self._say(f"an operation has operands of two dtypes: such steps run {self.escaped.how}, uncaptured")
+                self._say(f"an operation has operands of two dtypes: such steps run {self.how}, uncaptured")
                 break
             if len(self.steps.captured) > known and not self.learns:
                 self._recaptures.note(batch)
@@ -124,22 +125,22 @@ class StepRuns:
         return self._as_written(batch)
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
-        """Run a step with an uncaptured forward: under autocast or in fp32, by the policy word ``escaped``."""
+        """Run a step with an uncaptured forward: under autocast, or in fp32 by policies that it does not know."""
         refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
-        escaped = self.escaped
 
         def compute() -> tuple[Any, ...]:
-            with escaped.region() if escaped.is_cast else nullcontext():
+            with torch.autocast(*self.region) if self.region else nullcontext():
                 found = self._forward(*batch)
-            loss, *others = found if self.outputs else (found,)
-            refuse_what_is_no_loss(loss)
-            return (
-                loss.float() if loss.itemsize < 4 else loss,
-                *(escaped.finished(one, tuple(batch), {}) for one in others),
-            )
+            refuse_what_is_no_loss(found[0] if self.outputs else found)
+            return tree_map_only(torch.Tensor, _widened, found if self.outputs else (found,))
 
         found = self.steps.run_as_written(compute)
         return tuple(found) if self.outputs else found[0]
+
+    @property
+    def how(self) -> str:
+        """How steps without a graph run, in words."""
+        return "under torch.autocast({!r}, {})".format(*self.region) if self.region else "in fp32"
 
     def _say_what_varies(self) -> None:
         """Report once which value differs between steps, so that captures stopped."""
@@ -147,7 +148,7 @@ class StepRuns:
         if why is not None:
             self._say(
                 f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
-                f"{self.escaped.how} from now on; they differ in {why}\n"
+                f"{self.how} from now on; they differ in {why}\n"
                 f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
             )
 
@@ -155,3 +156,7 @@ class StepRuns:
         if not self.notes:
             self.notes.append(told)
             warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor

@@ -20,8 +20,8 @@ from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
+from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
@@ -181,7 +181,9 @@ class TrainStep:
         how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
-        own = (model, self.loss_fn, self.outputs, self._steps, EscapedCode(model, self.policy), self.max_graphs)
+        kind = device_of_model(model) or "cpu"
+        region = (kind, self.policy.torch_dtype(kind)) if self.policy.runs_under_autocast(kind) else None
+        own = (model, self.loss_fn, self.outputs, self._steps, region, self.max_graphs)
         self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
 
     # -- the loop -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpreter
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.graph_snapshot import copied_graph
-from amp_graph.passes.graph.meta_keys import GIVEN, INPUT
+from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import (
     DEPENDS_ON_DATA,
@@ -84,8 +84,8 @@ class Written:
 
 
 def _input(node: Node) -> tuple[str, Any]:
-    """Return the name of an input and its value: behind a graph break, the one that autocast gives it."""
-    return str(node.meta.get(INPUT, node.target)), node.meta.get(GIVEN, captured(node))
+    """Return the name of an input and its value."""
+    return str(node.meta.get(INPUT, node.target)), captured(node)
 
 
 def _read(gm: GraphModule, name: str) -> Any:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
 from amp_graph.passes.base import Change, Pass, PassError, PassResult
 from amp_graph.passes.casts.saturation import is_added, out_of_range, within_range
 from amp_graph.passes.casts.user_copies import keep_copy
@@ -31,7 +30,7 @@ from amp_graph.passes.graph.fake_values import (
 )
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GIVEN, GRAD, MARK, MODULE, TAKES, TRANSFORM
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MARK, MODULE, TRANSFORM
 from amp_graph.passes.precision.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
@@ -67,9 +66,6 @@ class InsertCasts(Pass):
             return PassResult(gm)
         large = out_of_range(gm, self.dtype) if self.saturates else set[Node]()
         work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), large)
-        for node in gm.graph.nodes:
-            if GIVEN in node.meta:
-                set_value(node, node.meta[GIVEN])
         for node in list(gm.graph.nodes):
             if node.op == "output":
                 if self.keep_outputs:
@@ -99,15 +95,11 @@ class _Insertion:
             return
         mark: Mark | None = node.meta.get(MARK)
         if mark is None:
-            wants = (
-                {} if is_part(node) else {s: LOW if s in node.meta.get(TAKES, ()) else FULL for s in _eligible(node)}
-            )
+            wants = {} if is_part(node) else dict.fromkeys(_eligible(node), FULL)
         else:
             wants = dict(mark.wants)
         for source, want in wants.items():
             self._give(node, self.stand_ins.get(source, source), self.dtype if want == LOW else torch.float32)
-        if TAKES in node.meta:  # runs as captured, on the dtypes it was captured with
-            return
         self._saturate(node)
         targets = [self.stand_ins.get(n, n) for n in mark.written] if mark is not None else []
         if mark is not None and any(value(n).dtype == self.dtype for n in targets):
@@ -256,10 +248,9 @@ class _Insertion:
 
     def restore_outputs(self, output: Node) -> None:
         """Cast every output of the graph back to its captured dtype."""
-        low = leaving(self.gm)
         for source in list(output.all_input_nodes):
             if is_eligible(captured(source)) and isinstance(value(source), torch.Tensor):
-                self._give(output, source, low.get(source, captured(source).dtype))
+                self._give(output, source, captured(source).dtype)
 
 
 def _eligible(node: Node) -> list[Node]:

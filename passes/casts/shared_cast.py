@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from amp_graph.passes.native.cast_kernel import total_of
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
 
@@ -31,8 +30,6 @@ class _SharedCast(torch.autograd.Function):
             return total.float(), None, None, None
         if is_plain(*given):  # a plain sum, without in-place writes
             return sum((g.float() for g in given[1:]), total.float()), None, None, None
-        if (made := total_of(given)) is not None:
-            return made, None, None, None
         # The first sum must be fp32, unless a full-precision reader's gradient already is.
         total = total if total.dtype == torch.float32 else total.float()
         for index, grad in enumerate(given[1:]):

@@ -12,14 +12,16 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.autocast_regions.autocast_subgraphs import meets_a_rule
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
+from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.edit import describe, give_value, set_identity
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
-from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call
-from amp_graph.passes.graph.meta_keys import INSIDE, REGION, TAKES, WIDENED
+from amp_graph.passes.graph.identify_ops import identify, is_part, is_tensor_call
+from amp_graph.passes.graph.meta_keys import INSIDE, REGION, WIDENED
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
@@ -48,7 +50,7 @@ class WidenHalves(Pass):
         captured: dict[Node, torch.dtype] = {}  # of the values that are fp32 now
         for node in list(gm.graph.nodes):
             narrowed = [source for source in node.all_input_nodes if source in captured]
-            if is_tensor_call(node) and TAKES not in node.meta:
+            if is_tensor_call(node):
                 halves = _to_widen(node, mode)
                 for source in halves:
                     node.replace_input_with(source, _cast(node, source, torch.float32, mode))
@@ -74,7 +76,24 @@ def _to_widen(node: Node, mode: FakeTensorMode) -> list[Node]:
     if torch.float32 not in known:
         return []
     kinds = {t.device.type for t in tensors(value(node))}
-    return halves if any(meets_a_rule(node, mode, kind) for kind in kinds) else []
+    return halves if any(_meets_a_rule(node, mode, kind) for kind in kinds) else []
+
+
+def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
+    """Say whether autocast has a rule for ``node`` or for an operation in its decomposition; True if unknown.
+
+    It has no rule for ``einsum`` on the CPU, but has one for the ``bmm`` inside.
+    """
+    apart: frozenset[OpOverload] = frozenset()
+    while True:
+        found = identify(node, mode, apart)
+        if isinstance(found, str) or any(node_info.autocast_has_rule(o.op, device) for o in found.operations):
+            return True
+        operators = {o.op for o in found.operations if not node_info.is_view(o.op)}
+        more = {op for op in operators if node_info.is_composite(op) or op in DECOMPOSITIONS} - apart
+        if not more:
+            return False
+        apart |= more
 
 
 def _cast(reader: Node, source: Node, dtype: torch.dtype, mode: FakeTensorMode) -> Node:

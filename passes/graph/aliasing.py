@@ -18,7 +18,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible, tensors
 from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
-from amp_graph.passes.graph.meta_keys import GIVEN, IDENTITY, RETURNED
+from amp_graph.passes.graph.meta_keys import IDENTITY, RETURNED
 from amp_graph.passes.graph.view_overlap import may_overlap
 from amp_graph.passes.torch_compat.storage import storage_key
 
@@ -157,23 +157,21 @@ def _joined(storages: dict[Node, frozenset[int]], written: frozenset[Node]) -> d
             join((*keys, *node.meta[RETURNED]))
         for source in _aliased_by_schema(node):
             join((*keys, *storages.get(source, ())))
-    for given in _given(storages):
-        mine = frozenset(name(key) for node in given for key in storages[node])
-        if any(name(key) in mine for node in written for key in storages.get(node, ())):
-            join(mine)
+    mine = frozenset(name(key) for node in _given(storages) for key in storages[node])
+    if any(name(key) in mine for node in written for key in storages.get(node, ())):
+        join(mine)
     if not names:
         return storages
     return {node: frozenset(map(name, keys)) for node, keys in storages.items()}
 
 
-def _given(nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
-    """Return the input tensors of a call, without parameters and buffers: those in fp32, and those in low precision.
+def _given(nodes: Iterable[Node]) -> list[Node]:
+    """Return the fp32 input tensors of a call, without parameters and buffers.
 
     Dynamo does not guard on which of them share memory. A graph that was captured for separate tensors also runs for a
     tensor and a view of it, so a write to one may write to all.
     """
-    found = [n for n in nodes if n.op == "placeholder" and is_eligible(captured(n)) and not _is_held(n)]
-    return [n for n in found if GIVEN not in n.meta], [n for n in found if GIVEN in n.meta]
+    return [n for n in nodes if n.op == "placeholder" and is_eligible(captured(n)) and not _is_held(n)]
 
 
 def _is_held(node: Node) -> bool:

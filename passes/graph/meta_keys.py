@@ -6,8 +6,6 @@ The values in ``meta["val"]`` and ``meta["example_value"]`` are torch's, see ``f
 
 from __future__ import annotations
 
-from amp_graph.passes.torch_compat.dynamo_patches import DTYPE_READ as DTYPE_READ
-
 # -- of a node as it was captured -------------------------------------------------------------------------
 
 CAPTURED = "amp_captured"
@@ -26,12 +24,6 @@ TRANSFORM = "amp_transform"
 """It is inside a ``torch.func`` transform, and its value is invalid outside. Written by ``mark_regions``."""
 CHECKPOINT = "amp_checkpoint"
 """The number of its activation checkpoint. Written by ``inline_checkpoints``; read by passes that move nodes."""
-GIVEN = "amp_given"
-"""Its low-precision value, fixed before planning. Written by autocast_subgraphs; read by the planners."""
-TAKES = "amp_takes"
-"""The low-precision inputs of a call that runs as captured. Written by autocast_subgraphs; read by insert_casts."""
-LEAVES = "amp_leaves"
-"""The required dtype, or None, of each leaf of an output. Written and read by autocast_subgraphs."""
 RETURNED = "amp_returned"
 """Storages of fake copies that are the value itself at run time. Written by no_op_dropout; read by aliasing."""
 
@@ -63,12 +55,8 @@ UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"
 """Its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step."""
-PIECE = "amp_piece"
-"""It was captured under ``torch.autocast``. Written by autocast_subgraphs; read by the planners."""
 WIDENED = "amp_widened"
 """Whether it runs in fp32 only because half operands were widened. Written by widen_halves; read by conversion."""
-RAISES = "amp_raises"
-"""Whether code that read a dtype upcasts values planned low. Written by plan_precision; read by dtype_reads."""
 BUDGET = "amp_budget"
 """The ``Budget`` of the plan: allowed and predicted error. Written by plan_precision; read by reports."""
 PREDICTED = "amp_predicted"

@@ -1,8 +1,7 @@
 """Gradients of large embedding tables in reused memory, and embeddings whose backward writes into it.
 
 Before: ``embedding_bag(ids, table)``, whose backward zeroes a new table-sized buffer at each step, page by page.
-After: ``table_rows(table, ids)``, which clears the memory of the last gradient once nobody holds it; or
-``cleared_rows(table, ids)``, which clears new memory in half the time.
+After: ``table_rows(table, ids)``, which clears the memory of the last gradient once nobody holds it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.native.cast_kernel import clear
 from amp_graph.passes.profitability.thresholds import adding_by_place_is_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
@@ -40,9 +38,9 @@ class GradientMemory:
         """Return dense zeros of the shape and dtype of ``weight`` that nothing else reads or writes."""
         own = self._last.pop(id(weight), None)  # no other thread finds it now
         if own is None or (own.shape, own.dtype) != (weight.shape, weight.dtype) or not is_free(own):
-            own = torch.zeros(weight.shape, dtype=weight.dtype)
+            own = _zeros(weight)
         else:
-            clear(own)
+            own.zero_()
         given = own.detach()
         self._last[id(weight)] = own
         return given
@@ -66,13 +64,8 @@ class GradientMemory:
         return table_rows
 
 
-def cleared_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
-    """Like ``GradientMemory.rows``, but in new memory, whose zeros are written with non-temporal stores."""
-    return _rows(weight, ids, padding, bags, _cleared)
-
-
-def _cleared(weight: Tensor) -> Tensor:
-    return clear(torch.empty(weight.shape, dtype=weight.dtype))
+def _zeros(weight: Tensor) -> Tensor:
+    return torch.zeros(weight.shape, dtype=weight.dtype)
 
 
 def _rows(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,8 +20,7 @@ from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.memory.compiled_embedding_gradients import POOL, compiled_rows
-from amp_graph.passes.memory.gradient_buffers import GradientMemory, cleared_rows
-from amp_graph.passes.native.cast_kernel import LARGE
+from amp_graph.passes.memory.gradient_buffers import GradientMemory
 from amp_graph.passes.profitability.thresholds import reusing_gradients_is_profitable
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.storage import storage_key
@@ -44,9 +42,8 @@ class ReuseEmbeddingGradients(Pass):
     """Replaces ``embedding`` and ``embedding_bag`` with ``table_rows`` when a parameter's table trains.
 
     Law: a dense fp32 table that is large compared with what the graph computes; plain rows, or sums of bags of one
-    length; outside of compiled graphs, of a table that nothing else reads. The gradients of other tables whose zeros
-    are worth non-temporal stores are new memory. Exactness: forward bit-exact, gradients rounding-equal: fp32 sums in
-    the order of the ids.
+    length; outside of compiled graphs, of a table that nothing else reads. Exactness: forward bit-exact, gradients
+    rounding-equal: fp32 sums in the order of the ids.
     """
 
     memory: GradientMemory | None = None  # None: the pool of compiled graphs, for ``user``
@@ -69,23 +66,14 @@ class ReuseEmbeddingGradients(Pass):
         changes = []
         for node, arguments in given.items():
             table = arguments["weight"]
-            kept = large and table not in shared
-            reader = self._reader(value(table), kept)
-            if reader is None:
+            if not large or table in shared:
                 skips.append(Skip(node.name, SHARED if large else FEW))
                 continue
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
-            node.target, node.kwargs = reader, {}
-            action = "reused memory" if kept else "non-temporal zeros"
-            changes.append(Change(self.name, action, node.name, "its table's gradient is large"))
+            node.target, node.kwargs = compiled_rows if self.memory is None else self.memory.rows, {}
+            changes.append(Change(self.name, "reused memory", node.name, "its table's gradient is large"))
         return PassResult(gm, tuple(changes), tuple(skips))
-
-    def _reader(self, table: torch.Tensor, kept: bool) -> Callable[..., torch.Tensor] | None:
-        """Return the function that reads ``table``; it keeps the gradient if ``kept``. None for torch's own."""
-        if kept:
-            return compiled_rows if self.memory is None else self.memory.rows
-        return cleared_rows if self.memory is not None and numel(table) >= LARGE else None
 
 
 def _is_read_elsewhere(table: Node) -> bool:

@@ -1,6 +1,6 @@
 """JIT-compiles C for the host CPU and caches the library.
 
-Before: a file ``cast_kernel.c`` and macros.
+Before: a file ``attention_kernel.c`` and macros.
 After: ``load(source, ("-DRULE=ADAM",))``, a ``ctypes.CDLL``.
 """
 

@@ -14,7 +14,7 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.graph.meta_keys import GIVEN, WISH
+from amp_graph.passes.graph.meta_keys import WISH
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.op_cost import cast_picoseconds, kept_picoseconds, picoseconds, work_of
@@ -87,7 +87,7 @@ class Formulation:
     def is_free(self, node: Node) -> bool:
         """Say whether the precision of ``node`` is chosen by cost."""
         kind = self.problem.classes[node]
-        if self.painted[node].precision != LOW or node in self.tied or GIVEN in node.meta:
+        if self.painted[node].precision != LOW or node in self.tied:
             return False
         if kind.cls is OpClass.ALLOW:
             return self.skip and WISH not in node.meta and kind.origin != "amp_graph.precision"
@@ -127,7 +127,7 @@ class Formulation:
 
     def _declare(self, node: Node) -> None:
         """Give ``node`` a variable, and record which variable gives the precision of its value."""
-        self.holds[node] = LOW_ALWAYS if GIVEN in node.meta else FULL_ALWAYS
+        self.holds[node] = FULL_ALWAYS
         if node not in self.problem.classes:
             if is_part(node) and isinstance(node.args[0], Node):
                 self.holds[node] = self.holds[node.args[0]]
@@ -160,8 +160,6 @@ class Formulation:
 
     def _followed(self, node: Node, kind: Classification) -> Node | None:
         """Return the input that dictates the precision of ``node``: one that it writes to, aliases or copies."""
-        if GIVEN in node.meta:
-            return None
         inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
         if kind.conversion:
             moved = [n for n in inputs if n in kind.applies]
@@ -247,12 +245,7 @@ class Formulation:
     def _read_as_captured(self, node: Node) -> None:
         if is_part(node) or (node.op == "output" and not self.problem.keep_outputs):
             return
-        read = [n for n in node.all_input_nodes if is_eligible(captured(n))]
-        leaves = self.permitted.ahead.leaving if node.op == "output" else {}
-        leaving = {n for n in read if n in leaves}  # returned in low precision, without a cast
-        self._widen(n for n in read if n not in leaving)
-        for source in leaving:
-            self.lowers.setdefault(source, []).append(LOW_ALWAYS)
+        self._widen(n for n in node.all_input_nodes if is_eligible(captured(n)))
 
 
 def _once(variables: list[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.meta_keys import GIVEN
 from amp_graph.passes.precision.build_assignment import Formulation
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.planning_problem import LOW
@@ -32,7 +31,7 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
     unit = WHOLE / (sum(influence.readings.values()) or 1.0)
     low = [0] * len(made.full)
     for node, i in made.of.items():
-        if made.problem.classes[node].cls is not OpClass.NEUTRAL and GIVEN not in node.meta:
+        if made.problem.classes[node].cls is not OpClass.NEUTRAL:
             low[i] = round(unit * influence.values.get(node, 0.0) * _roundings(node, made.problem.classes[node]))
     casts = [
         Cast(made.holds[source], (reader,), (), round(unit * influence.readings.get((source, node), 0.0)), 0)

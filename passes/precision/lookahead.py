@@ -9,11 +9,9 @@ from __future__ import annotations
 from torch.fx import Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.autocast_regions.autocast_subgraphs import leaving
 from amp_graph.passes.graph.aliasing import written_inside
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.graph.meta_keys import PIECE
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.precision.planning_problem import FREE, Problem
@@ -31,7 +29,6 @@ class Lookahead:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.classes = problem, problem.classes
-        self.leaving = leaving(problem.gm)
         self.shown = self._shown()
         self.low = self._reached()
         self.full = self._written_in_full()
@@ -109,8 +106,7 @@ class Lookahead:
         * those of scores to which a mask is added in place: what a softmax reads is not rounded after such a sum.
         """
         memory, storages = self.problem.memory, self.problem.memory.storages
-        restored = self.problem.keep_outputs and PIECE not in self.problem.gm.meta  # each output by a cast of its own
-        found = set(memory.leaving) if restored else set()
+        found = set(memory.leaving) if self.problem.keep_outputs else set()  # each output by a cast of its own
         for node, kind in self.classes.items():
             alias = kind.conversion and any(storages[node] & storages[s] for s in node.all_input_nodes)
             if alias and memory.is_written(node):
@@ -136,8 +132,8 @@ class Lookahead:
     def _follows(self, node: Node) -> bool:
         """Say whether ``node`` can alias its input in either precision."""
         kind = self.classes.get(node)
-        if kind is None or node in self.leaving:  # a partial graph was captured with such a call in low precision
-            return is_part(node) or node in self.leaving
+        if kind is None:
+            return is_part(node)
         return kind.cls in FREE and sum(is_eligible(captured(s)) for s in node.all_input_nodes) == 1
 
 

@@ -27,9 +27,7 @@ from amp_graph.passes.graph.meta_keys import (
     LEFT_ALONE,
     LOW_DTYPE,
     MARK,
-    PIECE,
     PREDICTED,
-    RAISES,
     REGION,
     UNCALIBRATED,
     WISH,
@@ -37,7 +35,6 @@ from amp_graph.passes.graph.meta_keys import (
 from amp_graph.passes.precision import strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
-from amp_graph.passes.precision.dtype_reads import raised_by_read_dtypes
 from amp_graph.passes.precision.error_budget_planner import plan_within
 from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
@@ -114,7 +111,6 @@ class PlanPrecision(Pass):
             return PassResult(gm)
         problem = self.problem(gm)
         gm.meta[LOW_DTYPE] = self.dtype
-        gm.meta[RAISES] = self.lists.unlisted == "opaque" and raised_by_read_dtypes(problem, self.dtype)
         changes: list[Change] = []
         chosen = self._worth_it(problem, self._choices(problem))
         for node, choice in chosen.items():
@@ -181,8 +177,7 @@ class PlanPrecision(Pass):
         held = carriers_of_positions(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
-        restored = self.keep_outputs and PIECE not in gm.meta
-        exact = returned_probabilities(classes, restored) if ours else frozenset()
+        exact = returned_probabilities(classes, self.keep_outputs) if ours else frozenset()
         strided = strided_views.read_by_strides(classes)
         kept = self._kept(gm)
         done: dict[Node, Classification] = {}

@@ -17,10 +17,8 @@ import torch
 from torch.fx import Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.autocast_regions.autocast_subgraphs import WHY
 from amp_graph.passes.graph.fake_values import captured, has_eligible, is_eligible, value
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.graph.meta_keys import GIVEN
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.conditioning import kept_as_in_autocast
 from amp_graph.passes.precision.lookahead import Lookahead, is_leaf
@@ -53,7 +51,7 @@ class RuleBasedPlan:
         self.widest = widest
         self.classes = problem.classes
         self.fast = problem.accuracy == "fast"
-        self.low = {node for node in problem.gm.graph.nodes if GIVEN in node.meta}
+        self.low: set[Node] = set()
         self.tainted: set[Node] = set()  # full because a deny operation made it so
         self.ahead = Lookahead(problem)
         self.kept = {} if problem.accuracy == "autocast" else self._kept()
@@ -77,8 +75,6 @@ class RuleBasedPlan:
         moved = [n for n in inputs if n in kind.applies]
         if not inputs and not has_eligible(node):
             return Choice(AS_CAPTURED, "carries no fp32 value")
-        if GIVEN in node.meta:
-            return Choice(LOW, WHY)
         if kind.conversion:
             return self._conversion(node, kind, moved)
         if kind.written & set(inputs):
@@ -190,7 +186,7 @@ class RuleBasedPlan:
 
     def _takes_full(self, user: Node, node: Node) -> bool:
         kind = self.classes.get(user)
-        restored = user.op == "output" and self.problem.keep_outputs and node not in self.ahead.leaving
+        restored = user.op == "output" and self.problem.keep_outputs
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
 
     def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:

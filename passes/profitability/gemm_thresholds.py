@@ -33,15 +33,6 @@ def packing_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs:
     )
 
 
-def outputs_at_once(rows: int, outputs: int) -> int:
-    """Return the best chunk of outputs for a linear whose result is upcast; ``outputs`` means a single chunk.
-
-    2 MiB of bf16 stay in cache. 512 rows, 30,522 outputs, 768 inputs: 22.7 ms in 16 chunks, 30.7 ms in one; 1,024 rows,
-    32,000 outputs: 55 and 58 ms. Chunks below 1,024 outputs were not timed.
-    """
-    return min(outputs, max(1024, (1 << 20) // max(1, rows) // 64 * 64))
-
-
 # Multiplications up to which our kernel is faster for a linear over few rows, and elements of its weight. The weight
 # may be packed twice: here for few rows, and in another graph for many.
 MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20

@@ -19,7 +19,6 @@ from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity, names_of
 from amp_graph.passes.graph.match import (
-    CONVERSIONS,
     Formula,
     constant_beside,
     converts_nothing,
@@ -27,7 +26,7 @@ from amp_graph.passes.graph.match import (
     is_written_meanwhile,
     operation,
 )
-from amp_graph.passes.graph.meta_keys import CHECKPOINT, GIVEN, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.op_args.dropout_args import given_to
 from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
@@ -152,12 +151,8 @@ def _is_over_the_last(softmax: Node, source: Node) -> bool:
 
 
 def _changes_nothing(node: Node, scores: Scores) -> bool:
-    """Say whether ``node`` keeps the probabilities, or only folds the heads into the batch again.
-
-    It may also round them, as attention does, if the user's code asks for the dtype that it sees under autocast.
-    """
-    rounds = names_of(node) in CONVERSIONS and GIVEN in node.meta
-    return converts_nothing(node) or rounds or _drops_nothing(node) or (scores.split is not None and _folds(node))
+    """Say whether ``node`` keeps the probabilities, or only folds the heads into the batch again."""
+    return converts_nothing(node) or _drops_nothing(node) or (scores.split is not None and _folds(node))
 
 
 def _drops_nothing(node: Node) -> bool:

@@ -24,6 +24,17 @@ def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int 
     return is_causal is True
 
 
+def masked_select_of_broadcast(input: Tensor, mask: Tensor) -> Tensor:
+    """Return ``torch.masked_select`` of tensors of one shape.
+
+    torch/_subclasses/fake_impls.py bounds the count by the tensor's own elements, and Dynamo asserts this in the graph:
+    a mask larger than its tensor fails there.
+    """
+    input, mask = torch.broadcast_tensors(input, mask)
+    selected: Tensor = torch.ops.aten.masked_select.default(input, mask)
+    return selected
+
+
 def batch_norm_of_averages(
     input: Tensor,
     running_mean: Tensor | None,

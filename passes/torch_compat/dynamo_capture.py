@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,25 +15,15 @@ from typing import Any
 import torch
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.13: held by each of Dynamo's captures
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,  # 2.11 - 2.13
     GuardOnDataDependentSymNode,  # 2.11 - 2.13
 )
 from torch.fx.experimental.validator import ValidationException  # 2.11 - 2.13
 
-from amp_graph.passes.torch_compat.dynamo_frames import is_whole
-from amp_graph.passes.torch_compat.dynamo_patches import (
-    capture_some_otherwise,
-    capturing,
-    keep_why_a_raise_is_not_captured,
-    leave_cast_cache_alone,
-    leave_out_guard_of_hooks,
-    leave_out_guard_timing,
-    let_masks_broadcast,
-    mark_gradient_hooks,
-    record_reads_of_dtype,
-    see_loops_to_their_end,
-)
+from amp_graph.passes.torch_compat.dynamo_frames import has_compiled, is_whole
+from amp_graph.passes.torch_compat.dynamo_patches import masks_heard, mended
 from amp_graph.passes.torch_compat.dynamo_settings import (
     NO_LIMIT,
     NO_RECORDS,
@@ -44,7 +33,6 @@ from amp_graph.passes.torch_compat.dynamo_settings import (
 )
 from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
 from amp_graph.passes.torch_compat.gc_pause import collector_waits
-from amp_graph.passes.torch_compat.versions import torch_version
 
 Runner = Callable[..., Any]  # runs what was captured
 
@@ -64,22 +52,13 @@ if sys.version_info >= (3, 11):  # before, each frame has its own memory
 
 
 class CaptureListener:
-    """Receives events of Dynamo's captures; this one ignores them.
+    """Receives events of Dynamo's captures; this one ignores them."""
 
-    Exceptions in ``begins`` and ``ended`` reach the caller: nothing of the frame has run by then, and Dynamo caches
-    nothing of it.
-    """
+    def failed(self, code: types.CodeType, error: Exception, *, whole: bool) -> bool:
+        """Tracing a frame failed, that of a ``whole`` call or a part; return whether the frame is to run as written.
 
-    is_whole = True  # whether it captures whole calls
-
-    def begins(self, code: types.CodeType) -> None:
-        """A capture of a frame begins: there was no compiled code for it."""
-
-    def ended(self, code: types.CodeType, whole: bool) -> None:
-        """A frame was captured: as one graph if ``whole``."""
-
-    def failed(self, code: types.CodeType, error: Exception) -> bool:
-        """Tracing a frame failed; return whether the frame is to run as written."""
+        Exceptions reach the caller, and Dynamo caches nothing of the frame.
+        """
         return False
 
     def skipped(self, code: types.CodeType, reason: str) -> None:
@@ -148,34 +127,22 @@ _TRACING_FAILED = (
     IndexError,  # for a dimension out of range
 )
 
-# Before 2.13, Dynamo's settings are shared by all threads: the later of two captures would restore the earlier one's.
-_ONE_AT_A_TIME: contextlib.AbstractContextManager[Any] = (
-    contextlib.nullcontext() if torch_version() >= (2, 13) else threading.RLock()
-)
-
-_CAPTURES: list[None] = []  # one for each running capture of ours, in any thread
-
-
-def a_capture_runs() -> bool:
-    """Say whether some thread is capturing a converted model; it then holds aliases of the model's parameters."""
-    return bool(_CAPTURES)
-
 
 class _CompileTimeConfig:
-    """A Dynamo frame callback that sets Dynamo's limits while it compiles, and only then.
+    """A Dynamo frame callback that sets Dynamo's limits, and mends it, while it compiles, and only then.
 
     Setting them globally would change the user's own ``torch.compile``; setting them around each call
-    would cost every step.
+    would cost every step. ``code``: of the captured function, whose frame is a whole call.
     """
 
     def __init__(
-        self, inner: Any, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice, eager: bool
+        self, inner: Any, code: types.CodeType, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice
     ) -> None:
         self._inner = inner
+        self._code = code
         self._heard = heard
         self._choice = choice
         self._collector_waits = collector_waits
-        self._eager = eager
         # Read by Dynamo's C++ side to find the backend of a cache entry: must be a plain attribute.
         self._torchdynamo_orig_backend = inner
         self.hooks = inner.hooks
@@ -185,9 +152,47 @@ class _CompileTimeConfig:
         chosen = self._choice.settings(frame)
         if chosen is None:
             return _as_written_once()
-        self._heard.begins(frame.f_code)
+        with self._settings(chosen):
+            try:
+                result = self._captured(frame, *args, **kwargs)
+            except _TRACING_FAILED as error:
+                if not self._heard.failed(frame.f_code, error, whole=frame.f_code is self._code):
+                    raise
+                if has_compiled(frame.f_code):
+                    return _as_written_once()
+                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
+        for reason in break_reasons()[known:]:
+            self._heard.broke(str(reason.reason), reason.user_stack)
+        if getattr(result, "guarded_code", None) is not None:
+            self._choice.made(frame)
+        else:
+            self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
+        return result
+
+    def _captured(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trace ``frame``; again, if masks of transformers heard of the capture of a call that is not one graph.
+
+        Nothing of the frame has run by then. What follows a graph break would get a mask that eager code never sees.
+        """
+        known = len(break_reasons())
+        with mended(tells_masks=frame.f_code is self._code) as masks:
+            try:
+                result = _with_room(self._inner, frame, *args, **kwargs)
+            except _TRACING_FAILED:
+                if not (masks.told and masks.asked):
+                    raise
+            else:
+                made = getattr(result, "guarded_code", None)
+                if not (masks.told and masks.asked) or (made is not None and is_whole(made.code)):
+                    return result
+        del break_reasons()[known:]
+        with mended(tells_masks=False):
+            return _with_room(self._inner, frame, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _settings(self, chosen: dict[str, Any]) -> Iterator[None]:
         with (
-            _ONE_AT_A_TIME,
+            compile_lock,  # before 2.13, Dynamo's settings are shared by all threads
             errors_not_logged(),
             collector_waits(self._collector_waits),
             dynamo_config.patch(
@@ -207,27 +212,7 @@ class _CompileTimeConfig:
                 **chosen,
             ),
         ):
-            outer = capturing.is_on, capturing.is_eager, capturing.is_whole
-            capturing.is_on, capturing.is_eager, capturing.is_whole = True, self._eager, self._heard.is_whole
-            _CAPTURES.append(None)
-            try:
-                result = _with_room(self._inner, frame, *args, **kwargs)
-            except _TRACING_FAILED as error:
-                if not self._heard.failed(frame.f_code, error):
-                    raise
-                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
-            finally:
-                _CAPTURES.pop()
-                capturing.is_on, capturing.is_eager, capturing.is_whole = outer
-        for reason in break_reasons()[known:]:
-            self._heard.broke(str(reason.reason), reason.user_stack)
-        made = getattr(result, "guarded_code", None)
-        if made is not None:
-            self._choice.made(frame)
-        else:
-            self._heard.skipped(frame.f_code, str(getattr(result, "skip_reason", None) or ""))
-        self._heard.ended(frame.f_code, made is not None and is_whole(made.code))
-        return result
+            yield
 
 
 def _as_written_once() -> Any:
@@ -256,21 +241,41 @@ def capture_with_dynamo(
     limits and on a separate code object.
     """
     keep_guard_of_missing_gpu()
-    record_reads_of_dtype()
-    mark_gradient_hooks()
-    capture_some_otherwise()
-    leave_out_guard_timing()
-    keep_why_a_raise_is_not_captured()
-    leave_out_guard_of_hooks()
-    leave_cast_cache_alone()
-    let_masks_broadcast()
-    see_loops_to_their_end()
-    optimize = torch._dynamo.optimize
+
+    def take(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if masks_heard() and ends_in_break(gm):  # it is traced again
+            return gm.forward
+        if eager:
+            _leave_out_guard_of_hooks()
+        run: Callable[..., Any] = backend(gm, example_inputs)
+        return run
+
     known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
     extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    context: Any = optimize(backend, nopython=fullgraph, dynamic=dynamic, **extra)
-    context.callback = _CompileTimeConfig(context.callback, heard, collector_waits, choice or CaptureChoice(), eager)
+    context: Any = torch._dynamo.optimize(take, nopython=fullgraph, dynamic=dynamic, **extra)
+    callback = context.callback
+    context.callback = _CompileTimeConfig(
+        callback, function.__code__, heard, collector_waits, choice or CaptureChoice()
+    )
     return context(function)
+
+
+def _leave_out_guard_of_hooks() -> None:
+    """Keep the running capture from guarding on the default saved-tensor hooks; 2.11 - 2.13.
+
+    Where a graph runs operator by operator, under autograd itself, the hooks that are active in a call see what that
+    call saves. AOTAutograd traces hooks into a graph, which is why there is such a guard. It is the only one in Python:
+    2 us of a call, with cold caches.
+    """
+    guards = torch._guards.TracingContext.get().guards_context.dynamo_guards.inner
+    for guard in [guard for guard in guards if guard.create_fn_name() == "AUTOGRAD_SAVED_TENSORS_HOOKS"]:
+        guards.remove(guard)
+
+
+def ends_in_break(gm: GraphModule) -> Any:
+    """Return what Dynamo says of the graph break that ends ``gm``: its reason and stack; None if none ends it."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    return reason if getattr(reason, "graph_break", False) else None
 
 
 @contextlib.contextmanager

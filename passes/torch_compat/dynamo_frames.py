@@ -13,15 +13,6 @@ from typing import Any
 
 import torch
 
-
-def never_compiled(function: Callable[..., Any]) -> None:
-    """Let Dynamo run ``function``, and what it calls, uncompiled where they are not traced into; 2.11 - 2.13."""
-    kinds: Any = torch._dynamo.types
-    dynamo: Any = torch._dynamo.eval_frame
-    code: types.CodeType = function.__code__
-    dynamo.set_code_exec_strategy(code, kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP))
-
-
 _SERIAL = itertools.count()
 
 
@@ -46,6 +37,11 @@ def is_whole(compiled: types.CodeType) -> bool:
     """Say whether code that Dynamo made calls one graph, and no code behind a graph break."""
     graphs = [name for name in compiled.co_names if name.startswith("__compiled_fn")]
     return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
+
+
+def has_compiled(code: types.CodeType) -> bool:
+    """Say whether Dynamo has compiled code for ``code``; 2.11 - 2.13."""
+    return bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,13 +74,6 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     vars(function).update({k: v for k, v in vars(disabled).items() if k.startswith("_torchdynamo_disable")})
     torch._dynamo.eval_frame.skip_code(function.__code__)
     return disabled
-
-
-def not_captured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, which Dynamo does not capture as a frame, but may still trace into from a caller."""
-    code: types.CodeType = function.__code__
-    torch._dynamo.eval_frame.skip_code(code)
-    return function
 
 
 def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11 - 2.1
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx import _symbolic_trace  # 2.11 - 2.13
-from torch.fx._lazy_graph_module import _LazyGraphModule  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
@@ -136,14 +135,6 @@ def names_traced_so_far() -> dict[str, None]:
     """Return the names of the nodes that ``make_fx`` has recorded up to here, in order; 2.11 - 2.13."""
     mode = get_proxy_mode()
     return {node.name: None for node in mode.tracer.graph.nodes} if mode is not None else {}
-
-
-def plain_forward(gm: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Return the generated function of ``gm`` as it is: ``gm.forward`` of a Dynamo graph has several wrappers."""
-    gm.recompile()
-    _LazyGraphModule.force_recompile(gm)
-    forward: Callable[..., Any] = gm.forward
-    return forward
 
 
 def refused_under_fx(error: RuntimeError) -> bool:

@@ -73,20 +73,3 @@ def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -
         optimizers.profile_hook_step = staticmethod(plain)
 
     return end
-
-
-def load_optimizer_states_as(stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """Let ``Optimizer.load_state_dict`` give states the dtype of ``stand_in(parameter)``, if that is a tensor.
-
-    torch/optim/optimizer.py casts them to the parameter's; 2.11 to 2.13.
-    """
-    plain = torch.optim.Optimizer._process_value_according_to_param_policy
-    if getattr(plain, "stand_in", None) is stand_in:
-        return
-
-    def cast_state(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        found = stand_in(param)
-        return plain(param if found is None else found, *args, **kwargs)
-
-    cast_state.stand_in = stand_in  # type: ignore[attr-defined]
-    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(cast_state)  # type: ignore[method-assign]

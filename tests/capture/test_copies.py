@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from tests.corpus import make
 from tests.measure import DtypeLog
+from tests.threads import in_threads
 
 BF16 = torch.bfloat16
 PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low"}
@@ -172,25 +172,6 @@ def test_an_exponential_moving_average():
     assert not torch.equal(average.module.first.weight, start)
     assert average.module.first.weight.dtype == torch.float32
     assert_runs_low(average.module, x)
-
-
-def in_threads(*functions):
-    errors = []
-
-    def guarded(function):
-        try:
-            function()
-        except BaseException as error:  # handed to the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -66,10 +66,11 @@ def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     else:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("AMP_GRAPH_CACHE", str(tmp_path / "file" / "cache"))
+    from amp_graph.passes.backends.cpu.attention import attention_kernel
     from amp_graph.passes.native import jit_compiler
 
     monkeypatch.setattr(jit_compiler, "load", jit_compiler.load.__wrapped__)  # not what other tests have loaded
-    assert jit_compiler.load_if_possible(jit_compiler.HEADER.with_name("cast_kernel.c")) is None
+    assert jit_compiler.load_if_possible(attention_kernel.SOURCE) is None
     found = [*said("bf16", steps=1), *said("bf16", steps=1)]
     reason = "no C compiler: no-such-compiler not found" if way == "compiler" else "cache"
     assert reason in found[0]

@@ -205,7 +205,6 @@ def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
         "fp16",
         "bf16-O2",
         pytest.param("bf16,accuracy=fast", marks=pytest.mark.slow),
-        pytest.param("bf16,escaped=fp32", marks=pytest.mark.slow),
     ],
 )
 def test_a_counter_under_other_policies(policy, grad):

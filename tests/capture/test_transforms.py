@@ -172,7 +172,7 @@ class Broken(nn.Module):
 def test_a_part_that_escaped_capture_is_said_with_its_parameters():
     match = r"no graph reads 4 parameters \(body.0.weight, body.0.bias, body.2.weight, ...\)"
     with pytest.warns(AmpGraphWarning, match=match + ".* in fp32"):
-        amp_graph.convert(Broken(), "bf16,escaped=fp32")(X)
+        amp_graph.convert(Broken(), "bf16,deny=gelu")(X)
     with pytest.raises(CaptureError, match=match):
         amp_graph.convert(Broken(), strict=True)(X)
     model = amp_graph.convert(Broken())  # in mixed precision, so that a line in the report is enough

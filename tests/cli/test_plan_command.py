@@ -151,7 +151,8 @@ def test_the_sweep_predicts_and_measures(target, capsys):
     assert measured["0.01"][1] < measured["1"][1] <= measured["fast"][1]
 
 
-def test_the_sweep_has_budgets_of_its_own(target, capsys):
+def test_the_sweep_has_budgets_of_its_own(target, capsys, monkeypatch):
+    monkeypatch.setattr("amp_graph.cli.command_plan.ROUNDS", 1)
     assert main(["plan", f"{target}:build", "--policy", "fp16", "--sweep"]) == 0
     _, rows = table(capsys, 11)
     assert list(rows)[2:] == ["0.5", "0.75", "0.9", "1", "1.1", "1.25", "1.5", "2", "3"]

@@ -25,8 +25,7 @@ SAMPLE = (("resnet_basic", True), ("lstm_lm", False))
 NOT_COMPARED = {"random", "integer"}
 # Of an error of autocast's, over one graph and one draw; a share of a low-precision rounding where autocast makes none.
 WITHIN, FLOOR = 1.5, 2.0**-9
-# Of a piece, which was captured under autocast and has no fp32 form, from autocast's result; of what that fails at.
-PIECE = 2.0**-5
+UNKNOWN = 2.0**-5  # of what fails under autocast
 
 
 @dataclass
@@ -35,16 +34,12 @@ class Taken:
 
     captured: CapturedGraphs
     gm: torch.fx.GraphModule
-    is_piece: bool  # captured under autocast
     trains: bool
     given: tuple = ()
 
     def taken(self):
         """Have a copy of the graph rewritten; return what runs it."""
         gm = copy_graph(self.gm)
-        if self.is_piece:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.captured.take_piece(gm, self.given)
         return self.captured.take(gm, self.given)
 
     def step(self, run, autocast=False):
@@ -57,27 +52,22 @@ def graphs_of(name, trains):
     """The model of a converted case, and the graphs that it is captured as."""
     found = []
 
-    def noting(method, is_piece):
-        def take(self, gm, example_inputs):
-            one = Taken(self, copy_graph(gm), is_piece, trains)
-            run = method(self, gm, example_inputs)
-            if run is None:
-                return None
-            found.append(one)
+    def take(self, gm, example_inputs):
+        one = Taken(self, copy_graph(gm), trains)
+        run = plain(self, gm, example_inputs)
+        found.append(one)
 
-            def noted(*given):
-                one.given = one.given or tuple(map(_copied, given))
-                return run(*given)
+        def noted(*given):
+            one.given = one.given or tuple(map(_copied, given))
+            return run(*given)
 
-            return noted
+        return noted
 
-        return take
-
+    plain = CapturedGraphs.take
     model, args, kwargs = make(name)
     model.train(trains)
     with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(trains):
-        patch.setattr(CapturedGraphs, "take_whole", noting(CapturedGraphs.take_whole, False))
-        patch.setattr(CapturedGraphs, "take_piece", noting(CapturedGraphs.take_piece, True))
+        patch.setattr(CapturedGraphs, "take", take)
         amp_graph.convert(model, "bf16")
         model(*args, **kwargs)
     return model, [one for one in found if one.given]
@@ -137,8 +127,6 @@ def under_autocast(one):
     try:
         return one.step(one.gm, autocast=True)
     except RuntimeError:
-        if one.is_piece:
-            raise
         return None
 
 
@@ -152,9 +140,8 @@ def check(name, trains):
             one.taken()
         done = one.captured.graphs.pop().rewritten.passes
         theirs = under_autocast(one)
-        exact = theirs if one.is_piece else one.step(one.gm)
-        alone = one.is_piece or theirs is None
-        allowed = [PIECE, PIECE] if alone else [WITHIN * e + FLOOR for e in errors(theirs, exact)]
+        exact = one.step(one.gm)
+        allowed = [UNKNOWN, UNKNOWN] if theirs is None else [WITHIN * e + FLOOR for e in errors(theirs, exact)]
         for timed in done:
             kind = by_name[timed.name]
             step = _step_without(one, kind)
@@ -165,18 +152,13 @@ def check(name, trains):
 
 
 def _step_without(one, kind):
-    """Run the graph with passes of ``kind`` raising; the report, and but for pieces a warning, name them."""
+    """Run the graph with passes of ``kind`` raising; the report and a warning name them."""
     captured = one.captured
-    before, skips = len(captured.graphs), len(captured.log.skips)
     with torch.set_grad_enabled(one.trains), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with raising(kind):
             run = one.taken()
-        step = one.step(run, autocast=one.is_piece)
-    if len(captured.graphs) == before:  # a piece runs as it was captured
-        assert one.is_piece
-        assert kind.name in captured.log.skips[skips].reason
-        return step
+        step = one.step(run)
     rewritten = captured.graphs.pop().rewritten
     told = [t.name for t in rewritten.passes if t.failure] or [rewritten.gm.meta["amp_unplanned"]]
     assert any(kind.name in text for text in told)

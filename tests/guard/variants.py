@@ -18,7 +18,7 @@ import torch
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from amp_graph.passes.backends.recurrent import lstm_kernel
-from amp_graph.passes.native import cast_kernel, gemm_builds, jit_compiler
+from amp_graph.passes.native import gemm_builds, jit_compiler
 from tests.guard.memory import PLACES
 
 HERE = Path(__file__).parent
@@ -53,7 +53,6 @@ def prepare(variant: Variant, called: set[tuple[str, str]]) -> None:
     os.environ["AMP_GRAPH_GUARD"] = variant.place
     torch.set_num_threads(variant.threads)
     jit_compiler.LEAST_OF_A_THREAD = 1
-    cast_kernel.LARGE = cast_kernel.LARGE_OF_PLACES = 0
     if variant.guards_scratch:
         version = f"-DGUARDED=0x{hashlib.sha256(INCLUDED.read_bytes()).hexdigest()[:8]}"
         jit_compiler.FLAGS = (*jit_compiler.FLAGS, "-include", str(INCLUDED), version)

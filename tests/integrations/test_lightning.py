@@ -307,15 +307,14 @@ def test_lbfgs_at_o1_and_a_step_that_is_left_out():
     training.assert_same(training.weights(skips.net), before)
 
 
-def test_code_outside_of_modules_runs_under_autocast_unless_the_policy_says_fp32():
+def test_code_outside_of_modules_runs_in_fp32():
     seen = []
 
     def step(batch, batch_idx):
         seen.append(F.linear(batch[0], found.net[0].weight).dtype)
         return F.cross_entropy(found.net(batch[0]), batch[1])
 
-    for policy in ("bf16", "bf16,escaped=fp32"):
-        found = module()
-        found.training_step = step
-        trainer(policy, max_steps=1).fit(found, loader(training.batches(1)))
-    assert seen == [torch.bfloat16, torch.float32]
+    found = module()
+    found.training_step = step
+    trainer("bf16", max_steps=1).fit(found, loader(training.batches(1)))
+    assert seen == [torch.float32]

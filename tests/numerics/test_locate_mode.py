@@ -199,14 +199,18 @@ def loop(model, optimizer, scaler, batch, parts=1):
     scaler.update()
 
 
+def watched(name="mlp", kind="", scale=8.0):
+    """A converted model, its optimizer, scaler and locator, and a batch."""
+    model, batch = made(name, kind)
+    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=scale)
+    return model, torch.optim.SGD(model.parameters(), 0.01), scaler, amp_graph.Locator(model, scaler), batch
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind", "direction"), [("mlp", "big", "forward"), ("gpt", "loud", "backward")])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction, parts):
-    model, batch = made(name, kind)
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=2.0**14)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    locator = amp_graph.Locator(model, scaler)
+    model, optimizer, scaler, locator, batch = watched(name, kind, 2.0**14)
     with pytest.warns(AmpGraphWarning, match="step 1 was skipped"):
         loop(model, optimizer, scaler, batch, parts)
     (found,) = locator.results
@@ -220,9 +224,7 @@ def test_a_loop_is_watched_by_the_gradients_of_its_outputs(name, kind, direction
 
 
 def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
-    model, (x, y) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, y) = watched()
     for number in range(9):
         scaler.scale(cross_entropy(model(x * float("inf") if number == 1 else x), y)).backward()
     scaler.step(optimizer)
@@ -233,9 +235,7 @@ def test_of_many_calls_in_a_step_the_last_eight_are_looked_at():
 
 
 def test_calls_that_were_not_looked_at_are_counted():
-    model, (x, y) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, y) = watched()
     for calls in (10, 8):  # the first of each step is bad
         optimizer.zero_grad()
         for number in range(calls):
@@ -256,9 +256,7 @@ def test_calls_that_were_not_looked_at_are_counted():
 
 
 def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
-    model, (x, _) = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler()
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, (x, _) = watched(scale=2.0**16)
     loss = (model(x) * float("inf")).sum()
     scaler.scale(loss).backward()
     scaler.step(optimizer)
@@ -268,9 +266,7 @@ def test_a_loss_outside_of_the_model_is_told_by_the_gradient_that_it_gives():
 
 
 def test_good_steps_are_not_run_again():
-    model, batch = made("mlp", "")
-    model, scaler = amp_graph.convert(model, "fp16"), amp_graph.GradScaler(init_scale=8.0)
-    locator, optimizer = amp_graph.Locator(model, scaler), torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer, scaler, locator, batch = watched()
     for _ in range(3):
         loop(model, optimizer, scaler, batch)
     with torch.no_grad():

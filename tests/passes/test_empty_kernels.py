@@ -1,7 +1,5 @@
 """Operators over compiled C, of tensors without elements: what torch makes of them, and nothing is left unwritten."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from amp_graph.passes.backends.recurrent import lstm_kernel
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.native.operator_library import FUNCTIONS
 from tests.passes.builds import memory_that_is_not_zero  # noqa: F401
+from tests.threads import in_threads
 
 BF16 = torch.bfloat16
 LAST = torch.channels_last
@@ -120,9 +119,7 @@ def test_a_product_over_nothing_is_its_bias_in_a_thread_that_has_no_memory_yet()
         found.append(panel_gemm.product(a, b, bias))
         found.append(op("linear_by_panels")(a, weight, bias, False, 5))
 
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    thread.join()
+    in_threads(multiply)
     for one in found:
         assert torch.equal(one, F.linear(a, b.t(), bias))
     assert len(found) == 2

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.report.graph_facts import size_text
 from amp_graph.report.reasons import split_reason
-from amp_graph.report.report_text import CELL, fold, size_text
+from amp_graph.report.report_text import CELL, fold
 
 
 class Net(nn.Module):
@@ -336,9 +337,10 @@ def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
     back = json.loads(text)
     assert back["format"] == 2
     assert back["graphs"][0]["nodes"][0].keys() >= {"name", "ops", "module", "precision", "reason", "origin"}
-    assert [len(back["graphs"][0][k]) for k in ("nodes", "casts")] == [
-        len(first["graphs"][0][k]) for k in ("nodes", "casts")
+    assert [len(back["graphs"][0][k]) for k in ("nodes", "captured")] == [
+        len(first["graphs"][0][k]) for k in ("nodes", "captured")
     ]
+    assert sum(node["kind"] == "cast" for node in back["graphs"][0]["nodes"]) > 0
 
 
 def test_rows_fold_by_operation_precision_and_reason():

@@ -90,7 +90,7 @@ def test_dump_shows_the_step_of_a_gpt(tmp_path, capsys):
         "import torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
         "def build():\n"
         "    ids = torch.zeros(2, 8, dtype=torch.long)\n"
-        "    sizes = dict(vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=16)\n"
+        "    sizes = dict(vocab_size=50, n_embd=32, n_layer=1, n_head=2, n_positions=16)\n"
         "    config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=1)\n"
         "    return GPT2LMHeadModel(config), {'input_ids': ids, 'labels': ids}\n"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.devices import device_of
+from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import CaptureError
-from amp_graph.graph_breaks.escaped_code import EscapedCode
 from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
 from amp_graph.numerics.overflow.restore import as_before
@@ -221,9 +221,12 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
 
 
 def _as_code(task: Task, stack: ExitStack) -> Way:
-    """Run the code as code that escapes capture runs."""
-    escaped = EscapedCode(task.model, task.policy)
-    return _code(task, stack, escaped.region if escaped.is_cast else ExitStack, escaped.how)
+    """Run the code as calls without graphs run."""
+    kind = device_of_model(task.model) or "cpu"
+    dtype = task.policy.torch_dtype(kind)
+    if not task.policy.runs_under_autocast(kind):
+        return _code(task, stack, ExitStack, "in fp32")
+    return _code(task, stack, partial(torch.autocast, kind, dtype), f"under torch.autocast({kind!r}, {dtype})")
 
 
 def _in_fp32(task: Task, stack: ExitStack) -> Way:

@@ -20,28 +20,25 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
 
 
-class RemovesRoundings(EliminateCasts):
-    """Wrong: takes full -> low -> full for redundant."""
+class Wrong(EliminateCasts):
+    """With a function of its module that always returns ``answer``."""
+
+    function, answer = "", None
 
     def run(self, gm):
-        with mock.patch.object(eliminate_casts, "_widens", return_value=True):
+        with mock.patch.object(eliminate_casts, self.function, return_value=self.answer):
             return super().run(gm)
 
 
-class IgnoresOtherReaders(EliminateCasts):
-    """Wrong: removes low -> full -> low where another reader's gradient is summed in full precision."""
-
-    def run(self, gm):
-        with mock.patch.object(eliminate_casts, "captured", return_value=SimpleNamespace(requires_grad=False)):
-            return super().run(gm)
+def wrong_by(function, answer):
+    return type(f"Wrong_{function}", (Wrong,), {"function": function, "answer": answer})
 
 
-class IgnoresWrites(EliminateCasts):
-    """Wrong: removes the copy of a storage that is written."""
-
-    def run(self, gm):
-        with mock.patch.object(eliminate_casts, "observe", return_value=Memory({}, {}, {})):
-            return super().run(gm)
+REMOVES_ROUNDINGS = wrong_by("_widens", True)  # takes full -> low -> full for redundant
+# Removes low -> full -> low where another reader's gradient is summed in full precision.
+IGNORES_OTHER_READERS = wrong_by("captured", SimpleNamespace(requires_grad=False))
+IGNORES_WRITES = wrong_by("observe", Memory({}, {}, {}))  # removes the copy of a storage that is written
+HOLDS_ANYTHING = wrong_by("_holds", True)  # makes a constant in another dtype whatever it is filled with
 
 
 def effect_of(graph, one, policy="bf16"):
@@ -117,10 +114,10 @@ def test_a_round_trip_of_low_precision_goes():
 @pytest.mark.parametrize(
     ("function", "variant"),
     [
-        (rounding, RemovesRoundings),
-        (two_readers, IgnoresOtherReaders),
-        (written_copy, IgnoresWrites),
-        (written_source, IgnoresWrites),
+        (rounding, REMOVES_ROUNDINGS),
+        (two_readers, IGNORES_OTHER_READERS),
+        (written_copy, IGNORES_WRITES),
+        (written_source, IGNORES_WRITES),
     ],
 )
 def test_negative_control_wrong_variants_are_found(function, variant):
@@ -146,14 +143,6 @@ def test_a_conversion_that_copies_or_moves_is_no_cast():
     graph = capture_function(copies, X, w=W)
     gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
     assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)
-
-
-class HoldsAnything(EliminateCasts):
-    """Wrong: makes a constant in another dtype whatever it is filled with."""
-
-    def run(self, gm):
-        with mock.patch.object(eliminate_casts, "_holds", return_value=True):
-            return super().run(gm)
 
 
 def sums_into_zeros(self, x):
@@ -201,7 +190,7 @@ def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
 
 
 def test_negative_control_constants():
-    removed, wrong = effect_of(capture_function(fills, X, w=W), HoldsAnything())
+    removed, wrong = effect_of(capture_function(fills, X, w=W), HOLDS_ANYTHING())
     assert removed >= 1, "the variant did nothing: the control controls nothing"
     assert wrong
 

@@ -404,3 +404,16 @@ def test_images_of_one_channel_become_channels_last_behind_their_first_convoluti
     assert [seen.found[n] for n in ours.graph.nodes if "conv2d" in n.name] == [False, True]
     (relu,) = [n for n in ours.graph.nodes if n.name == "relu"]
     assert seen.found[relu]  # it is saved for backward, in this layout alone
+
+
+def test_gradients_lie_as_their_weights():
+    """A contiguous weight, and one that was channels_last before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 160, 3, padding=1, bias=False))
+    model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)
+    amp_graph.convert(model, "bf16")
+    for _ in range(2):
+        out = model(torch.randn(4, 16, 12, 12).contiguous(memory_format=torch.channels_last))
+        out.square().mean().backward()
+        assert is_channels_last(out)
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())

@@ -283,42 +283,6 @@ def test_functions_are_torchs_without_gradients():
     assert torch.equal(rows.rows(x, IDS, 3, False), F.embedding(IDS, x, 3))
 
 
-class Words(nn.Module):
-    """A table that is large, and small beside what is computed."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.more = nn.Embedding(1100, 256, padding_idx=3), nn.Embedding(40, 256)
-        self.head = nn.Linear(256, 4096)
-
-    def forward(self, ids):
-        return self.head(self.words(ids) + self.more(ids % 40))
-
-
-@pytest.mark.filterwarnings("ignore:amp_graph.passes.native.jit_compiler")
-def test_zeros_of_other_large_tables_are_written_past_the_caches(monkeypatch):
-    cleared = []
-    clear = gradient_buffers.clear
-    monkeypatch.setattr(gradient_buffers, "clear", lambda made: cleared.append(made.shape) or clear(made))
-    ids = torch.randint(1100, (8, 64), generator=torch.Generator().manual_seed(1))
-    ours, plain = (amp_graph.convert(Words(), policy) for policy in ("bf16", OFF))
-    held = []
-    for turn in range(2):
-        for model in (ours, plain):
-            model.zero_grad()
-            model((ids + turn) % 1100).square().mean().backward()
-        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-8)
-        assert not ours.words.weight.grad[3].any(), "the padding"
-        held.append((ours.words.weight.grad, ours.words.weight.grad.clone()))
-    assert cleared == [(1100, 256)] * 2, "the small one is torch's"
-    assert all(torch.equal(*one) for one in held), "each has memory of its own"
-    text = amp_graph.report(ours).graphs[0].text
-    assert "cleared_rows" in text
-    assert "embedding(" in text
-
-
 class Tied(nn.Module):
     """Words whose table is the head as well, or has a copy of its own for that."""
 

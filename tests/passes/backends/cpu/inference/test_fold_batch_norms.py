@@ -117,52 +117,34 @@ def train_a_step(model):
     model.eval()
 
 
-def edit_statistics(model):
-    model.norm0.running_mean[3] = 4.0
-
-
-def edit_statistics_secretly(model):
-    model.norm0.running_var.data[2] = 9.0
-
-
-def edit_weight(model):
-    with torch.no_grad():
-        model.conv1.weight[1] = 2.0
-
-
-def edit_norm(model):
-    with torch.no_grad():
-        model.norm1.weight[3] = 5.0
-
-
-def edit_bias(model):
-    with torch.no_grad():
-        model.conv1.bias[1] = 5.0
-
-
 def load(model):
     model.load_state_dict({k: v * 1.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
 
 
-def another_eps(model):
-    model.norm1.eps = 2.0
-
-
-WRITES = [train_a_step, edit_statistics, edit_statistics_secretly, edit_weight, edit_norm, edit_bias, another_eps, load]
+WRITES = {
+    "a step of training": train_a_step,
+    "statistics": lambda m: m.norm0.running_mean[3].fill_(4.0),
+    "statistics, secretly": lambda m: m.norm0.running_var.data[2].fill_(9.0),
+    "a weight": lambda m: nn.init.constant_(m.conv1.weight[1], 2.0),
+    "a norm": lambda m: nn.init.constant_(m.norm1.weight[3], 5.0),
+    "a bias": lambda m: nn.init.constant_(m.conv1.bias[1], 5.0),
+    "another eps": lambda m: setattr(m.norm1, "eps", 2.0),
+    "a state that is loaded": load,
+}
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_writes_are_seen(write):
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_seen(name):
     ours, theirs = pair()
     before = called(ours)
-    write(ours), write(theirs)
+    WRITES[name](ours), WRITES[name](theirs)
     with torch.no_grad():
         first = ours(X)
     assert_close(first, called(theirs))
     assert_close(called(ours), called(theirs))
     assert not torch.allclose(first, before, rtol=1e-3)
-    assert folded(ours) == 4 + (write is another_eps)
+    assert folded(ours) == 4 + (name == "another eps")
 
 
 class ReadTwice(nn.Module):
@@ -208,35 +190,34 @@ def test_a_sum_behind_groups_stays_by_itself():
     assert folded(ours) == 1
 
 
-def test_two_norms_of_one_convolution():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.a, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+class Shared(nn.Module):
+    """Two norms of one convolution."""
 
-        def forward(self, x):
-            return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
+    def __init__(self):
+        super().__init__()
+        self.conv, self.a, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
 
-    ours, theirs = pair(Shared)
-    assert_close(called(ours), called(theirs))
-    assert_close(called(ours, X[:1]), called(theirs, X[:1]))
+    def forward(self, x):
+        return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
 
 
-def test_one_norm_of_two_eps():
-    """By its statistics it is one; what is kept of it is of one eps, whichever call made it."""
+class Twice(nn.Module):
+    """By its statistics it is one norm; what is kept of it is of one eps, whichever call made it."""
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
 
-        def forward(self, x):
-            kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
-            return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
+    def forward(self, x):
+        kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
+        return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
 
-    ours, theirs = pair(Twice)
-    assert_close(called(ours), called(theirs))
-    assert_close(called(ours, X[:1]), called(theirs, X[:1]))
+
+@pytest.mark.parametrize("kind", [Shared, Twice])
+def test_norms_and_convolutions_that_are_read_twice(kind):
+    ours, theirs = pair(kind)
+    for x in (X, X[:1]):
+        assert_close(called(ours, x), called(theirs, x))
 
 
 class Residual(nn.Module):

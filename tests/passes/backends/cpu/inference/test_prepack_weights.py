@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
@@ -15,6 +14,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from tests.threads import in_threads
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16"),
@@ -200,24 +200,23 @@ def test_a_region_that_enables_gradients_has_them():
     assert packed(ours) == 0
 
 
+def other_weight():
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
 def edit(model):
-    with torch.no_grad():
-        model.first.weight[3, 5] = 40.0
+    nn.init.constant_(model.first.weight[3, 5:6], 40.0)
 
 
-def assign_data(model):
-    model.first.weight.data = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))
+WRITES = {
+    "an element": edit,
+    "data": lambda m: setattr(m.first.weight, "data", other_weight()),
+    "a Parameter": lambda m: setattr(m.first, "weight", nn.Parameter(other_weight())),
+    "a state": lambda m: m.load_state_dict({k: v * 1.5 for k, v in m.state_dict().items()}),
+}
 
 
-def replace(model):
-    model.first.weight = nn.Parameter(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2)))
-
-
-def load(model):
-    model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
-
-
-@pytest.mark.parametrize("write", [edit, assign_data, replace, load], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
 def test_writes_are_seen(write, mode):
     ours, theirs = pair()
@@ -254,11 +253,7 @@ def test_threads():
 
     with torch.no_grad():
         ours(X)
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[call] * 4)
     assert len(found) == 80
     for one in found:
         torch.testing.assert_close(one, expected, atol=2**-7, rtol=2**-6)

@@ -1,0 +1,127 @@
+"""Runs calls without graphs: as the user wrote them, under the policy's autocast, or in fp32 where that fails.
+
+Before: a loop over experts that Dynamo cannot capture, in fp32. After: the call as under ``torch.autocast``, with the
+dtypes that its result had in fp32.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from amp_graph.capture.capture_log import first_line
+from amp_graph.capture.diagnostics import Complaints
+from amp_graph.devices import device_of_model
+from amp_graph.model_state import ModelState
+from amp_graph.passes.torch_compat.autograd import users_functions
+from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.policy import Policy
+from amp_graph.policy_words import HALVES
+
+
+@dataclass(eq=False)
+class AsWritten:
+    """Runs calls of ``model``, whose code is ``forward``."""
+
+    model: torch.nn.Module
+    forward: Callable[..., Any]
+    policy: Policy
+    said: Complaints
+    dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
+    widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
+    _works: bool = False  # whether a call has run under autocast
+    _fails: bool = False  # whether one has failed there, so that all now run in fp32
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether calls run under autocast, which does not know what modules ask for themselves."""
+        asks = any(plain_attribute(m, "amp_precision") for m in self.model.modules())
+        return not self._fails and not asks and self.policy.runs_under_autocast(self._region()[0])
+
+    @property
+    def how(self) -> str:
+        """How calls run, in words."""
+        kind, dtype = self._region()
+        return f"under torch.autocast({kind!r}, {dtype})" if self.is_cast else "in fp32"
+
+    def learn(self, result: Any) -> None:
+        """Note the dtypes of the result of a call in fp32, or of graphs, which restore those."""
+        self.dtypes = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call. The first one that fails under autocast runs again in fp32, with the state of before."""
+        if not self.is_cast:
+            if self.widens:
+                args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+            return self.forward(*args, **kwargs)
+        before = None if self._works else ModelState(self.model, (args, kwargs))
+        try:
+            result = self._under_autocast(args, kwargs)
+        except Exception as error:  # whatever an operation without a low kernel raises, or the user's code
+            if before is None or before.is_lost():
+                raise
+            before.restore()
+            result, how = self.forward(*args, **kwargs), self.how
+            self._fails = True
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            self.said.complain(f"code without a graph fails {how}: it runs in fp32 from now on", cause)
+            return result
+        self._works = True
+        return result
+
+    def _under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind, dtype = self._region()
+        with _autocast(kind, dtype):
+            result = self.forward(*args, **kwargs)
+        leaves, spec = tree_flatten(result)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for node in users_functions([t for t in leaves if isinstance(t, Tensor)], given):
+            node.apply = _in_region(node, kind, dtype)
+        if not self.policy.keep_outputs:
+            return result
+        known = self.dtypes if len(self.dtypes) == len(leaves) else [torch.float32] * len(leaves)
+        own = set(map(id, (*given, *self.model.parameters(), *self.model.buffers())))
+        wide = {id(t): t if id(t) in own else _restored(t, known[i]) for i, t in enumerate(leaves)}
+        return tree_unflatten([wide[id(t)] for t in leaves], spec)
+
+    def _region(self) -> tuple[str, torch.dtype]:
+        kind = device_of_model(self.model) or "cpu"
+        return kind, self.policy.torch_dtype(kind)
+
+
+@contextmanager
+def _autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """Enter autocast, without the weight casts that an outer region of the user may have cached."""
+    torch.clear_autocast_cache()
+    try:
+        with torch.autocast(kind, dtype):
+            yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def _restored(leaf: Any, dtype: Any) -> Any:
+    """Return a low-precision value in the dtype that it has without autocast."""
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in HALVES and dtype is not None else leaf
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def _in_region(node: Any, kind: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the backward of ``node`` under autocast: it may compute again what its forward computed there."""
+    reference, backward = weakref.ref(node), type(node).apply
+
+    def apply(*grads: Any) -> Any:
+        with _autocast(kind, dtype):
+            return backward(reference(), *grads)
+
+    return apply

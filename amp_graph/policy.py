@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,108 +24,127 @@ from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 from amp_graph.policy_words import (
-    BOOLEAN_WORDS,
     DTYPES,
     LEVELS,
-    PLANNERS,
-    RECOMPUTED,
-    REPLAY,
-    UNPROFITABLE,
     accuracy_of,
-    as_stored,
-    check,
-    check_path,
     field_of,
     passes_of,
+    path_of,
     skip_words,
+    stored,
     unknown,
+    word,
 )
 
-if TYPE_CHECKING:
-    from amp_graph.passes.memory.gradient_buffers import GradientMemory
-    from amp_graph.passes.precision.measure_sensitivity import Measured
-    from amp_graph.passes.weights.frozen_weights import FrozenWeights
+OPERATIONS = "operations"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How a model is converted; every field has a word in the text form.
-
-    dtype: "bf16", "fp16", or "auto" (bf16 if the device computes in it, else fp16; fp32 for calls where that is not
-    profitable).
-    level: "O0" (as is), "O1" (fp32 parameters, casts by plan), "O2" (parameters held in low precision except those
-    of norms, with fp32 master weights that optimizers update) or "O3" (all parameters in low precision, no masters).
-    accuracy: "autocast" (mixed operands promote, as torch.autocast does), "fast" (low-precision streams), or a number
-    above 0, an error budget: the fastest plan whose predicted error is at most that multiple of "autocast"'s error.
-    lists: names of built-in lists or paths of TOML files; later ones override earlier ones.
-    allow, deny, fp32_inside, follow, neutral, opaque: operations in that class; they override the lists.
-    remove: operations whose list entries are ignored.
-    keep_fp32: a regular expression; modules whose path matches wholly, and all inside them, stay fp32.
-    keep_outputs: cast outputs back to their captured dtype (true), or leave them as computed.
-    device: "cpu" or "cuda" to plan for; empty for the device of the model.
-    skip: passes to leave out, by name (``attention``, ``fuse_gelu``, ...; or with dashes) or by
-    group (``backend``: passes that only one device or compiler needs); ``amp-graph passes`` lists both.
-    recompute: what backward recomputes instead of saving: "some" (what costs little time), "all" that a kernel can
-    recompute, or "most" (all but what would slow small networks noticeably); empty: "most" with accuracy "fast", else
-    "some". See docs/policy.md.
-    planner: "mincut" (the least predicted time on this machine) or "paint" (by neighboring operations, as a baseline);
-    empty: "mincut". Lists that reproduce torch.autocast always use "paint".
-    skip_unprofitable: what stays in fp32 if low precision is predicted not to be faster: whole calls ("graphs"), single
-    matmuls as well ("true"), or nothing ("false"); empty: "graphs" with dtype "auto", else "false".
-    widen: hold trained parameters that come in half precision in fp32 while the model is converted; ``revert`` rounds
-    them again. Frozen ones stay as they are.
-    replay: whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed: "true", "false",
-    or "auto" (where Python, not the GPU, is the bottleneck); empty: "false". See docs/internals/replay.md.
-    calibration: the path of a file of ``amp_graph.calibrate``; operations whose values or gradients the low precision
-    cannot hold stay in fp32. See docs/numerics.md.
-    keep_ops: operations that stay in fp32, by the keys that ``amp_graph.compare`` and ``amp_graph.bisect`` print:
-    module path, operation and number, such as ``layers.3.fc:linear`` or ``layers.3:add.1``.
-    emulate: "cuda": plan as for a CUDA device, and compute on the CPU what that would compute: sums in fp32, rounded
-    where its kernels round. For trying, calibrating and debugging a policy without a GPU. See docs/numerics.md.
+    """How a model is converted; every field is a word of the text form, and says what it is for.
 
     Raises PolicyError for a value that means nothing, with the legal ones.
     """
 
-    dtype: str = "auto"
-    level: str = "O1"
-    accuracy: str | float = "autocast"
-    lists: tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    fp32_inside: tuple[str, ...] = ()
-    follow: tuple[str, ...] = ()
-    neutral: tuple[str, ...] = ()
-    opaque: tuple[str, ...] = ()
-    remove: tuple[str, ...] = ()
-    keep_fp32: str = ""
-    keep_outputs: bool = True
-    device: str = ""
-    skip: tuple[str, ...] = ()
-    recompute: str = ""
-    planner: str = ""
-    skip_unprofitable: str = ""
-    replay: str = ""
-    widen: bool = False
-    calibration: str = ""
-    keep_ops: tuple[str, ...] = ()
-    emulate: str = ""
+    dtype: str = word(
+        "auto",
+        "the low precision; `auto` (default) is bf16, or fp16 on a CUDA device without bf16, and fp32 for calls where "
+        "that is [not profitable](#profitability)",
+        *DTYPES,
+        "auto",
+    )
+    level: str = word("O1", "how parameters are stored, see [levels](#levels); the default is `O1`", *LEVELS)
+    accuracy: str | float = word(
+        "autocast",
+        "what runs in low precision when low and full precision meet; see [accuracy](#accuracy)",
+        takes="`autocast`, `fast`, a number",
+        read=accuracy_of,
+    )
+    lists: tuple[str, ...] = word(
+        (),
+        "these lists instead of the default one; a later list wins ([lists.md](lists.md))",
+        takes="names, `.toml` paths",
+    )
+    allow: tuple[str, ...] = word((), "run in low precision, whatever the lists say: `allow=aten.mm`", takes=OPERATIONS)
+    deny: tuple[str, ...] = word((), "stay in fp32, whatever the lists say: `deny=gelu|aten.tanh`", takes=OPERATIONS)
+    fp32_inside: tuple[str, ...] = word(
+        (), "take and return low precision, and compute in fp32 inside, whatever the lists say", takes=OPERATIONS
+    )
+    follow: tuple[str, ...] = word(
+        (), "run in the precision of their operands, by the accuracy, whatever the lists say", takes=OPERATIONS
+    )
+    neutral: tuple[str, ...] = word((), "only move values, in any precision, whatever the lists say", takes=OPERATIONS)
+    opaque: tuple[str, ...] = word((), "run as they were captured, whatever the lists say", takes=OPERATIONS)
+    remove: tuple[str, ...] = word((), "taken out of the lists, so they run as captured", takes=OPERATIONS)
+    keep_fp32: str = word(
+        "", "modules whose whole path matches, and everything inside them, stay in fp32", takes="a regular expression"
+    )
+    keep_outputs: bool = word(True, "whether outputs get their captured dtype back (default) or stay as computed")
+    device: str = word("", "plans for this device; the default is the model's device", "cpu", "cuda")
+    skip: tuple[str, ...] = word(
+        (),
+        "leaves out these passes, to compare or to work around one: `skip=attention|channels_last`. `skip=backend` "
+        "leaves out everything that only one device or compiler needs. [passes.md](internals/passes.md) has the legal "
+        "words",
+        takes="passes",
+        read=skip_words,
+    )
+    recompute: str = word(
+        "some", "what backward recomputes instead of saving it, see [recomputation](#recomputation)", "some", "all"
+    )
+    planner: str = word("mincut", "how precisions are chosen, see [planner](#planner)", "mincut", "paint")
+    skip_unprofitable: str = word(
+        "",
+        "what stays in fp32 if low precision is not profitable: whole graphs, single matmuls, or nothing, see "
+        "[profitability](#profitability). The default is `graphs` if the dtype is `auto`, else `false`",
+        "graphs",
+        "true",
+        "false",
+    )
+    replay: str = word(
+        "false",
+        "whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed; `auto`: where "
+        "Python, not the GPU, is the bottleneck ([details](internals/replay.md))",
+        "false",
+        "true",
+        "auto",
+    )
+    widen: bool = word(
+        False,
+        "whether trained parameters that come in half precision are held in fp32 while the model is converted; "
+        "`revert` rounds them to their dtype again. Without it (default), O1 refuses a model that trains such "
+        "parameters; frozen ones are legal and stay as they are",
+    )
+    calibration: str = word(
+        "",
+        "a file of `amp_graph.calibrate`: operations whose values or gradients the low precision cannot hold stay in "
+        "fp32 ([numerics.md](numerics.md#calibration))",
+        takes="a path",
+        read=path_of,
+    )
+    keep_ops: tuple[str, ...] = word(
+        (),
+        "these operations stay in fp32, by module path, name and number, as `amp_graph.compare` and "
+        "`amp_graph.bisect` print them: `keep_ops=layers.3.fc:linear|layers.3:add.1`",
+        takes=OPERATIONS,
+    )
+    emulate: str = word(
+        "",
+        "plans as for a CUDA device, and computes on the CPU what that would compute: sums in fp32, rounded where its "
+        "kernels round ([numerics.md](numerics.md#fp16-without-a-gpu))",
+        "cuda",
+    )
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
+        """Refuse values that mean nothing, alone or together."""
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, as_stored(field.name, field.default, getattr(self, field.name)))
-        check("dtype", self.dtype, (*DTYPES, "auto"))
-        check("level", self.level, LEVELS)
-        object.__setattr__(self, "accuracy", accuracy_of(self.accuracy))
-        check("device", self.device, ("", "cpu", "cuda"))
-        object.__setattr__(self, "skip", skip_words(self.skip))
-        check("recompute", self.recompute, ("", *RECOMPUTED))
-        check("planner", self.planner, ("", *PLANNERS))
-        self._word_booleans()
-        check("skip_unprofitable", self.skip_unprofitable, ("", *UNPROFITABLE))
-        check("replay", self.replay, ("", *REPLAY))
-        check_path(self.calibration)
-        self._check_emulate()
+            object.__setattr__(self, field.name, stored(field, getattr(self, field.name)))
+        if self.emulate and self.device not in ("", self.emulate):
+            raise PolicyError(
+                f"policy: emulate={self.emulate} with device={self.device}, a plan for another device\n"
+                "  legal: emulate=cuda without device=\n"
+                "  fix:   policy='fp16,emulate=cuda'"
+            )
         if self.widen and self.level == "O0":
             raise PolicyError(
                 "policy: widen=true with level O0, which leaves the model as it is\n  legal: levels O1, O2, O3\n"
@@ -149,25 +168,10 @@ class Policy:
                 "  fix:   Policy.parse('bf16,keep_fp32=lm_head|.*norm')"
             ) from error
 
-    def _word_booleans(self) -> None:
-        for name in BOOLEAN_WORDS:
-            if isinstance(getattr(self, name), bool):
-                object.__setattr__(self, name, str(getattr(self, name)).lower())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle, which may be of a version in which some words were booleans."""
-        self.__dict__.update(state)
-        self._word_booleans()
-
     @property
     def budget(self) -> float | None:
         """The error budget if ``accuracy`` is a number, else None."""
         return None if isinstance(self.accuracy, str) else self.accuracy
-
-    @property
-    def recomputes(self) -> str:
-        """How much backward recomputes: ``recompute``, or its default."""
-        return self.recompute or ("most" if self.accuracy == "fast" else "some")
 
     def runs_under_autocast(self, device: str) -> bool:
         """Say whether what has no plan runs under ``torch.autocast`` on ``device``: where that pays, by rates.
@@ -183,13 +187,8 @@ class Policy:
 
     @property
     def replays(self) -> str:
-        """Whether calls are recorded: ``replay``, or its default; never at level O0, which captures nothing."""
-        return "false" if self.level == "O0" else self.replay or "false"
-
-    @property
-    def plans_by(self) -> str:
-        """The planner in force: ``planner``, or its default."""
-        return self.planner or "mincut"
+        """Whether calls are recorded: ``replay``; never at level O0, which captures nothing."""
+        return "false" if self.level == "O0" else self.replay
 
     @property
     def leaves(self) -> str:
@@ -212,9 +211,9 @@ class Policy:
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
         fields: dict[str, Any] = {}
         before = ""
-        for word in filter(None, words):
-            found = field_of(word, text, defaults, before)
-            before = word if "=" in word else ""
+        for one in filter(None, words):
+            found = field_of(one, text, defaults, before)
+            before = one if "=" in one else ""
             for name in found.keys() & fields.keys():
                 raise PolicyError(
                     f"policy: {shortened(text)} sets {name} twice, {shortened(fields[name])} and "
@@ -302,23 +301,16 @@ class Policy:
             )
         return found
 
-    def pipeline_options(
-        self,
-        device: str,
-        *,
-        eager: bool = False,
-        inductor: Mapping[str, Any] | None = None,
-        in_step: bool = False,
-        portable: bool = False,
-        measured: tuple[Measured, ...] = (),
-        frozen: FrozenWeights | None = None,
-        gradients: GradientMemory | None = None,
-        user: object = None,
-    ) -> PipelineOptions:
-        """Return the options that select passes for a graph on ``device``, with gradients if they are enabled now."""
+    def pipeline_options(self, device: str, **mode: Any) -> PipelineOptions:
+        """Return the options of the passes for a graph on ``device``, with gradients if they are enabled now.
+
+        ``mode``: further fields of ``PipelineOptions``, which no policy decides.
+        """
         skip = passes_of(self.skip)
         lists = self.op_list(device)
-        if ("gru-state" in skip or portable) and lists.rules.get("aten.gru.input"):  # torch's kernel rounds the state
+        if ("gru-state" in skip or mode.get("portable")) and lists.rules.get(
+            "aten.gru.input"
+        ):  # torch's kernel rounds the state
             lists = merge(lists, remove=("aten.gru.input",))
         return PipelineOptions(
             lists=lists,
@@ -329,21 +321,14 @@ class Policy:
             accuracy=self.accuracy,
             keep_fp32=self.keep_fp32,
             keep_outputs=self.keep_outputs,
-            planner=self.plans_by,
+            planner=self.planner,
             leaves=self.leaves,
-            recompute=self.recomputes,
+            recompute=self.recompute,
             skip=skip,
-            eager=eager,
-            inductor=inductor,
-            in_step=in_step,
             training=torch.is_grad_enabled(),
-            portable=portable,
-            measured=measured,
             calibration=self.measured_ranges(),
             keep_ops=self.keep_ops,
-            frozen=frozen,
-            gradients=gradients,
-            user=user,
+            **mode,
         )
 
     def _planned_for(self, device: str) -> str:
@@ -356,23 +341,14 @@ class Policy:
             )
         return self.device or self.emulate or device
 
-    def _check_emulate(self) -> None:
-        check("emulate", self.emulate, ("", "cuda"))
-        if self.emulate and self.device not in ("", self.emulate):
-            raise PolicyError(
-                f"policy: emulate={self.emulate} with device={self.device}, a plan for another device\n"
-                "  legal: emulate=cuda without device=\n"
-                "  fix:   policy='fp16,emulate=cuda'"
-            )
-
     def _check_skips(self, lists: OpList) -> None:
         """Refuse ``skip_unprofitable`` with a planner that predicts no times."""
-        painted = self.plans_by != "mincut" and self.skip_unprofitable == "true"
+        painted = self.planner != "mincut" and self.skip_unprofitable == "true"
         if lists.unlisted == "opaque" and not painted:
             return
         why = "which predicts no times" if painted else "and lists that reproduce torch.autocast"
         raise PolicyError(
-            f"policy: skip_unprofitable={self.skip_unprofitable} with planner={self.plans_by}, {why}\n"
+            f"policy: skip_unprofitable={self.skip_unprofitable} with planner={self.planner}, {why}\n"
             "  legal: planner=mincut, with the default lists or others over them\n"
             "  fix:   Policy.parse('bf16,skip_unprofitable=true')"
         )

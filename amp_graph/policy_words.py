@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +22,6 @@ HALVES = tuple(DTYPES.values())
 LEVELS = ("O0", "O1", "O2", "O3")
 HELD_LOW = ("O2", "O3")  # the levels that hold parameters in low precision
 ACCURACIES = ("autocast", "fast")
-RECOMPUTED = ("some", "most", "all")
-PLANNERS = ("paint", "mincut")
-BOOLEAN_WORDS = ("skip_unprofitable", "replay")  # fields of words: also True and False
-REPLAY = ("auto", "true", "false")
-UNPROFITABLE = ("graphs", "true", "false")
 ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -127,33 +123,46 @@ def passes_of(words: tuple[str, ...]) -> dict[str, str]:
     return passes_named(words)
 
 
-def as_stored(name: str, default: Any, value: Any) -> Any:
-    """Return ``value`` as a field stores it: a list as a tuple. Raises PolicyError for a wrong type."""
-    if name == "accuracy" or (name in BOOLEAN_WORDS and isinstance(value, bool)):
-        return value
-    if isinstance(default, tuple):
-        value = tuple(value) if isinstance(value, list) else value
-        if isinstance(value, tuple) and all(isinstance(word, str) for word in value):
-            return value
-        legal = "names, in a tuple"
-        fix = f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())"
-    elif isinstance(value, type(default)) or (isinstance(default, str) and name != "keep_fp32"):
-        return value  # accepts a number as well; checked later
+def word(default: Any, doc: str, *legal: str, takes: str = "", read: Callable[[Any], Any] | None = None) -> Any:
+    """Return a field of a policy: its default; what it is for, in Markdown; and what it accepts.
+
+    ``legal``: its values; without any, ``takes`` says what it takes, and ``read`` returns or refuses a value.
+    """
+    boolean = ("true", "false") if isinstance(default, bool) else ()
+    takes = takes or ", ".join(f"`{value}`" for value in legal or boolean)
+    return dataclasses.field(default=default, metadata={"doc": doc, "takes": takes, "legal": legal, "read": read})
+
+
+def stored(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return ``value`` as ``field`` stores it: a list as a tuple, True as "true". Raises PolicyError."""
+    name, default, legal, read = field.name, field.default, field.metadata["legal"], field.metadata["read"]
+    if legal:
+        value = str(value).lower() if isinstance(value, bool) and "true" in legal else value
+        check(name, value, legal if default else ("", *legal))
+    several = isinstance(default, tuple)
+    value = tuple(value) if several and isinstance(value, list) else value
+    if several and not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+        kind, fix = (
+            "names, in a tuple",
+            f"Policy({name}=({value!r},))" if isinstance(value, str) else f"Policy({name}=())",
+        )
+    elif not (several or read or isinstance(value, type(default))):
+        kind, fix = "True, False" if isinstance(default, bool) else "a string", f"Policy({name}={default!r})"
     else:
-        legal = "True, False" if isinstance(default, bool) else "a string"
-        fix = f"Policy({name}={default!r})"
+        return read(value) if read else value
     raise PolicyError(
-        f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {legal}\n  fix:   {fix[:300]}"
+        f"policy: {name}={shortened(value)} is a {type(value).__name__}\n  legal: {kind}\n  fix:   {fix[:300]}"
     )
 
 
-def check_path(path: Any) -> None:
-    """Raise PolicyError for a calibration that cannot be a path."""
-    if not isinstance(path, str) or "\0" in path:
-        raise PolicyError(
-            f"policy: calibration={shortened(path)} is no path\n  legal: a file of amp_graph.calibrate\n"
-            "  fix:   policy='fp16,calibration=run.json'"
-        )
+def path_of(path: Any) -> str:
+    """Return the path of a calibration. Raises PolicyError for what cannot be one."""
+    if isinstance(path, str) and "\0" not in path:
+        return path
+    raise PolicyError(
+        f"policy: calibration={shortened(path)} is no path\n  legal: a file of amp_graph.calibrate\n"
+        "  fix:   policy='fp16,calibration=run.json'"
+    )
 
 
 def check(name: str, value: Any, legal: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Attention of bf16 in compiled C of ours, against torch's kernel and a backward of torch's products.
+"""Attention of bf16 in compiled C of ours, against torch's kernel.
 
 First the calls alone, by batch, heads, tokens, width and direction, with one query, and without gradients. Then whole
 models with and without the passes. Ratios of process CPU times of interleaved rounds, ours to the others': below 1 ours
@@ -14,7 +14,6 @@ from interleaved import interleaved, spread
 from passes_in_models import compare
 
 from amp_graph.passes.backends.cpu.attention import attention_kernel
-from amp_graph.passes.backends.cpu.attention.attention_functions import _backward_by_products
 
 WITHOUT = ",skip=attention|fuse_attention"
 # batch, heads, queries, keys, width, causal
@@ -51,7 +50,6 @@ def pieces(rounds: int) -> None:
         backward = {
             "ours": lambda given=given, grad=grad: attention_kernel.backward(grad, *given),
             "kernel": lambda saved=saved: FLASH_BACKWARD(*saved),
-            "products": lambda given=given, grad=grad: _backward_by_products(grad, *given),
         }
         told = []
         for name, calls in (("forward", forward), ("backward", backward)):

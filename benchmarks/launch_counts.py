@@ -114,9 +114,10 @@ def judged_for(device: str) -> Iterator[None]:
 
 def _is_threshold(found: Any) -> bool:
     of = getattr(found, "__module__", None) or ""
-    if not inspect.isfunction(found) or not of.startswith("amp_graph.passes.profitability"):
+    if not inspect.isfunction(found) or not of.startswith("amp_graph.passes."):
         return False
-    return next(iter(inspect.signature(found).parameters), "") == "device"
+    asks = found.__name__.endswith(("_is_profitable", "_are_profitable"))
+    return asks and next(iter(inspect.signature(found).parameters), "") == "device"
 
 
 def _judging(function: Callable[..., Any], device: str) -> Callable[..., Any]:

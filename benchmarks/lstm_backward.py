@@ -3,7 +3,7 @@
 bf16, forward and backward of one layer, by its sizes: with backward by large products, and by compiled C as a whole;
 and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time (with
 several threads, which wait for each other, in wall-clock time); medians [quartiles] of the ratios: above 1 ours is
-faster. Where they pay, ``passes/profitability/gemm_thresholds.py`` says.
+faster. Where they pay, ``passes/native/gemm_thresholds.py`` says.
 
     python benchmarks/lstm_backward.py [--rounds 15] [--threads 1]
 """
@@ -17,7 +17,7 @@ from interleaved import interleaved, quartiles
 from torch import Tensor
 
 from amp_graph.passes.backends.recurrent import lstm_kernel
-from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmByProducts, _LstmLayer
+from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmLayer
 from amp_graph.passes.torch_compat.onednn import linear_pointwise
 
 LOW = torch.bfloat16
@@ -61,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for sizes in LAYERS:
         given, grad = layer(*sizes)
-        calls = {"theirs": training(_LstmLayer, given, grad), "by products": training(_LstmByProducts, given, grad)}
+        calls = {"theirs": training(_LstmLayer, given, grad)}
         if lstm_kernel.library() is not None:
             calls["compiled"] = training(_LstmByKernel, given, grad)
         _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.memory.compiled_embedding_gradients import POOL
+from amp_graph.passes.memory.gradient_buffers import POOL
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
 
 AUTOCAST, LAST, INDUCTOR, RECORDED = "autocast", " channels_last", " + Inductor", " cuda_graph"
@@ -122,11 +122,7 @@ class Prepared:
 
     def gradient_memory(self) -> list[Tensor]:
         """Return the memory that is held from step to step for gradients of tables."""
-        found = conversion_of(self.converted) if self.converted is not None else None
-        if found is not None and found.captured.gradients.tensors:
-            return found.captured.gradients.tensors
-        owner = self.step or found
-        return POOL.tensors if owner is not None and owner.compile == "inductor" else []
+        return POOL.tensors if self.converted is not None or self.step is not None else []
 
     def seconds_of_passes(self) -> float | None:
         """Return what amp_graph's passes took so far, without capture and compiler; None for what has none."""

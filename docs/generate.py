@@ -1,11 +1,12 @@
-"""Write what the pages say of passes from the table of passes, between markers.
+"""Write what the pages say of passes and policies from the table of passes and the fields of ``Policy``.
 
-python docs/generate.py            # writes docs/internals/passes.md and docs/internals/how-it-works.md
+python docs/generate.py            # writes docs/internals/passes.md, docs/internals/how-it-works.md, docs/policy.md
 python docs/generate.py --check    # only says whether they are what the table gives
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 from amp_graph.cli.pass_states import KEYS
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_skips import GROUPS
+from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
 DOCS = Path(__file__).parent
@@ -80,6 +82,16 @@ def keys() -> str:
     return "\n".join(["| key | meaning |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in KEYS.items())])
 
 
+def words() -> str:
+    """Return the words of a policy, from the fields that declare them."""
+    rows = ["| word | values | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(Policy):
+        name = field.name if field.name in ("dtype", "level") else f"`{field.name}=`"
+        doc = field.metadata["doc"].replace("|", "\\|")
+        rows.append(f"| {name} | {field.metadata['takes']} | {doc} |")
+    return "\n".join(rows)
+
+
 def diagram() -> str:
     """Return the passes by the graph that they run over, as a block of text."""
     lines = []
@@ -95,6 +107,7 @@ REGIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("internals/passes.md", "groups"): groups,
     ("internals/passes.md", "keys"): keys,
     ("internals/how-it-works.md", "diagram"): diagram,
+    ("policy.md", "words"): words,
 }
 
 

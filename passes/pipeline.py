@@ -5,18 +5,15 @@ Before: ``Policy.parse("bf16").pipeline_options("cpu")``. After: ``[IdentifyOps(
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from amp_graph.passes.base import Pass
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_table import TABLE
 
 
-def pipeline(phase: Phase, options: PipelineOptions, table: Sequence[Row] | None = None) -> list[Pass]:
-    """Return the passes of ``phase``, in order, built from ``options``; ``table`` replaces the table of all passes."""
-    rows = TABLE if table is None else table
-    return [row.built(options) for row in rows if phase in row.phases and not why_off(row, phase, options)]
+def pipeline(phase: Phase, options: PipelineOptions) -> list[Pass]:
+    """Return the passes of ``phase``, in order, built from ``options``."""
+    return [row.built(options) for row in TABLE if phase in row.phases and not why_off(row, phase, options)]
 
 
 def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:

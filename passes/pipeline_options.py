@@ -1,4 +1,4 @@
-"""The options that decide which passes run and how they are built: a policy and a mode as one frozen value.
+"""The options that decide which passes run and what they do: a policy and a mode as one frozen value.
 
 Before: ``Policy.parse("bf16").pipeline_options("cpu", eager=True)``. After: ``pipeline(Phase.CAPTURED, options)``.
 """
@@ -7,22 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from amp_graph.lists import OpList
-
-if TYPE_CHECKING:  # only types of fields: creating a policy does not load the passes
-    from amp_graph.passes.calibration.calibration import Calibration
-    from amp_graph.passes.memory.gradient_buffers import GradientMemory
-    from amp_graph.passes.precision.measure_sensitivity import Measured
-    from amp_graph.passes.weights.frozen_weights import FrozenWeights
+from amp_graph.passes.calibration.calibration import Calibration
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The options of a pipeline; ``Policy.pipeline_options`` makes them.
+    """The options of all passes; ``Policy.pipeline_options`` makes them.
 
     lists: which operation may run in which precision. dtype: the low precision.
     device: where the graph runs. planned_for: the device to plan for, which a policy may name.
@@ -34,17 +29,16 @@ class PipelineOptions:
     any compiler, as Inductor's batch norms and 1x1 convolutions are slower.
     training: gradients are recorded.
     portable: other programs will load the graph: ATen operators and plain casts only.
-    measured: the measured influence of roundings in graphs like this one, for an error budget.
+    measured: the ``Measured`` influence of roundings in graphs like this one, for an error budget.
     calibration: the measured ranges of values. keep_ops: keys of operations that stay in full precision.
-    frozen: what a frozen model keeps in place of its weights; None of one that is not frozen.
-    gradients: memory of the model for the gradients of its embedding tables.
-    user: the owner of the memory that compiled graphs keep.
+    frozen: the ``FrozenWeights`` of a frozen model; None of one that is not frozen.
+    user: for whom memory is kept, as long as it lives.
     """
 
     lists: OpList
     dtype: torch.dtype
-    device: str
-    planned_for: str
+    device: str = "cpu"
+    planned_for: str = "cpu"
     accuracy: str | float = "autocast"
     keep_fp32: str = ""
     keep_outputs: bool = True
@@ -58,9 +52,13 @@ class PipelineOptions:
     in_step: bool = False
     training: bool = True
     portable: bool = False
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[Any, ...] = ()
     calibration: Calibration | None = None
     keep_ops: tuple[str, ...] = ()
-    frozen: FrozenWeights | None = None
-    gradients: GradientMemory | None = None
+    frozen: Any = None
     user: object = None
+
+    @property
+    def folds_norms(self) -> bool:
+        """Whether batch norms in evaluation will be folded into the convolutions before them."""
+        return self.frozen is not None and not self.emulates and "fold-batch-norms" not in self.skip

@@ -125,9 +125,8 @@ class Row:
     """One pass in the table of all passes.
 
     cls: the pass; its name and its law come from there. stage: its subject. grade: how exact it is.
-    make: builds it from the options of a pipeline; None for a pass without options, and in the phase ``JOINT``, whose
-    passes are built from the parts of a training step by ``amp_graph.step.step_passes.appended_passes``.
-    phases: the graphs that it runs over. devices: those for which it changes anything; it asks by itself, of each node.
+    phases: the graphs that it runs over; in ``JOINT``, ``amp_graph.step.step_passes.appended_passes`` builds it.
+    devices: those for which it changes anything; it asks by itself, of each node.
     needs: what must hold for it to be in a pipeline. joins: names of passes without which it is left out.
     after, before: names of passes that it must stand behind, or before.
     skippable: whether ``skip=`` may name it; the others make the plan and its casts, are parts of a training step, or
@@ -138,7 +137,6 @@ class Row:
     cls: type[Pass]
     stage: Stage
     grade: Grade
-    make: Callable[[PipelineOptions], Pass] | None = None
     phases: tuple[Phase, ...] = (Phase.CAPTURED,)
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs: tuple[Condition, ...] = ()
@@ -193,13 +191,14 @@ class Row:
         return (*((STAGE_BEFORE[self.stage],) if self.stage in STAGE_BEFORE else ()), *self.before)
 
     def built(self, options: PipelineOptions) -> Pass:
-        """Return the pass with its options; PassError for one that a training step builds."""
+        """Return the pass, with ``options`` if it has that field; PassError for one that a training step builds."""
         if self.by_step:
             raise PassError(
                 f"pipeline: the pass {self.name!r} is built from the parts of a training step, not from a policy\n"
                 f"  fix:   {self.cls.__name__}(...).run(gm), or amp_graph.TrainStep"
             )
-        return self.cls() if self.make is None else self.make(options)
+        make: Callable[..., Pass] = self.cls
+        return make(options) if "options" in getattr(make, "__dataclass_fields__", ()) else make()
 
 
 def checked(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -240,12 +239,3 @@ def _check_order(first: str, second: str, row: Row, places: dict[str, int]) -> N
             f"  legal: {first!r} before {second!r}\n"
             f"  fix:   move the row of {row.cls.__name__} {side} that of {other!r}"
         )
-
-
-def placed(row: Row, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return ``rows`` with ``row`` in the first place that is legal for it; raise PassError where none is."""
-    known = {one.name: place for place, one in enumerate(rows)}
-    for name in (*row.all_after, *row.all_before, *row.joins):
-        _check_known(row, name, known)
-    at = 1 + max((known[name] for name in row.all_after), default=-1)
-    return checked((*rows[:at], row, *rows[at:]))

@@ -17,7 +17,6 @@ from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGr
 from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
-from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
@@ -34,7 +33,6 @@ from amp_graph.passes.memory.max_pool import MaxPoolByHalves
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
 from amp_graph.passes.memory.row_gradients import RowGradients
-from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
@@ -56,9 +54,7 @@ from amp_graph.passes.pipeline_row import (
     checked,
 )
 from amp_graph.passes.precision.decompose_composites import DecomposeComposites
-from amp_graph.passes.precision.machine_rates import class_of, machine_for
 from amp_graph.passes.precision.plan_precision import PlanPrecision
-from amp_graph.passes.profitability.recompute_thresholds import fewest_computed_again
 from amp_graph.passes.recognize.attention import FuseAttention
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
@@ -67,7 +63,7 @@ from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
 from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
 from amp_graph.passes.weights.cast_weights import CastWeights
-from amp_graph.passes.weights.frozen_weights import FreezeWeights, FrozenWeights
+from amp_graph.passes.weights.frozen_weights import FreezeWeights
 
 CPU, CUDA = ("cpu",), ("cuda",)
 RECOGNIZE, PRECISION, CASTS, LAYOUT = Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS, Stage.LAYOUT
@@ -80,67 +76,29 @@ CALLS, COMPILED, HANDOVER, INDUCTOR, STEP = (
 OURS, RUNS, TRAINS, FREEZES = (OPAQUE,), (OPAQUE, EAGER), (OPAQUE, TRAINING), (OPAQUE, FROZEN)
 
 
-def _folds(options: PipelineOptions) -> bool:
-    """Say whether batch norms in evaluation will be folded into convolutions."""
-    return options.frozen is not None and not options.emulates and "fold-batch-norms" not in options.skip
-
-
-def _plan(o: PipelineOptions) -> Pass:
-    on_cpu = o.planned_for == "cpu"
-    keeps_weights = o.eager and on_cpu and o.frozen is not None
-    measured = on_cpu or machine_for(o.device) is not class_of(o.device)  # rates of GPUs were read only
-    counts = measured and not o.portable  # which another machine runs
-    return PlanPrecision(
-        o.lists, o.dtype, o.accuracy, o.keep_fp32, o.keep_outputs, o.planner, o.leaves, o.measured, keeps_weights,
-        counts, o.in_step, not o.eager, o.calibration, o.keep_ops, o.emulates,
-    )  # fmt: skip
-
-
-def _recompute(o: PipelineOptions) -> Pass:
-    fewest = 0 if o.recompute == "all" else fewest_computed_again(o.planned_for, o.in_step)
-    return RecomputeActivations(thorough=o.recompute != "some", sparing=o.recompute == "most", fewest=fewest)
-
-
-def _layout(o: PipelineOptions) -> Pass:
-    # On the CPU Inductor runs all convolutions in channels_last.
-    return ChannelsLast(o.inductor if o.planned_for == "cuda" else None, o.training)
-
-
-def _gradient_memory(o: PipelineOptions) -> Pass:
-    return ReuseEmbeddingGradients(user=o.user) if o.gradients is None else ReuseEmbeddingGradients(o.gradients)
-
-
-def _frozen(options: PipelineOptions) -> FrozenWeights:
-    assert options.frozen is not None, "the row needs a frozen model"
-    return options.frozen
-
-
 TABLE = checked((
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(WidenHalves, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, skippable=False,
         worth="exactness: a value read before and after a write through the dropout, which is 1.0 off without it"),
-    Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, lambda o: EinsumToMatmul(o.lists), needs=OURS,
+    Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, needs=OURS,
         before=("fuse-attention",),
         worth="exactness: attention written with einsums has 1.9 times the error in bf16"),
     Row(FuseGelu, RECOGNIZE, approximate("rounds once, where the formula rounds after each operation"), needs=OURS,
         worth="exactness: the formula has 1.4 times the error in bf16"),
     Row(FuseRmsNorm, RECOGNIZE, approximate("bit-exact in fp32; else fp32 inside, rounded once"), needs=OURS,
         worth="exactness: the formula has 1.8 times the error in bf16"),
-    Row(ConvToLinear, RECOGNIZE, ROUNDING_EQUAL, lambda o: ConvToLinear(_folds(o)), needs=OURS),
-    Row(FuseAttention, RECOGNIZE, approximate("scores stay fp32, where the formula rounds them"),
-        lambda o: FuseAttention(o.lists, o.dtype, o.planned_for, o.keep_fp32), needs=OURS,
+    Row(ConvToLinear, RECOGNIZE, ROUNDING_EQUAL, needs=OURS),
+    Row(FuseAttention, RECOGNIZE, approximate("scores stay fp32, where the formula rounds them"), needs=OURS,
         joins=("attention",),  # without which torch's kernel takes longer than the formula
         worth="exactness: the formula has 1.9 times the error in bf16"),
-    Row(DecomposeComposites, PRECISION, approximate("a mask is added to scores after their product"),
-        lambda o: DecomposeComposites(o.lists), skippable=False),
-    Row(PlanPrecision, PRECISION, BIT_EXACT, _plan, after=("decompose-composites",), skippable=False),
+    Row(DecomposeComposites, PRECISION, approximate("a mask is added to scores after their product"), skippable=False),
+    Row(PlanPrecision, PRECISION, BIT_EXACT, after=("decompose-composites",), skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
-        lambda o: InsertCasts(o.dtype, o.keep_outputs, saturates=o.lists.unlisted == "opaque"),
         after=("plan-precision",), skippable=False),
     Row(EliminateCasts, CASTS, BIT_EXACT,
         worth="capability: casts that the user's own code makes twice, or back and forth"),
-    Row(ShareCasts, CASTS, ROUNDING_EQUAL, lambda o: ShareCasts(o.eager and not o.in_step, o.portable), needs=(SUMS,),
+    Row(ShareCasts, CASTS, ROUNDING_EQUAL, needs=(SUMS,),
         after=("eliminate-casts",),
         worth="exactness: 2e-10 instead of 2e-3 in a sum of three gradients"),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
@@ -154,46 +112,44 @@ TABLE = checked((
     Row(CudnnRnn, BACKEND, BIT_EXACT, devices=CUDA, needs=OURS,
         worth="not measured: CUDA"),
     Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
-    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, _layout, needs=OURS, before=(
+    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS, before=(
         "lower-pointwise-conv", "depthwise",
         "global-avg-pool-gradient", "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
-    Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, lambda o: LowerPointwiseConv(_folds(o)), devices=CPU,
+    Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP)),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(GlobalAvgPoolGradient, LAYOUT, BIT_EXACT, needs=OURS),
-    Row(PadShapes, BACKEND, ROUNDING_EQUAL, lambda o: PadShapes(o.planned_for), devices=CUDA,
+    Row(PadShapes, BACKEND, ROUNDING_EQUAL, devices=CUDA,
         needs=(OPAQUE, PADS_MATMULS),
         worth="capability: sizes of multiples of 8"),
-    Row(PadChannels, BACKEND, ROUNDING_EQUAL, lambda o: PadChannels(o.planned_for), devices=CUDA, needs=OURS,
+    Row(PadChannels, BACKEND, ROUNDING_EQUAL, devices=CUDA, needs=OURS,
         joins=("pad-shapes",),
         worth="capability: 3 channels to 4"),  # once one pass
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
         before=("recompute-activations",),
         worth="capability: norm with activation, and with add and activation"),
-    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, lambda o: FuseCrossEntropy(o.planned_for), needs=RUNS),
+    Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, needs=RUNS),
     Row(MaxPoolByHalves, MEMORY, approximate("a zero may have the other sign"), devices=CPU, needs=RUNS),
-    Row(RecomputeActivations, MEMORY, BIT_EXACT, _recompute, needs=RUNS, before=("lower-linears",)),
-    Row(LowerLinears, BACKEND, ROUNDING_EQUAL, lambda o: LowerLinears(o.in_step), devices=CPU, needs=RUNS),
+    Row(RecomputeActivations, MEMORY, BIT_EXACT, needs=RUNS, before=("lower-linears",)),
+    Row(LowerLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
     Row(EmulateCuda, Stage.EMULATION, approximate("sums in fp32, rounded once, where the CPU's kernel may round more"),
-        lambda o: EmulateCuda(o.lists), devices=CPU, needs=(EMULATES, NOT_PORTABLE), after=("share-casts",),
-        skippable=False,
+        devices=CPU, needs=(EMULATES, NOT_PORTABLE), after=("share-casts",), skippable=False,
         worth="emulate=cuda: what a GPU would compute, without one"),
     # Graphs that other programs load.
     Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("share-casts",), skippable=False),
     Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), after=("use-portable-ops",), skippable=False),
     Row(CheckPortable, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("uniform-operands",), skippable=False),
     # Graphs that run eagerly in calls of a model; a training step casts its weights inside.
-    Row(FreezeWeights, WEIGHTS, BIT_EXACT, lambda o: FreezeWeights(_frozen(o)), CALLS, needs=(FROZEN,),
+    Row(FreezeWeights, WEIGHTS, BIT_EXACT, CALLS, needs=(FROZEN,),
         skippable=False),
-    Row(CastWeights, WEIGHTS, BIT_EXACT, lambda o: CastWeights(o.dtype), CALLS, CPU, (TRAINING,),
+    Row(CastWeights, WEIGHTS, BIT_EXACT, CALLS, CPU, (TRAINING,),
         worth="not measured: AMX"),
-    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, lambda o: BatchWeightCasts(o.dtype, o.device), CALLS, CUDA,
-        after=("freeze-weights",),
+    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, CALLS, CUDA, after=("freeze-weights",),
         worth="not measured: CUDA"),
-    Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, _gradient_memory, (*CALLS, *COMPILED), CPU, TRAINS),
-    Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"),
-        lambda o: FoldBatchNorms(_frozen(o)), CALLS, CPU, FREEZES, after=("freeze-weights",)),
-    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, lambda o: PrepackWeights(_frozen(o)), CALLS, CPU, FREEZES,
+    Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, (*CALLS, *COMPILED), CPU, TRAINS),
+    Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"), CALLS, CPU, FREEZES,
+        after=("freeze-weights",)),
+    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, CALLS, CPU, FREEZES,
         after=("freeze-weights", "fold-batch-norms")),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER,
         worth="capability: Inductor does not compile an LSTM of 64 steps within ten minutes"),

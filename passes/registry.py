@@ -24,19 +24,15 @@ class Recomputable:
     kind: "relu", "gelu", ... if its result may be recomputed for its readers; "" if only the result of a relu after it
     may. norm: it saves only its input and statistics, from which that relu is recomputed. replacement: the function
     whose result can be recomputed; None if the function itself is one. keeps: the replacement if the result is saved
-    and others are recomputed from it. rewrite: edits the arguments of a node for ``replacement``.
-    summand: the argument that is added to the norm before the relu. thorough: recompute only if more than the
-    cheapest values are. cost: see ``_cost``.
+    and others are recomputed from it. summand: the argument that is
+    added to the norm before the relu.
     """
 
     kind: str = ""
     norm: bool = False
     replacement: Function | None = None
     keeps: Function | None = None
-    rewrite: Callable[[Node], None] | None = None
     summand: int | None = None
-    thorough: bool = False
-    cost: str = ""
 
 
 @dataclass(frozen=True)

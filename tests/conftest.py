@@ -105,11 +105,11 @@ def _freeze():
 
 # Thresholds of calls, for which the tests' tensors are too small, and the values at which everything is rewritten.
 ALWAYS_PROFITABLE = {
-    "MOST_BEHIND_RECURRENCE": -1,
-    "FEWEST_SHARED": 0,
-    "MOST_SCORES_OF_TORCH": -1,
-    "LEAST_RECURRENT": 0,
-    "LEAST_RECURRENT_BY_UNITS": 0,
+    "amp_graph.passes.backends.cpu.linear.lower_linears.MOST_BEHIND_RECURRENCE": -1,
+    "amp_graph.passes.casts.share_casts.FEWEST_SHARED": 0,
+    "amp_graph.passes.backends.cpu.attention.lower_attention.MOST_SCORES_OF_TORCH": -1,
+    "amp_graph.passes.backends.recurrent.lower_rnn.LEAST_RECURRENT": 0,
+    "amp_graph.passes.backends.recurrent.lower_rnn.LEAST_RECURRENT_BY_UNITS": 0,
 }
 
 
@@ -120,7 +120,7 @@ def _all_is_worth_it(request, monkeypatch):
         monkeypatch.setattr("amp_graph.passes.precision.predict_time.WORTH_IT", 0.0)
         monkeypatch.setattr("amp_graph.policy.is_faster_in", lambda machine, dtype: True)
         for name, at_least in ALWAYS_PROFITABLE.items():
-            monkeypatch.setattr(f"amp_graph.passes.profitability.call_thresholds.{name}", at_least)
+            monkeypatch.setattr(name, at_least)
 
 
 @pytest.fixture(autouse=True)

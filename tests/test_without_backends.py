@@ -44,6 +44,7 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.casts.share_casts import ShareCasts
 
 low, x = torch.bfloat16, torch.randn(64, 32)
@@ -53,10 +54,10 @@ with torch.autocast("cpu", low):
 gm = inline_modules(torch.fx.symbolic_trace(model))
 record_values(gm, [x])
 adopt_values(gm)
-lists = effective((), dtype="bfloat16", device="cpu")
+options = PipelineOptions(effective((), dtype="bfloat16", device="cpu"), low, recompute="all")
 done = run_passes(gm, [
-    IdentifyOps(), PlanPrecision(lists, low), InsertCasts(low), EliminateCasts(), ShareCasts(),
-    RecomputeActivations(thorough=True),
+    IdentifyOps(), PlanPrecision(options), InsertCasts(options), EliminateCasts(), ShareCasts(options),
+    RecomputeActivations(options),
 ], checked=True)
 assert any("cast" in change.action for one in done for change in one.result.changes), done
 torch.testing.assert_close(gm(x).float(), theirs, atol=2e-2, rtol=2e-2)

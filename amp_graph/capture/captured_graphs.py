@@ -31,7 +31,6 @@ from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
-from amp_graph.passes.memory.gradient_buffers import GradientMemory
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.measure_sensitivity import Measured
@@ -77,7 +76,6 @@ class CapturedGraphs:
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     freezes: bool = False  # whether its graphs read frozen weights
     frozen: FrozenWeights | None = None  # those, from the first capture on
-    gradients: GradientMemory = field(default_factory=GradientMemory)  # of embedding tables
     notes_reads: bool = True  # until the end of a call that captured something: graphs serve several modules
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
@@ -85,7 +83,6 @@ class CapturedGraphs:
         """Set up the underflow check; nothing is captured yet."""
         self._underflow = UnderflowWatch(self.said)
         # Dynamo may keep compiled code, and all that it references, longer than the model lives.
-        weakref.finalize(self, self.gradients.drop).atexit = False
         if self.policy.replays != "false":
             self.replays = Replays(self.model, self.policy.replays)
 
@@ -115,7 +112,7 @@ class CapturedGraphs:
         how: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
         last: list[Pass] = []
         if eager and self.policy.level != "O0" and not self._is_recorded(device):  # casts are recorded with the rest
-            last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", gradients=self.gradients, **how))
+            last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", user=self, **how))
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
         strict = self.said.strict or None

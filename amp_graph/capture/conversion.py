@@ -36,6 +36,7 @@ from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
+from amp_graph.passes.memory.gradient_buffers import POOL
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
     being_traced,
@@ -136,7 +137,7 @@ class Conversion:
 
     def detach(self) -> None:
         """Restore the model's own forward."""
-        self.captured.gradients.drop()
+        POOL.leave(self.captured)
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)
@@ -301,7 +302,7 @@ class Conversion:
         plain = multiplies and self.compile == "eager" and self.plain.is_cast
         if plain:
             self._partial.add(mode)
-        self.missed.report_parts(list(unread), self.plain.how if plain else "")
+        self.missed.report_parts(list(unread), self.plain.how if plain else "", warned=multiplies and not plain)
 
     def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
         """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""

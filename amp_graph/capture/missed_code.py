@@ -36,14 +36,14 @@ class MissedCode:
         then = "" if how == "in fp32" else f", and further ones run {how}"
         self.said.complain(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 
-    def report_parts(self, unread: list[str], how: str) -> None:
+    def report_parts(self, unread: list[str], how: str, *, warned: bool) -> None:
         """Report the parameters that no captured graph has read; ``how`` further calls run, or "" for as this one."""
         few = ", ".join(unread[:NAMED]) + (", ..." if len(unread) > NAMED else "")
         then = f"further calls run without graphs, {how}" if how else "the code that reads them runs in fp32"
         self.said.complain(
             f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); {then}",
             self._causes(),
-            warned=not how,
+            warned=warned,
         )
 
     def _causes(self) -> str:

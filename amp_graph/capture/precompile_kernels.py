@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.native.kernel_table import load_kernel
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
 from amp_graph.passes.torch_compat.module_attributes import plain_attribute, weights_of
 

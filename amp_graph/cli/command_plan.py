@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def named(policy: Policy, accuracy: str | float) -> Policy:
     """Return ``policy`` with another accuracy and that accuracy's default planner."""
-    return replace(policy, accuracy=accuracy, planner="", skip_unprofitable="false")
+    return replace(policy, accuracy=accuracy, planner="mincut", skip_unprofitable="false")
 
 
 def _print_json(plans: Plans, multiples: list[float], model: torch.nn.Module, loss: Loss, found: list[Sampled]) -> int:

@@ -84,7 +84,7 @@ def _point(graph: ErrorBudget, policy: Policy) -> Point:
     accuracy = str(policy.accuracy)
     if policy.budget is not None:
         found = graph.within(policy.budget)
-    elif policy.plans_by == "paint":
+    elif policy.planner == "paint":
         found = graph.painted(accuracy)
     else:
         found = graph.cut(accuracy, policy.leaves == "true")

@@ -64,7 +64,7 @@ def captured_by(model: torch.nn.Module, policy: Policy, take: Take) -> Iterator[
 
 def in_fp32(policy: Policy) -> Policy:
     """Return ``policy`` for graphs that run as captured: what leaves the graphs runs in fp32 as well."""
-    return replace(policy, level="O1", replay="", calibration="", keep_ops=(), widen=False)
+    return replace(policy, level="O1", replay="false", calibration="", keep_ops=(), widen=False)
 
 
 def plain_model(caller: str, model: Any) -> torch.nn.Module:

@@ -53,7 +53,7 @@ EAGERLY = Condition("eager", "needs a step that runs eagerly; a compiler fuses t
 
 def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: tuple[type[Pass], ...] = ()) -> Row:
     names = tuple(one.name for one in after)
-    return Row(cls, stage, grade, None, (Phase.JOINT,), ("cpu", "cuda"), needs, after=names, skippable=False)
+    return Row(cls, stage, grade, (Phase.JOINT,), ("cpu", "cuda"), needs, after=names, skippable=False)
 
 
 SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP

@@ -31,6 +31,7 @@ from amp_graph.passes.graph.fake_values import (
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MARK, MODULE, TRANSFORM
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
@@ -48,27 +49,26 @@ class InsertCasts(Pass):
     where the plan lowers a value; bit-exact where it does not.
     """
 
-    dtype: torch.dtype
-    keep_outputs: bool = True
-    saturates: bool = True  # what would become infinite; lists that reproduce torch.autocast cast as it does
+    options: PipelineOptions
     name: ClassVar[str] = "insert-casts"
     required: ClassVar[bool] = True
 
     @property
     def changes_outputs(self) -> bool:
         """Whether outputs keep the precision in which they are computed."""
-        return not self.keep_outputs
+        return not self.options.keep_outputs
 
     def run(self, gm: GraphModule) -> PassResult:
         """Walk the graph once, in order: cast the inputs, then recompute the value."""
         mode = fake_mode_of(gm)
         if mode is None:
             return PassResult(gm)
-        large = out_of_range(gm, self.dtype) if self.saturates else set[Node]()
-        work = _Insertion(gm, mode, self.dtype, observe(gm, marks(gm)), large)
+        dtype, saturates = self.options.dtype, self.options.lists.unlisted == "opaque"  # torch.autocast never does
+        large = out_of_range(gm, dtype) if saturates else set[Node]()
+        work = _Insertion(gm, mode, dtype, observe(gm, marks(gm)), large)
         for node in list(gm.graph.nodes):
             if node.op == "output":
-                if self.keep_outputs:
+                if self.options.keep_outputs:
                     work.restore_outputs(node)
             elif node.op not in ("placeholder", "get_attr"):
                 work.visit(node)

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.lists import OpClass, OpList
+from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.emulation.attention import emulated_attention
 from amp_graph.passes.emulation.rounded_calls import emulated, emulated_convolution, is_low
@@ -21,6 +21,7 @@ from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import Identity, Operation, is_tensor_call, tensor_inputs
 from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.graph.node_info import calls_torch
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.decompose_composites import expand
 
 ATTENTION = "aten.scaled_dot_product_attention"
@@ -55,7 +56,7 @@ class EmulateCuda(Pass):
     approximate (the sums of this CPU's kernels become sums in fp32; results and gradients are rounded once).
     """
 
-    lists: OpList
+    options: PipelineOptions
     name: ClassVar[str] = "emulate-cuda"
     required: ClassVar[bool] = True
 
@@ -81,7 +82,7 @@ class EmulateCuda(Pass):
     def _is_emulated(self, operation: Operation) -> bool:
         if operation.packet in ROUNDED_WITHIN:
             return True
-        rule = self.lists.lookup(operation.op, operation.arguments)
+        rule = self.options.lists.lookup(operation.op, operation.arguments)
         return rule is not None and rule.cls is OpClass.ALLOW
 
 

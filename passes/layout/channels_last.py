@@ -6,7 +6,7 @@ operations keep that layout. Operations that depend on the layout get a contiguo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, keep_trained, run_node, value
 from amp_graph.passes.graph.identify_ops import names_of, operation_of
 from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MODULE, REGION
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.conv_args import padding_of, pair
 from amp_graph.passes.layout.memory_format import (
     CONVOLUTIONS,
@@ -28,12 +29,9 @@ from amp_graph.passes.layout.memory_format import (
     keeps_layout,
     wants_dense,
 )
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.conv_thresholds import (
-    casting_into_layout_is_profitable,
-    channels_last_is_profitable,
-    channels_last_weights_are_profitable,
-)
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.inductor import ConvolutionArgs, lays_out_channels_last
 
@@ -52,12 +50,9 @@ class ChannelsLast(Pass):
     all pixels, gets a contiguous copy, and so do the graph's outputs. Skipped: graphs whose convolutions read
     channels_last tensors already, and, through Inductor on CUDA, graphs that Inductor's own heuristic leaves
     contiguous. Exactness: rounding-equal, kernels sum in another order.
-
-    ``inductor``: the user's options for Inductor if the graph runs through it. ``training``: with gradients.
     """
 
-    inductor: Mapping[str, Any] | None = None
-    training: bool = True
+    options: PipelineOptions
     name: ClassVar[str] = "channels-last"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -71,10 +66,11 @@ class ChannelsLast(Pass):
             return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
         if not channels_last_is_profitable(first.device.type, first.dtype, len(convolutions)):
             return PassResult(gm, (), (Skip(convolutions[0].name, f"not profitable for {first.dtype} here"),))
-        if self.inductor is not None:
+        given = self.options
+        if given.inductor is not None and given.planned_for == "cuda":  # for CPUs it lays out all convolutions so
             told = _calls_of(convolutions, mode)
             size = len(gm.graph.nodes)
-            if not told or not lays_out_channels_last(told, size, self.inductor, training=self.training):
+            if not told or not lays_out_channels_last(told, size, given.inductor, training=given.training):
                 return PassResult(gm, (), (Skip(convolutions[0].name, KEPT_BY_INDUCTOR),))
         memory = observe(gm, marks(gm))
         work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
@@ -206,3 +202,40 @@ class _Conversion:
 def _is_convolution(node: Node) -> bool:
     low = isinstance(value(node), torch.Tensor) and value(node).dtype.itemsize == 2
     return low and keeps_layout(node, CONVOLUTIONS) and REGION not in node.meta and is_image(value(node))
+
+
+# One convolution alone does not recover the cost of a layout change before and after it.
+FEWEST_CONVOLUTIONS = 2
+
+
+def channels_last_is_profitable(device: str, dtype: torch.dtype, convolutions: int) -> bool:
+    """Say whether a graph with so many ``convolutions`` of ``dtype`` runs faster in channels_last on ``device``.
+
+    bf16 on CPU: torch's norms and poolings are up to 15 times slower on contiguous images than on channels_last ones,
+    convolutions up to 8 times (1x1, AMX). ResNet-50 and a U-Net: autocast on channels_last takes 0.7 to 0.97 of the
+    time. CUDA, low precision: tensor cores read channels_last, and cuDNN transposes other images before and after each
+    convolution. On an H200, autocast on channels_last took 0.82 to 1.0 of the time (ResNet-50, U-Net, training and
+    inference, eager and compiled).
+    """
+    if convolutions < FEWEST_CONVOLUTIONS:
+        return False
+    if device == "cuda":
+        return dtype in HALVES
+    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
+
+
+def channels_last_weights_are_profitable(device: str) -> bool:
+    """Say whether a convolution's weight should be cast into channels_last: else cuDNN transposes it in each call.
+
+    oneDNN reorders weights into its own layout in any case.
+    """
+    return device == "cuda"
+
+
+def casting_into_layout_is_profitable(device: str) -> bool:
+    """Say whether one copy into another dtype and into channels_last is faster than two separate copies.
+
+    On the CPU it takes 1.7 to 2.2 times as long for more than one channel: torch's fast transposing copy needs equal
+    dtypes. Elsewhere it reads and writes half as much.
+    """
+    return device != "cpu"

@@ -34,8 +34,8 @@ from amp_graph.passes.memory.recomputable_ops import (
 )
 from amp_graph.passes.memory.saved_tensors import Readers, readers_of
 from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.recompute_thresholds import computing_again_is_seen, recomputing_is_profitable
 from amp_graph.passes.registry import Recomputable, traits_of
 from amp_graph.passes.torch_compat.fake import numel
 
@@ -48,6 +48,23 @@ KINDS = {
     "aten.relu_": "relu",
 }
 SUMS = (("aten.add",), ("aten.add_",))
+# Picoseconds of a recomputation on a CPU with bf16 dot products: per call, autograd included, and per element. Calls of
+# GELUs took as long as those of norms (120 us, on a shared machine); a smaller number is used, which saves memory in
+# wide models. And per multiplication of a reader, for its result and both gradients.
+COMPUTED = {
+    "relu": (200_000_000, 450),
+    "layer norm": (100_000_000, 720),
+    "gelu": (40_000_000, 600),
+    "gelu by tanh": (40_000_000, 2_400),
+    "silu": (40_000_000, 600),
+}
+MULTIPLIED = 60
+MOST_AGAIN = 0.1  # the largest share of its readers' time that a recomputation may take, except with recompute=all
+LONGEST = 8  # relus in a row that are recomputed, each from the one before
+# Elements that a GPU writes while Python runs one autograd.Function, about 0.1 ms: small steps wait for Python. With
+# everything recomputed, converted transformers took 1.15 to 1.25 of the time on an H200 (batches of 8, widths of 384
+# and 768). The graph of a whole step has no such calls: it took 0.92 to 1.06 of the time.
+FEWEST_BESIDE_PYTHON = 1 << 24
 _NOTHING = Recomputable()
 
 
@@ -59,23 +76,15 @@ class RecomputeActivations(Pass):
     batch norm with a relu behind it, its input and statistics), no reader that is not replaced saves the value, and
     nothing writes to it. Only in training, outside of checkpoints and of the user's own autocast. Exactness: bit-exact:
     backward runs the same kernel on the same bits, and reuses the statistics of batch norms. Cost: that kernel a second
-    time, see ``recomputing_is_profitable``.
-
-    ``thorough``: also layer norms and tanh GELUs, which cost more time than their memory is worth, and relus of sums:
-    blocks of residual networks, each from the one before, at most ``longest`` in a row after a saved one. ``sparing``:
-    of all that, only values that take a small part of their readers' time, see ``computing_again_is_seen``. ``fewest``:
-    the minimum number of elements.
+    time, which may be a small part of its readers', see ``MOST_AGAIN``; ``recompute=all`` has no such limit.
     """
 
-    thorough: bool = False
-    sparing: bool = False
-    longest: int = 8
-    fewest: int = 0
+    options: PipelineOptions
     name: ClassVar[str] = "recompute-activations"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every activation and norm, in order."""
-        work = _Work(self, observe(gm, marks(gm)))
+        work = _Work(self.options, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
             if _is_recomputed_relu(node):
                 work.note(node)
@@ -88,7 +97,7 @@ class RecomputeActivations(Pass):
 class _Work:
     """Which values are recomputed so far, and from how many others in a row."""
 
-    options: RecomputeActivations
+    options: PipelineOptions
     memory: Memory
     depths: dict[Node, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
@@ -96,10 +105,7 @@ class _Work:
 
     def visit(self, node: Node, kind: str) -> None:
         """Make one value recomputable if the law allows it and it is profitable."""
-        known = _known(node)
-        if known.thorough and not self.options.thorough:
-            return
-        made = self._makers(_before(node)) if kind == "relu" and not known.norm else ()
+        made = self._makers(_before(node)) if kind == "relu" and not _known(node).norm else ()
         if made is None:
             return
         found = readers_of(node)
@@ -119,7 +125,9 @@ class _Work:
             self.note(node)
         node.meta[SPARED] = numel(value(node)) * value(found.readers[0]).dtype.itemsize
         names = ", ".join(r.name for r in found.readers)
-        self.changes.append(Change(self.options.name, "recomputes", node.name, f"{kind} is not saved for {names}"))
+        self.changes.append(
+            Change(RecomputeActivations.name, "recomputes", node.name, f"{kind} is not saved for {names}")
+        )
 
     def note(self, relu: Node) -> None:
         """Record that a relu is recomputed: others may be computed from it."""
@@ -128,20 +136,18 @@ class _Work:
     def _why_not(self, node: Node, kind: str, found: Readers) -> str:
         if found.reason:
             return found.reason
-        elements = numel(value(node))
         if self.memory.is_written_after(node):
             return "it is written to later"
-        if elements < self.options.fewest:
-            return "it is small, and the extra call takes measurable time on this device"
-        if not recomputing_is_profitable(kind == "relu", found.products, elements, self.options.thorough):
-            return "it is small, or its readers take too little time to hide a recomputation"
-        if self.options.sparing and computing_again_is_seen(_cost(node, kind), found.products, elements):
-            return "its readers take too little time to hide a recomputation with recompute=most"
-        if not self.options.thorough and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):
-            return f"recomputing a {kind} takes more time than its memory is worth with this accuracy"
-        if kind == "relu" and self._depth(node) > self.options.longest:
-            return f"the {self.options.longest} before it are recomputed already"
+        if self.options.recompute != "all" and self._takes_time(node, kind, found.products):
+            return "its readers take too little time to hide a recomputation; recompute=all recomputes it as well"
+        if kind == "relu" and self._depth(node) > LONGEST:
+            return f"the {LONGEST} before it are recomputed already"
         return ""
+
+    def _takes_time(self, node: Node, kind: str, products: float) -> bool:
+        elements = numel(value(node))
+        calls_are_seen = self.options.planned_for != "cpu" and not self.options.in_step
+        return (calls_are_seen and elements < FEWEST_BESIDE_PYTHON) or is_seen(_cost(node, kind), products, elements)
 
     def _depth(self, node: Any) -> int:
         """Return how many relus in a row must be computed for that of ``node``, itself included."""
@@ -159,8 +165,6 @@ class _Work:
             return None
         if source.target is batch_norm_computed_again or _known(source).norm or _is_batch_norm(source):
             return (source,)
-        if not self.options.thorough:
-            return None
         if source in self.depths:
             return ()
         if (_known(source).summand is not None or names_of(source) in RELUS) and is_trained(source):
@@ -169,6 +173,12 @@ class _Work:
             return None
         parts = [self._makers(p) if _dtype(p) == _dtype(source) else None for p in source.args]
         return None if None in parts else tuple(dict.fromkeys(m for part in parts if part for m in part))
+
+
+def is_seen(kind: str, products: float, elements: int) -> bool:
+    """Say whether recomputing ``elements`` of ``kind`` takes a large part of the time of its readers' ``products``."""
+    call, element = COMPUTED[kind]
+    return call + elements * element > MOST_AGAIN * elements * products * MULTIPLIED
 
 
 def _known(node: Node) -> Recomputable:
@@ -209,7 +219,7 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 def _cost(node: Node, kind: str) -> str:
     by_tanh = kind == "gelu" and "tanh" in (*node.args[1:], *node.kwargs.values())
-    return _known(node).cost or ("gelu by tanh" if by_tanh else kind)
+    return "gelu by tanh" if by_tanh else kind
 
 
 def _is_batch_norm(node: Node) -> bool:
@@ -229,8 +239,6 @@ def _replace(node: Node, relu: Any) -> None:
     known = _known(node)
     if known.replacement is not None:
         kept = known.keeps is not None and relu is relu_kept
-        if known.rewrite is not None:
-            known.rewrite(node)
         node.target = known.keeps if kept and known.keeps is not None else known.replacement
         return
     kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]

@@ -1,25 +1,33 @@
 """A registry of compiled kernels by name: whether this machine has one, and a loader to call before the first use.
 
 Before: the cost model imports a kernel's module to ask whether it can be compiled.
-After: ``is_available("panel_gemm")``; the kernel's module calls ``register_kernel("panel_gemm", ...)``.
+After: ``is_available("panel_gemm")``; in the kernel's module the function that loads it has ``@kernel("panel_gemm")``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 
 from amp_graph.passes.native.jit_compiler import CompilerError
 
 # Returns the compiled library for a low precision; None, or a CompilerError, if this machine has none.
-Loader = Callable[[torch.dtype], object]
-_loaders: dict[str, Loader] = {}
+Loader = TypeVar("Loader", bound=Callable[..., Any])
+_loaders: dict[str, Callable[[torch.dtype], object]] = {}
 
 
-def register_kernel(name: str, loader: Loader) -> None:
-    """Register the loader of the kernel ``name``; a later call finds the library loaded."""
-    _loaders[name] = loader
+def kernel(name: str) -> Callable[[Loader], Loader]:
+    """Register the loader of the kernel ``name``, which is called once for each low precision."""
+
+    def registered(loader: Loader) -> Loader:
+        kept: Any = lru_cache(loader)
+        _loaders[name] = kept
+        return kept
+
+    return registered
 
 
 def load_kernel(name: str, dtype: torch.dtype = torch.bfloat16) -> object:

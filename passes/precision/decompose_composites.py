@@ -24,6 +24,7 @@ from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
 from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.classify import classified
 from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -41,7 +42,7 @@ class DecomposeComposites(Pass):
     Exactness: approximate (that sum is rounded after its product); else bit-exact.
     """
 
-    lists: OpList
+    options: PipelineOptions
     name: ClassVar[str] = "decompose-composites"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -52,7 +53,7 @@ class DecomposeComposites(Pass):
         for node in list(gm.graph.nodes):
             if mode is None or not is_tensor_call(node):
                 continue
-            found = classified(node, self.lists, mode)
+            found = classified(node, self.options.lists, mode)
             if not found.expand:
                 continue
             parts = expand(gm, node, found.decomposed, mode)
@@ -61,8 +62,8 @@ class DecomposeComposites(Pass):
             else:
                 what = f"into {len(parts)} operations of different classes"
                 changes.append(Change(self.name, "expanded", node.name, what))
-        if mode is not None and self.lists.unlisted == "opaque":
-            for node in _masked_products(gm, self.lists, mode):
+        if mode is not None and self.options.lists.unlisted == "opaque":
+            for node in _masked_products(gm, self.options.lists, mode):
                 if expand(gm, node, frozenset(ADDING), mode) is not None:
                     changes.append(Change(self.name, "expanded", node.name, "its sum is for a softmax"))
         return PassResult(gm, tuple(changes), tuple(skips))

@@ -17,10 +17,10 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import only_views
+from amp_graph.passes.native.gemm_thresholds import panels_are_profitable, small_linear_is_profitable
 from amp_graph.passes.native.kernel_table import is_available
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.machine_rates import COUNTED, Machine
-from amp_graph.passes.profitability.gemm_thresholds import panels_are_profitable, small_linear_is_profitable
 from amp_graph.passes.torch_compat.fake import concrete_size, numel
 from amp_graph.passes.torch_compat.storage import storage_key
 

@@ -13,9 +13,8 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.lists import OpClass, OpList
+from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.kept_full import kept_full, unmatched
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
@@ -32,13 +31,13 @@ from amp_graph.passes.graph.meta_keys import (
     UNCALIBRATED,
     WISH,
 )
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision import strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
 from amp_graph.passes.precision.error_budget_planner import plan_within
 from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
-from amp_graph.passes.precision.machine_rates import Machine, machine_for
-from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.machine_rates import Machine, class_of, machine_for
 from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.predict_time import left_alone, predicted
@@ -78,30 +77,11 @@ class PlanPrecision(Pass):
 
     ``leaves``: "true": "mincut" leaves an ``allow`` operation in full precision if its casts cost more than it gains.
     "graphs": the whole graph is left in full precision if the plan is not predicted to be faster, and its costs are
-    known (``counts``). ``accuracy``: a number is an error budget: "mincut" takes the fastest plan whose predicted error
-    is at most that many times the error of accuracy "autocast", whatever the rule-based planner permits.
-    ``measured``: the measured influence of roundings in graphs like this one. ``keeps_weights``: weights are cast and
-    packed once, and no gradients are recorded. ``in_step``: the graph is part of a larger one, so its call is free.
-    ``compiled``: a compiler fuses its calls.
-    ``calibration``: measured ranges; operations out of range stay full. ``keep_ops``: keys of others that stay full.
-    ``emulates``: what runs computes in fp32 and rounds, as another device would.
+    known. ``accuracy``: a number is an error budget: "mincut" takes the fastest plan whose predicted error is at most
+    that many times the error of accuracy "autocast", whatever the rule-based planner permits.
     """
 
-    lists: OpList
-    dtype: torch.dtype
-    accuracy: str | float = "autocast"
-    keep_fp32: str = ""
-    keep_outputs: bool = True
-    planner: str = "mincut"
-    leaves: str = "false"
-    measured: tuple[Measured, ...] = ()
-    keeps_weights: bool = False
-    counts: bool = False
-    in_step: bool = False
-    compiled: bool = False
-    calibration: Calibration | None = None
-    keep_ops: tuple[str, ...] = ()
-    emulates: bool = False
+    options: PipelineOptions
     name: ClassVar[str] = "plan-precision"
     required: ClassVar[bool] = True
 
@@ -110,7 +90,7 @@ class PlanPrecision(Pass):
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
-        gm.meta[LOW_DTYPE] = self.dtype
+        gm.meta[LOW_DTYPE] = self.options.dtype
         changes: list[Change] = []
         chosen = self._worth_it(problem, self._choices(problem))
         for node, choice in chosen.items():
@@ -120,52 +100,59 @@ class PlanPrecision(Pass):
 
     def _uncalibrated(self, gm: GraphModule, chosen: Mapping[Node, Choice]) -> list[Skip]:
         """Return the operations that are low without a record of their range; leave a warning of them."""
-        if self.calibration is None:
+        if self.options.calibration is None:
             return []
         keys = node_keys(gm)
         low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
-        nodes, gm.meta[UNCALIBRATED] = unmatched(low, frozenset(keys.values()), self.calibration)
+        nodes, gm.meta[UNCALIBRATED] = unmatched(low, frozenset(keys.values()), self.options.calibration)
         return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
 
     def problem(self, gm: GraphModule) -> Problem:
         """Return the planning problem of a graph that contains tensors."""
         mode = fake_mode_of(gm)
+        o = self.options
         assert mode is not None, "a graph without tensors has no plan"
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
-        classes = {node: left_full(node, _decided(classified(node, self.lists, mode))) for node in nodes}
-        if not self.emulates:  # whose sums in fp32 have gradients of their own
+        classes = {node: left_full(node, _decided(classified(node, o.lists, mode))) for node in nodes}
+        if not o.emulates:  # whose sums in fp32 have gradients of their own
             classes = {node: trained_in_fp32(node, found) for node, found in classes.items()}
         classes = self._constrained(gm, classes)
-        return Problem(
-            gm, classes, aliasing.observe_with_caller(gm, classes), self.lists, self.accuracy, self.keep_outputs
-        )
+        return Problem(gm, classes, aliasing.observe_with_caller(gm, classes), o.lists, o.accuracy, o.keep_outputs)
 
     def _choices(self, problem: Problem) -> dict[Node, Choice]:
         """Ask the planner; PyTorch's own policy is reproduced by rules, operator by operator."""
-        if self.planner == "paint" or self.lists.unlisted != "opaque":
+        if self.options.planner == "paint" or self.options.lists.unlisted != "opaque":
             return paint(problem)
-        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
-        if isinstance(self.accuracy, str):
-            return mincut(problem, machine, dtype, self.leaves == "true")
-        influence = next(filter(None, (one.of(problem) for one in self.measured)), None)
-        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.accuracy, influence)
+        machine, dtype = self._machine, str(self.options.dtype).removeprefix("torch.")
+        if isinstance(self.options.accuracy, str):
+            return mincut(problem, machine, dtype, self.options.leaves == "true")
+        influence = next(filter(None, (one.of(problem) for one in self.options.measured)), None)
+        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.options.accuracy, influence)
         return chosen
 
     @property
     def _machine(self) -> Machine:
-        found = replace(machine_for(self.lists.device), keeps_weights=self.keeps_weights)
-        return replace(found, graph=0.0) if self.in_step else found
+        o = self.options
+        keeps_weights = o.eager and o.planned_for == "cpu" and o.frozen is not None  # cast and packed once
+        found = replace(machine_for(o.lists.device), keeps_weights=keeps_weights)
+        return replace(found, graph=0.0) if o.in_step else found  # a part of a larger graph: its call is free
+
+    @property
+    def _knows_costs(self) -> bool:
+        o = self.options
+        measured = o.planned_for == "cpu" or machine_for(o.device) is not class_of(o.device)  # those of GPUs were read
+        return measured and not o.portable  # which another machine runs
 
     def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
         """Return the plan, or an all-full plan if that is predicted to be as fast and the policy permits it.
 
         Symbolic sizes count as in the call at hand.
         """
-        machine, dtype = self._machine, str(self.dtype).removeprefix("torch.")
-        if self.compiled:
+        machine, dtype = self._machine, str(self.options.dtype).removeprefix("torch.")
+        if not self.options.eager:  # a compiler fuses calls
             machine = replace(machine, graph=0.0, call=0.0)
         found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
-        leaves = self.leaves == "graphs" and self.counts and self.lists.unlisted == "opaque"
+        leaves = self.options.leaves == "graphs" and self._knows_costs and self.options.lists.unlisted == "opaque"
         if not leaves or found.is_worth_it:
             return chosen
         problem.gm.meta[LEFT_ALONE] = found
@@ -173,11 +160,11 @@ class PlanPrecision(Pass):
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""
-        ours = self.lists.unlisted == "opaque"
+        ours = self.options.lists.unlisted == "opaque"
         held = carriers_of_positions(gm.graph.nodes, classes) if ours else frozenset()
-        rules = [(self.keep_fp32, FULL, "kept by keep_fp32")] if self.keep_fp32 else []
-        rules += [(m.path, m.precision, m.why or "module rule") for m in self.lists.modules]
-        exact = returned_probabilities(classes, self.keep_outputs) if ours else frozenset()
+        rules = [(self.options.keep_fp32, FULL, "kept by keep_fp32")] if self.options.keep_fp32 else []
+        rules += [(m.path, m.precision, m.why or "module rule") for m in self.options.lists.modules]
+        exact = returned_probabilities(classes, self.options.keep_outputs) if ours else frozenset()
         strided = strided_views.read_by_strides(classes)
         kept = self._kept(gm)
         done: dict[Node, Classification] = {}
@@ -198,9 +185,9 @@ class PlanPrecision(Pass):
                 done[node] = replace(found, cls=OpClass.DENY, why=RETURNED)
             elif node in strided:
                 done[node] = replace(found, cls=OpClass.DENY, why=strided_views.WHY)
-            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.dtype):
+            elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.options.dtype):
                 if not _only_masks(node, classes):
-                    done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.dtype}")
+                    done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.options.dtype}")
                 else:
                     done[node] = found
             else:
@@ -213,9 +200,10 @@ class PlanPrecision(Pass):
 
     def _kept(self, gm: GraphModule) -> dict[Node, str]:
         """Return the operations that stay full by a calibration or by name, with the reasons."""
-        if self.calibration is None and not self.keep_ops:
+        if self.options.calibration is None and not self.options.keep_ops:
             return {}
-        return kept_full(node_keys(gm), self.calibration, frozenset(self.keep_ops), self.dtype)
+        o = self.options
+        return kept_full(node_keys(gm), o.calibration, frozenset(o.keep_ops), o.dtype)
 
 
 def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:

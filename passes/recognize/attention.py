@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.lists import OpClass, OpList
+from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import describe, put_before, put_call
@@ -25,9 +25,11 @@ from amp_graph.passes.graph.fake_values import captured, fake_mode_of
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import PLACE, Formula, is_written_meanwhile
 from amp_graph.passes.graph.meta_keys import WISH, WRITTEN_OUT
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.native.kernel_table import is_available
+from amp_graph.passes.op_args.attention_args import attention_kernel_is_profitable
 from amp_graph.passes.op_args.transposes import transposes
-from amp_graph.passes.profitability.thresholds import attention_call_is_profitable, attention_kernel_is_profitable
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, Term, attention_around, read_statements, told
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
@@ -53,10 +55,7 @@ class FuseAttention(Pass):
     gradient to queries and keys, like the formula.
     """
 
-    lists: OpList
-    dtype: torch.dtype
-    device: str
-    keep_fp32: str = ""
+    options: PipelineOptions
     name: ClassVar[str] = "fuse-attention"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -73,7 +72,7 @@ class FuseAttention(Pass):
                 continue
             if found.dropped and not self._has_dropout_kernel():
                 continue
-            if found.scores.terms and not attention_kernel_is_profitable(self.device, self.dtype):
+            if found.scores.terms and not attention_kernel_is_profitable(self.options.planned_for, self.options.dtype):
                 skips.append(Skip(node.name, "the kernel would round the mask that is added to the scores"))
                 continue
             made = operands.call(found)
@@ -82,18 +81,20 @@ class FuseAttention(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
     def _is_wanted(self) -> bool:
-        rules = [self.lists.lookup(op, {}) for op in ALLOWED]
+        rules = [self.options.lists.lookup(op, {}) for op in ALLOWED]
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
-        return allowed and attention_call_is_profitable(self.device, self.dtype)
+        return allowed and attention_call_is_profitable(self.options.planned_for, self.options.dtype)
 
     def _has_dropout_kernel(self) -> bool:
-        return attention_kernel_is_profitable(self.device, self.dtype) and is_available("attention", self.dtype)
+        return attention_kernel_is_profitable(self.options.planned_for, self.options.dtype) and is_available(
+            "attention", self.options.dtype
+        )
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether no region and no module rule sets the precision of a part of the formula."""
         if any(WISH in node.meta for node in inside):
             return False
-        rules = [path for path in (self.keep_fp32, *(m.path for m in self.lists.modules)) if path]
+        rules = [path for path in (self.options.keep_fp32, *(m.path for m in self.options.lists.modules)) if path]
         paths = {node_info.module_path(node) for node in inside}
         return all(len({bool(node_info.matches_path(rule, path)) for path in paths}) == 1 for rule in rules)
 
@@ -218,3 +219,11 @@ class _Operands:
         self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None
     ) -> Node:
         return put_before(self.gm, before, function, operand, *args, mode=self.mode, like=like)
+
+
+def attention_call_is_profitable(device: str, dtype: torch.dtype) -> bool:
+    """Say whether one attention call beats its formula, which materializes all scores and saves the probabilities.
+
+    CPU: if one of our kernels runs it. CUDA, low precision: by flash or memory-efficient attention.
+    """
+    return attention_kernel_is_profitable(device, dtype) or (device == "cuda" and dtype in HALVES)

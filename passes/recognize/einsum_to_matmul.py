@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.lists import OpList
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.edit import describe, put_before, put_call
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of
 from amp_graph.passes.graph.match import Formula
 from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.aten.einsum.default)
@@ -36,13 +36,13 @@ class EinsumToMatmul(Pass):
     rounding-equal; ``einsum`` computes the same matmul.
     """
 
-    lists: OpList
+    options: PipelineOptions
     name: ClassVar[str] = "einsum-to-matmul"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every einsum."""
         mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes) if self.lists.says_the_same_of(ALIKE) else ():
+        for node in list(gm.graph.nodes) if self.options.lists.says_the_same_of(ALIKE) else ():
             given = _einsum_arguments(node)
             if mode is None or given is None:
                 continue

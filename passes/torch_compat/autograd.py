@@ -88,11 +88,6 @@ def takes_fp32(ctx: Any, place: int) -> bool:
     return node is not None and node._input_metadata[output].dtype == torch.float32
 
 
-def softmax_backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a softmax's input over the last dimension; 2.11 - 2.13."""
-    return torch._softmax_backward_data(grad, result, -1, result.dtype)
-
-
 def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return (pack, unpack) of the current ``saved_tensors_hooks``, which inner hooks would replace; 2.11 - 2.13."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -12,14 +12,6 @@ import torch
 ONEDNN_RNN = "aten.mkldnn_rnn_layer"  # what an LSTM in fp32 is made of on the CPU; 2.11 - 2.13
 
 
-def flash_attention_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
-) -> torch.Tensor:
-    """Return the result of ``F.scaled_dot_product_attention`` by its CPU flash kernel; 2.11 - 2.13."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)[0]
-
-
 def pack_linear_weight(weight: torch.Tensor) -> torch.Tensor:
     """Return ``weight`` [outputs, inputs] in the layout of oneDNN's matmuls, which only they can read; 2.11 - 2.13."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)

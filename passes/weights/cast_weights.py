@@ -21,6 +21,7 @@ from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
 from amp_graph.passes.memory.ops_with_recomputed_inputs import original
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import own_functions, traits_of
 from amp_graph.passes.torch_compat.autograd import borrow
@@ -38,16 +39,16 @@ class CastWeights(Pass):
     parameter's. Exactness: bit-exact, gradients included.
     """
 
-    dtype: torch.dtype
+    options: PipelineOptions
     name: ClassVar[str] = "cast-weights"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
         changes = []
-        for node, reason in casts_of_parameters(gm, self.dtype):
+        for node, reason in casts_of_parameters(gm, self.options.dtype):
             plain = reason or node.kwargs or len(node.args) > 1 or value(node).device.type != "cpu"
             if not plain and is_trained(node) and _has_fp32_gradient(node):
-                node.op, node.target, node.args = "call_function", cast_weight, (node.args[0], self.dtype)
+                node.op, node.target, node.args = "call_function", cast_weight, (node.args[0], self.options.dtype)
                 changes.append(Change(self.name, "fp32 gradient", node.name, "its reader's"))
         return PassResult(gm, tuple(changes))
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.meta_keys import CAST
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions, reads_frozen_weight
 from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.torch_compat.storage import bytes_of
@@ -145,21 +146,22 @@ class FreezeWeights(Pass):
     Law: the form is made anew when torch shows a write to the parameter. Exactness: bit-exact.
     """
 
-    weights: FrozenWeights
+    options: PipelineOptions
     name: ClassVar[str] = "freeze-weights"
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every inserted cast of a parameter."""
         changes, skips = [], []
+        weights: FrozenWeights = self.options.frozen
         if may_record_gradients(gm):  # in a region that enables them
             return PassResult(gm)
-        for node, reason in casts_of_parameters(gm, self.weights.dtype):
+        for node, reason in casts_of_parameters(gm, weights.dtype):
             if node.kwargs or len(node.args) > 1:  # into another layout
                 continue
             if reason:
                 skips.append(Skip(node.name, f"cast at each call: {reason}"))
                 continue
-            node.op, node.target = "call_function", self.weights.read
+            node.op, node.target = "call_function", weights.read
             changes.append(Change(self.name, "frozen", node.name, "cast once"))
         return PassResult(gm, tuple(changes), tuple(skips))
 

@@ -330,7 +330,7 @@ def test_packed_weights_are_counted_by_their_elements(prepared, monkeypatch):
     from step_costs import casts_of, held_by
 
     from amp_graph.passes.backends.cpu.inference import prepack_weights
-    from amp_graph.passes.profitability import gemm_thresholds
+    from amp_graph.passes.native import gemm_thresholds
 
     monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
     monkeypatch.setattr(gemm_thresholds, "FEWEST_OUTPUTS", 2)

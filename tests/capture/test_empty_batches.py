@@ -107,7 +107,6 @@ def test_the_strides_of_an_empty_image_are_those_of_eager():
 @pytest.mark.parametrize("batches", [(4, 0, 4), (3, 5, 0, 7)])
 def test_a_batch_among_others_may_be_empty(batches):
     """Sizes that have become symbols, too."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
     plain = copy.deepcopy(model)
     converted = amp_graph.convert(model, "bf16")

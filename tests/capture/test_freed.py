@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.memory import reuse_embedding_gradients
+from amp_graph.passes.memory.gradient_buffers import POOL
 from tests.step.test_train_step import batches, build
 
 ((X, Y),) = batches(1)
@@ -35,20 +36,19 @@ def test_a_converted_model_is_freed(policy):
 
 
 def test_copies_and_memory_are_given_back_with_the_model(monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
+    monkeypatch.setattr(reuse_embedding_gradients, "LEAST_TABLES", 0)
     model = amp_graph.convert(torch.nn.Sequential(torch.nn.Embedding(4096, 8), torch.nn.Linear(8, 4)))
     for _ in range(2):
         model(torch.arange(6)).sum().backward()
-    gradients = conversion_of(model).captured.gradients
     with torch.no_grad():
         amp_graph.freeze(model)(torch.arange(6))
     frozen = conversion_of(model).captured.frozen
     assert frozen.tensors  # control
-    assert gradients.tensors
+    assert POOL.tensors
     del model
     gc.collect()
     assert not frozen.tensors
-    assert not gradients.tensors
+    assert not POOL.tensors
 
 
 def test_what_a_reverted_model_had_is_freed():

@@ -67,7 +67,6 @@ def train(model, optimizer, step=None):
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_converting_computes_no_parametrization_and_training_is_as_under_autocast(kind, policy):
-    torch.manual_seed(0)
     ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), KINDS[kind](nn.Linear(16, 4)))
     with torch.no_grad():
         ours(X)  # makes plain attributes of what hooks compute, which are copied where they have no gradient
@@ -86,7 +85,6 @@ def test_converting_computes_no_parametrization_and_training_is_as_under_autocas
 
 @pytest.mark.parametrize("kind", ["spectral norm", "pruned"])
 def test_a_train_step_computes_no_parametrization_before_its_first_call(kind):
-    torch.manual_seed(0)
     ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4))
     with torch.no_grad():
         ours(X)
@@ -144,7 +142,6 @@ def without_weight(weight):
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("kind", [Hidden, Strict])
 def test_properties_and_getattr_are_not_asked(kind, policy):
-    torch.manual_seed(0)
     model = nn.Sequential(kind(), nn.Linear(16, 4))
     exact = model(X)
     amp_graph.convert(model, policy)
@@ -226,7 +223,6 @@ def test_what_stays_lazy_after_a_call_does_no_harm():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_a_train_step_initializes_lazy_modules():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.LazyLinear(16), nn.ReLU(), nn.LazyLinear(4))
     step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.5), "bf16")
     losses = [step(X, Y).item() for _ in range(5)]

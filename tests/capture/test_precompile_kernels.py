@@ -3,7 +3,6 @@
 import os
 import threading
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -12,24 +11,18 @@ from torch import nn
 import amp_graph
 from amp_graph.capture import precompile_kernels
 from amp_graph.capture.precompile_kernels import compile_ahead as begin
-from amp_graph.passes.backends.cpu.attention import attention_kernel
-from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
-from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
-from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
-from amp_graph.passes.backends.cpu.norm import batch_norm_kernel
-from amp_graph.passes.native import jit_compiler
+from amp_graph.passes.native import gemm_thresholds, jit_compiler, kernel_table
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.profitability import gemm_thresholds
 
 BF16 = torch.bfloat16
 KERNELS = {
-    "linears": panel_gemm,
-    "attention": attention_kernel,
-    "attention's backward": attention_kernel,
-    "batch norms": batch_norm_kernel,
-    "cross entropy": cross_entropy_kernel,
-    "depthwise": depthwise_kernel,
-    "amx products": amx_gemm,
+    "linears": "panel_gemm",
+    "attention": "attention",
+    "attention's backward": "attention_backward",
+    "batch norms": "batch_norm",
+    "cross entropy": "cross_entropy",
+    "depthwise": "depthwise_conv",
+    "amx products": "amx_gemm",
 }
 TRANSFORMER = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
 MODELS = {
@@ -56,14 +49,9 @@ def loaded(monkeypatch):
     monkeypatch.setattr(precompile_kernels, "_begun", set())
     monkeypatch.setattr(precompile_kernels, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    for name, module in KERNELS.items():
-        if not name.endswith("backward"):
-            monkeypatch.setattr(module, "library", partial(_loads, found, name))
+    for name, kernel in KERNELS.items():
+        monkeypatch.setitem(kernel_table._loaders, kernel, lambda low, name=name: found.append(name))
     return found
-
-
-def _loads(found, name, *given):
-    found.append("attention's backward" if True in given else name)
 
 
 def joined(threads):
@@ -103,10 +91,11 @@ def test_fp16_has_no_products_of_ours(loaded):
 
 
 def test_what_cannot_be_compiled_is_said_where_it_is_wanted(loaded, monkeypatch):
-    def fails(backward=False):
+    def fails(low):
         raise CompilerError("no compiler")
 
-    monkeypatch.setattr(attention_kernel, "library", fails)
+    for part in ("attention", "attention_backward"):
+        monkeypatch.setitem(kernel_table._loaders, part, fails)
     joined(begin(TRANSFORMER, BF16, trains=True))  # an error in a thread would fail this test
     assert loaded == ["linears"]
 

@@ -191,7 +191,6 @@ def same(*args):
     ],
 )
 def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
-    torch.manual_seed(0)
     conversion, warned = called(kind(), calls)
     assert len(conversion.graphs) <= most
     assert conversion.runs == len(calls)
@@ -208,7 +207,6 @@ def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
     ],
 )
 def test_a_counter_under_other_policies(policy, grad):
-    torch.manual_seed(0)
     model = Counter()
     converted = amp_graph.convert(copy.deepcopy(model), policy)
     with torch.set_grad_enabled(grad):
@@ -232,7 +230,6 @@ def test_a_counter_under_other_policies(policy, grad):
     ],
 )
 def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
-    torch.manual_seed(0)
     conversion, (warned,) = called(kind(), calls, max_graphs=5)
     assert len(conversion.graphs) == 5
     assert conversion.runs == 5
@@ -243,7 +240,6 @@ def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
 
 
 def test_graphs_that_are_kept_go_on_being_used():
-    torch.manual_seed(0)
     model = Repeated()
     conversion, _ = called(model, [(X, n) for n in range(8)], max_graphs=4)
     runs = conversion.runs
@@ -257,7 +253,6 @@ def test_graphs_that_are_kept_go_on_being_used():
 
 @pytest.mark.parametrize("kind", [UntilSmall, StopsEarly, Dropped])
 def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
-    torch.manual_seed(0)
     tried = []
     runners = amp_graph.capture.capture_runners.CaptureRunners
     plain = runners.start
@@ -268,7 +263,6 @@ def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
 
 
 def test_pieces_of_a_call_are_counted_by_place():
-    torch.manual_seed(0)
     conversion, warned = called(Speaking(), same(), max_graphs=3)
     assert len(conversion.graphs) <= 2 * 3
     assert sum("differ in" in one for one in warned) == 1
@@ -326,7 +320,6 @@ def test_users_errors_take_no_graphs():
 
 
 def test_what_dynamo_forgets_is_not_counted():
-    torch.manual_seed(0)
     conversion, _ = called(Repeated(), [(X, n) for n in range(3)], max_graphs=2)
     torch._dynamo.reset()
     for _ in range(2):  # the first may not be looked up

@@ -116,7 +116,6 @@ def test_the_mask_counts_at_each_call():
 
 
 def test_dropout_draws_where_fp32_draws():
-    torch.manual_seed(0)
     plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 64, 0.5, batch_first=True), 1)
     ours = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 64, 0.5, batch_first=True), 1)
     ours.load_state_dict(plain.state_dict())
@@ -131,7 +130,6 @@ def test_dropout_draws_where_fp32_draws():
 @pytest.mark.filterwarnings("ignore:.*code that escapes capture fails")
 def test_nested_tensors_of_the_inference_path():
     """Padding makes torch's encoder nest its input in evaluation, so that padded rows are 0: it runs as written."""
-    torch.manual_seed(0)
     model = encoder(**FIRST).eval()
     with torch.no_grad():
         plain = model(X, src_key_padding_mask=PADDED)
@@ -143,7 +141,6 @@ def test_nested_tensors_of_the_inference_path():
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_multihead_attention_with_its_weights(weights):
-    torch.manual_seed(0)
     model = nn.MultiheadAttention(D, 4, batch_first=True)
     plain, shown = model(X, X, X, attn_mask=CAUSAL, need_weights=weights)
     amp_graph.convert(model, "bf16")
@@ -166,7 +163,6 @@ BATCHES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(i)) *
 
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
 def test_update_bn_of_a_converted_model(compile):
-    torch.manual_seed(0)
     plain, ours = images(), images()
     ours.load_state_dict(plain.state_dict())
     amp_graph.convert(ours, "bf16", compile=compile)
@@ -237,7 +233,6 @@ class Packed(nn.Module):
 
 
 def test_packed_sequences_compute_as_autocast_does():
-    torch.manual_seed(0)
     plain, ours = Packed(), Packed()
     ours.load_state_dict(plain.state_dict())
     x, lengths = torch.randn(3, 5, 8), torch.tensor([5, 3, 4])

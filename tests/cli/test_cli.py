@@ -216,10 +216,10 @@ def test_lists_shows_one_operation_or_all(amp):
 
 def test_lists_says_what_happens_to_an_operation_that_no_list_names(amp):
     for policy, wanted in (
-        ("bf16,remove=erfinv", "it runs exactly as captured"),
-        ("bf16,lists=autocast_cpu", "the precision of its inputs"),
+        ("bf16", "it runs exactly as captured"),
+        ("bf16,lists=autocast_cpu", "precision of its inputs"),
     ):
-        status, out, _ = amp("lists", "erfinv", "--policy", policy, "--device", "cpu")
+        status, out, _ = amp("lists", "frexp", "--policy", policy, "--device", "cpu")
         assert status == 0
         assert wanted in out
 

@@ -21,7 +21,7 @@ from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
 from amp_graph.policy import Policy
-from amp_graph.policy_words import ACCURACIES, DTYPES, ESCAPED, LEVELS, PLANNERS, RECOMPUTED, UNPROFITABLE
+from amp_graph.policy_words import ACCURACIES, DTYPES, LEVELS
 from tests.fuzz.state_subjects import STATES
 from tests.fuzz.texts import EVIL, ODD, encoded, mutated, word
 
@@ -66,7 +66,8 @@ def _field(rng: random.Random) -> str:
 
 
 def _text_value(rng: random.Random) -> str:
-    known = (*ACCURACIES, *PLANNERS, *RECOMPUTED, *UNPROFITABLE, *ESCAPED, *SKIPPABLE, *GROUPS, *OPS, *DTYPES, *LEVELS)
+    declared = (value for field in fields(Policy) for value in field.metadata["legal"])
+    known = (*ACCURACIES, *declared, *SKIPPABLE, *GROUPS, *OPS)
     every = (*known, "true", "false", "1.5", "cpu", "default", "autocast_cpu", "bf16_cpu", "lm_head|.*norm", *EVIL)
     return "|".join(word(rng, every) for _ in range(rng.choice((1, 1, 1, 2, 3))))
 

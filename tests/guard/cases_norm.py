@@ -34,10 +34,7 @@ def batch_norm(images, channels, places, low, form):
     weight, bias = drawn(channels, dtype=FP32), drawn(channels, dtype=FP32, scale=0.1)
     running = [torch.zeros(channels), torch.ones(channels)] if x.numel() > channels or not x.numel() else [None, None]
     relu = form != "alone"
-    if other is None:
-        out, stats = op("batch_norm_relu")(x, *running, weight, bias, 0.1, 1e-5, relu)
-    else:
-        out, stats = op("batch_norm_add_relu")(x, other, *running, weight, bias, 0.1, 1e-5)
+    out, stats = op("batch_norm_relu")(x, other, *running, weight, bias, 0.1, 1e-5, relu)
     inputs, wanted = _by_torch(x, other, weight, bias, relu)
     same(out, wanted.detach())
     same(op("batch_norm_relu_again")(x, other, weight, bias, stats, relu), out, 0.0)
@@ -45,10 +42,9 @@ def batch_norm(images, channels, places, low, form):
         _running(x, running)
     grad = _image(images, channels, places, low, 0.7)
     masked = grad.double() * (out.double() > 0) if relu else grad.double()
-    if other is None:
-        found = op("batch_norm_relu_backward")(grad, x, weight, bias, stats, relu, True)
-    else:
-        found = op("batch_norm_add_relu_backward")(grad, x, out, weight, bias, stats, True)
+    added = None if other is None else out
+    found = op("batch_norm_relu_backward")(grad, x, added, weight, bias, stats, relu, True)
+    if other is not None:
         same(found.pop(2), masked)
     with torch.enable_grad():
         _, plain = _by_torch(x, other, weight, bias, False)

@@ -151,7 +151,6 @@ class Planted(nn.Module):
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])
 def test_the_line_inside_of_a_body_is_named_at_first_try(kind, scale, inside):
-    torch.manual_seed(0)
     model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
     before = {n: p.clone() for n, p in model.named_parameters()}
     found = amp_graph.locate(model, (x, y), F.mse_loss, policy="fp16", scale=scale)
@@ -167,7 +166,6 @@ def test_every_operator_whose_bodies_are_rewritten_can_be_observed():
 
 
 def test_operators_run_as_python_have_torchs_results():
-    torch.manual_seed(0)
     xs, w = torch.randn(4, 3), torch.randn(3)
 
     def step(carry, row, w):
@@ -190,7 +188,6 @@ def test_operators_run_as_python_have_torchs_results():
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "policy"), [("forward", "fp16"), ("coarse", "bf16")])
 def test_what_spoils_the_result_inside_of_a_body_is_first(kind, policy, inside):
-    torch.manual_seed(0)
     model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
     worst, *others = amp_graph.compare(model, [(x, y), (x + 0.5, y)], F.mse_loss, policy=policy).operations
     prefix = {"cond": "plant:cond/0/", "scan": "plant:scan/0/", "cond in scan": "plant:scan/0/cond/1/"}[inside]

@@ -92,7 +92,6 @@ def test_a_model_within_range_keeps_nothing_and_is_as_before():
 
 
 def test_the_record_is_that_of_eager():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     batches = [(torch.randn(4, 8), torch.randn(4, 2)) for _ in range(2)]
     found = amp_graph.calibrate(model, batches, F.mse_loss)
@@ -114,7 +113,6 @@ def test_the_record_is_that_of_eager():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_shares_are_those_of_torchs_casts(dtype):
-    torch.manual_seed(0)
     x = torch.randn(20_000) * 2.0 ** torch.randint(-40, 20, (20_000,))
     low = x.to(getattr(torch, dtype)).float()
     tiny = torch.finfo(getattr(torch, dtype)).tiny
@@ -322,7 +320,6 @@ class Branching(nn.Module):
 
 @pytest.mark.filterwarnings(SILENT)
 def test_operations_of_a_branch_that_never_ran_are_planned_without_a_record_and_said_so(tmp_path):
-    torch.manual_seed(0)
     model, x = Branching(), torch.randn(4, 8)
     amp_graph.calibrate(model, [(x, x)], F.mse_loss).save(tmp_path / "run.json")
     expected = model(x)

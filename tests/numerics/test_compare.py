@@ -59,7 +59,6 @@ def test_without_a_fault_errors_are_those_of_autocast(name):
 
 
 def test_errors_are_those_of_the_models_own_runs():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     x, y = torch.randn(8, 16), torch.randn(8, 4)
     found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
@@ -87,7 +86,6 @@ def test_the_loss_of_autocasts_run_is_computed_under_autocast():
 
 
 def test_the_model_is_as_before_and_dropout_is_no_error():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))
     batches = [torch.randn(6, 8) for _ in range(2)]
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -198,7 +196,6 @@ def written_weight(model, x):
 )
 def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
     """fp64 would otherwise read what the caller's tensors were before, and tell of an error of 10 %."""
-    torch.manual_seed(0)
     model = WritesBeforeABreak(writes)
     found = amp_graph.compare(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
     assert max(max(one.fp32, one.gradient_fp32 or 0.0) for one in found.operations) < 1e-5
@@ -215,7 +212,6 @@ class Checkpointed(nn.Module):
 
 
 def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
-    torch.manual_seed(0)
     model, x, y = Checkpointed(), torch.randn(5, 8), torch.randn(5, 4)
     found = {one.key: one for one in amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16").operations}
     one = found["first:linear"]
@@ -247,7 +243,6 @@ class Again(nn.Module):
 
 
 def test_each_run_of_a_graph_is_compared_with_its_own_reference():
-    torch.manual_seed(0)
     model, x, y = Again(), torch.randn(5, 8), torch.randn(5, 4)
     found = amp_graph.compare(model, [(x, y)], F.mse_loss, policy="bf16")
     assert found.autocast_failed == ""

@@ -97,7 +97,6 @@ CALLS = {
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.filterwarnings("ignore::amp_graph.errors.AmpGraphWarning")
 def test_all_is_as_before(kind, name, fails):
-    torch.manual_seed(0)
     model = kind()
     if kind is not Frozen:
         F.mse_loss(model(torch.randn(4, 6)), torch.randn(4, 3)).backward()  # gradients of the user's
@@ -115,7 +114,6 @@ def test_all_is_as_before(kind, name, fails):
 
 def test_comparison_gives_each_mode_the_same_batch_and_state():
     """Each mode would otherwise see inputs that the mode before has written, and compare what is not the same."""
-    torch.manual_seed(0)
     found = amp_graph.compare(Writing(), [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
     assert max(one.fp32 for one in found.operations) < 1e-5
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear", "norm:batch_norm"}

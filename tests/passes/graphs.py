@@ -3,17 +3,22 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from amp_graph.passes.backends.cpu.convolution import depthwise_conv_gradients, lower_pointwise_conv
+from amp_graph.passes.backends.cpu.inference import fold_batch_norms
 from amp_graph.passes.base import Pass, PassResult
 from amp_graph.passes.graph import grad_regions
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
 from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.layout import channels_last
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.pipeline import pipeline
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
@@ -80,6 +85,17 @@ def capture(model: Any, *inputs: Any, dynamic: bool | None = None) -> Capture:
 def capture_function(function: Any, *inputs: Any, dynamic: bool | None = None, **state: torch.Tensor) -> Capture:
     """Capture ``function(self, *inputs)``, where ``self`` has ``state`` as parameters."""
     return capture(Function(function, **state), *inputs, dynamic=dynamic)
+
+
+def options(policy: str = "bf16", device: str = "cpu", **mode: Any) -> PipelineOptions:
+    """Return the options of passes; mode: further fields of them."""
+    return Policy.parse(policy).pipeline_options(device, **mode)
+
+
+def multiply_bf16(monkeypatch: pytest.MonkeyPatch, *, multiplies: bool = True) -> None:
+    """Let the passes over images take this CPU for one with, or without, dot products of bf16."""
+    for module in (channels_last, depthwise_conv_gradients, fold_batch_norms, lower_pointwise_conv):
+        monkeypatch.setattr(module, "multiplies_bf16", lambda: multiplies)
 
 
 def passes_for(policy: Policy, device: str, **mode: Any) -> list[Pass]:

@@ -7,7 +7,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.profitability import call_thresholds
+from amp_graph.passes.casts import share_casts
 from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
 
 pytestmark = pytest.mark.by_profit
@@ -111,7 +111,7 @@ def test_gradients_of_one_cast_per_reader_are_summed_in_fp32(monkeypatch):
     apart = trained(amp_graph.convert(model, "bf16"), x)
     assert "shared_cast" not in own_calls(model)
     amp_graph.revert(model).zero_grad()
-    monkeypatch.setattr(call_thresholds, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(share_casts, "FEWEST_SHARED", 0)
     shared = trained(amp_graph.convert(model, "bf16"), x)
     assert "shared_cast" in own_calls(model)
     assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(apart, shared, strict=True))

@@ -9,10 +9,25 @@ from unittest import mock
 import expecttest
 import torch
 
+from amp_graph.passes.backends.cpu.convolution import depthwise_conv_gradients, lower_pointwise_conv
+from amp_graph.passes.backends.cpu.inference import fold_batch_norms
+from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
 from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.passes.profitability import conv_thresholds, gemm_thresholds, thresholds
+from amp_graph.passes.layout import channels_last
+from amp_graph.passes.native import gemm_thresholds
+from amp_graph.passes.op_args import attention_args
 from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
+
+ASKING = (
+    depthwise_conv_gradients,
+    lower_pointwise_conv,
+    fold_batch_norms,
+    fuse_cross_entropy,
+    channels_last,
+    gemm_thresholds,
+    attention_args,
+)
 
 
 def graph_of(name, policy="bf16", multiplies_bf16=False):
@@ -20,7 +35,7 @@ def graph_of(name, policy="bf16", multiplies_bf16=False):
     build, inputs = CASES[name]
     can = {"multiplies_bf16": multiplies_bf16, "cpu_has_bf16": multiplies_bf16, "cpu_has_amx": False}
     with contextlib.ExitStack() as machine:
-        for module in (thresholds, conv_thresholds, gemm_thresholds):
+        for module in ASKING:
             for known in can.keys() & vars(module).keys():
                 machine.enter_context(mock.patch.object(module, known, mock.Mock(return_value=can[known])))
         machine.enter_context(torch._dynamo.config.patch(allow_rnn=True))

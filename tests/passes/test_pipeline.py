@@ -18,7 +18,7 @@ from amp_graph import Policy
 from amp_graph.errors import PolicyError
 from amp_graph.passes.base import Pass, PassError, PassResult
 from amp_graph.passes.pipeline import pipeline, why_off
-from amp_graph.passes.pipeline_row import BIT_EXACT, OPAQUE, Phase, Row, Stage, approximate, checked, placed
+from amp_graph.passes.pipeline_row import BIT_EXACT, Phase, Row, Stage, approximate, checked
 from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
@@ -115,12 +115,11 @@ def test_fusing_attention_needs_the_kernel_that_is_worth_it():
 def test_options_reach_the_passes():
     policy = Policy.parse("fp16,accuracy=fast,device=cuda,keep_outputs=false,keep_fp32=head,recompute=all")
     made = {one.name: one for one in pipeline(Phase.CAPTURED, policy.pipeline_options("cpu", eager=True, in_step=True))}
-    plan = made["plan-precision"]
-    assert (plan.dtype, plan.accuracy, plan.keep_fp32, plan.keep_outputs) == (torch.float16, "fast", "head", False)
-    assert (plan.planner, plan.in_step) == ("mincut", True)
-    assert made["pad-shapes"].device == made["fuse-attention"].device == "cuda"
-    assert made["recompute-activations"].thorough
-    assert made["lower-linears"].in_step
+    o = made["plan-precision"].options
+    assert (o.dtype, o.accuracy, o.keep_fp32, o.keep_outputs) == (torch.float16, "fast", "head", False)
+    assert (o.planner, o.in_step, o.planned_for, o.recompute) == ("mincut", True, "cuda", "all")
+    assert all(one.options is o for one in made.values() if hasattr(one, "options"))
+    assert {"pad-shapes", "fuse-attention", "recompute-activations", "lower-linears"} <= made.keys()
 
 
 # -- rows ---------------------------------------------------------------------------------------------------
@@ -218,36 +217,7 @@ def test_two_rows_and_unknown_names_are_errors():
     with pytest.raises(PassError, match=r"(?s)'fuse-glu', which is no pass.*did you mean 'fuse-gelu'"):
         checked((*TABLE, row(stage=Stage.CASTS, after=("fuse-glu",))))
     with pytest.raises(PassError, match="names 'attn'"):
-        placed(row(joins=("attn",)), TABLE)
-    with pytest.raises(PassError, match=r"(?s)'fuse-glu', which is no pass.*did you mean 'fuse-gelu'"):
-        placed(row(after=("fuse-glu",)), TABLE)
-
-
-def test_a_new_row_is_placed_where_it_may_stand():
-    def at(**fields):
-        table = placed(row(**fields), TABLE)
-        assert len(table) == len(TABLE) + 1
-        place = [one.name for one in table].index("nothing")
-        return table[place - 1].name, table[place + 1].name
-
-    assert at() == ("identify-ops", "widen-halves")
-    assert at(after=("fuse-gelu",)) == ("fuse-gelu", "fuse-rms-norm")
-    assert at(stage=Stage.LAYOUT) == ("insert-casts", "eliminate-casts")
-    with pytest.raises(PassError, match="move the row of Nothing before that of 'decompose-composites'"):
-        placed(row(after=("insert-casts",)), TABLE)
-
-
-def test_a_placed_row_runs_in_its_place_with_its_conditions():
-    table = placed(row(needs=(OPAQUE,)), TABLE)
-    options = Policy.parse("bf16").pipeline_options("cpu")
-    assert [one.name for one in pipeline(Phase.CAPTURED, options, table)][:3] == [
-        "identify-ops",
-        "nothing",
-        "widen-halves",
-    ]
-    options = Policy.parse("bf16,lists=autocast_cpu").pipeline_options("cpu")
-    assert "nothing" not in [one.name for one in pipeline(Phase.CAPTURED, options, table)]
-    assert "reproduce torch.autocast" in why_off(table[1], Phase.CAPTURED, options)
+        checked((*TABLE, row(stage=Stage.CASTS, joins=("attn",))))
 
 
 # -- skip= --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat.fake import make_fx
 from amp_graph.passes.verify import Contract, verify
-from tests.passes.graphs import BF16
+from tests.passes.graphs import BF16, options
 
 X = torch.randn(2, 4)
 
@@ -80,7 +80,7 @@ def test_an_output_dtype_changed(graph):
     low.meta["val"] = value(find(graph, "exp")).to(BF16)
     output.args = ((low, find(graph, "add")),)
     broken(graph, before, "output dtypes")
-    verify(graph, before, InsertCasts(BF16, keep_outputs=False))
+    verify(graph, before, InsertCasts(options("bf16,keep_outputs=false")))
 
 
 def test_an_output_dropped(graph):

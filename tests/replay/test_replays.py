@@ -259,7 +259,6 @@ def test_any_error_of_a_recording_is_a_reason(recorders, monkeypatch):
 @pytest.mark.parametrize(("waiting", "recorded"), [(1, 1), (2, 2), (3, 2)])
 def test_as_many_forwards_of_a_kind_as_wait_are_replayed_up_to_two(recorders, waiting, recorded):
     """The others run as they are, and all gradients are those without replays."""
-    torch.manual_seed(0)
     model, plain = model_of(), model_of("false")
     plain.load_state_dict(model.state_dict())
     steps(model, 4)

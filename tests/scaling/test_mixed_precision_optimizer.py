@@ -56,7 +56,6 @@ def test_the_same_bits_as_a_converted_model_with_a_scaler(kind, clip):
 
 def test_a_model_cast_by_hand_gets_masters():
     """What apex's users have: model.half(), and FP16_Optimizer around the optimizer."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 3)).bfloat16()
     optimizer = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
     masters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -257,7 +256,6 @@ def loaded(model):
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_written_into_weights_counts(late, write, policy):
     """Between two steps, and between clipping and the step; master and weight go on from it."""
-    torch.manual_seed(0)
     model = Net().half() if policy is None else amp_graph.convert(Net(), policy)
     optimizer = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     for i, (x, y) in enumerate(batches(3)):

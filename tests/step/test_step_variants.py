@@ -142,7 +142,6 @@ def test_what_cannot_be_captured_for_all_runs_as_it_is_written(policy, optimizer
 
 
 def test_a_size_that_the_user_marks_is_in_no_traced_step():
-    torch.manual_seed(0)
     model = Net()
     step = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), "bf16")
     model.eval()
@@ -155,7 +154,6 @@ def test_a_size_that_the_user_marks_is_in_no_traced_step():
 
 @pytest.mark.parametrize("max_graphs", [1, 3])
 def test_a_bad_step_changes_nothing(max_graphs):
-    torch.manual_seed(0)
     model = Times()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = amp_graph.TrainStep(
@@ -176,7 +174,6 @@ def test_a_bad_step_changes_nothing(max_graphs):
 
 
 def test_outputs_are_returned_as_they_are_by_traced_steps():
-    torch.manual_seed(0)
     model = Times()
     step = amp_graph.TrainStep(
         model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), max_graphs=3, outputs=True

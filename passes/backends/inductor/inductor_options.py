@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.profitability.thresholds import calling_from_cpp_is_profitable
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import numel
 
@@ -55,3 +54,16 @@ def _flops_of(node: Node) -> int:
         return 0
     args = [value(a) if isinstance(a, Node) else a for a in node.args]
     return int(count(*args, out_val=value(node)))
+
+
+# FLOPs and elements of a step of about ten milliseconds: in shorter steps, call overhead is worth removing.
+MOST_FLOPS, MOST_ELEMENTS = 1 << 30, 1 << 24
+
+
+def calling_from_cpp_is_profitable(device: str, flops: int, elements: int) -> bool:
+    """Say whether a step of so many ``flops`` and result ``elements`` should also get its calls compiled to C++.
+
+    Time on the CPU: three layers of width 256 at batch 32: 0.85 to 0.9; the demo's residual network (0.6 GFLOP, 12
+    million elements): 0.93 to 0.96. The C++ compiler takes about ten seconds more.
+    """
+    return device == "cpu" and flops <= MOST_FLOPS and elements <= MOST_ELEMENTS

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.backends.recurrent.lstm_gradients import SIGMOID, TANH
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
+
+SIGMOID, TANH = torch.ops.aten.sigmoid_backward.grad_input, torch.ops.aten.tanh_backward.grad_input
 
 
 def gru_layer(

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.backends.recurrent.lstm_gradients import lstm_backward
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
+from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
-from amp_graph.passes.profitability.gemm_thresholds import lstm_backward_is_profitable, lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
 from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.fake import outside_modes
@@ -69,13 +68,12 @@ def lstm_layer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
 
-    x: [length, batch, width], contiguous; h, c: [batch, size]. Uses compiled C where that is faster, else a backward by
-    large matmuls where that is.
+    x: [length, batch, width], contiguous; h, c: [batch, size]. Uses compiled C where that is faster.
     """
     if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
         return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
-    layer = _layer_for(x.device.type, x.dtype, *h.shape)
-    if layer is not _LstmLayer and not has_biases:  # wrapper tensors do not tell
+    layer = _LstmByKernel if is_faster_than_onednn(x.device.type, x.dtype, *h.shape) else _LstmLayer
+    if layer is _LstmByKernel and not has_biases:  # wrapper tensors do not tell
         b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
     found: tuple[Tensor, Tensor, Tensor] = layer.apply(
         x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
@@ -102,14 +100,8 @@ def _by_torch(
 
 
 def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
-    """Say whether an LSTM layer in training with ``batch`` states of ``size`` is faster without oneDNN."""
-    return _layer_for(device, dtype, batch, size) is not _LstmLayer
-
-
-def _layer_for(device: str, dtype: torch.dtype, batch: int, size: int) -> type[torch.autograd.Function]:
-    if lstm_kernel_is_profitable(device, dtype, batch, size) and library() is not None:
-        return _LstmByKernel
-    return _LstmByProducts if lstm_backward_is_profitable(device, dtype, batch, size) else _LstmLayer
+    """Say whether an LSTM layer in training with ``batch`` states of ``size`` is faster by compiled C."""
+    return lstm_kernel_is_profitable(device, dtype, batch, size) and library() is not None
 
 
 class _LstmLayer(torch.autograd.Function):
@@ -131,23 +123,6 @@ class _LstmLayer(torch.autograd.Function):
         # fp32, whatever the inputs were; autograd casts implicitly, a traced graph must do so explicitly
         made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
         return *made, None, None, None
-
-
-class _LstmByProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.how, tensors = given[7:], given[:7]
-        out, h, c, _ = PLAIN(*tensors, *_options(tensors, *ctx.how))
-        ctx.save_for_backward(*tensors, out)
-        return out, h, c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        *tensors, out = ctx.saved_tensors
-        if is_plain(*grads):
-            return _differentiably(ctx, grads, tensors)
-        made = OPS.lstm_backward(*grads, *tensors, out, ctx.how[0])
-        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
 
 
 class _LstmByKernel(torch.autograd.Function):
@@ -207,10 +182,3 @@ def _workspace_bytes(x: Any, w_ih: Any, h: Any, dtype: torch.dtype, flags: Any) 
 
 
 define_operator(str(PLAIN._schema).removeprefix("aten::"), _rnn_layer, _fake)
-define_operator(
-    "lstm_backward(Tensor dout, Tensor dh, Tensor dc, Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh,"
-    " Tensor h, Tensor c, Tensor out, bool reverse)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lstm_backward,
-    lambda dout, dh, dc, *given: tuple(t.new_empty(t.shape) for t in given[:7]),
-)

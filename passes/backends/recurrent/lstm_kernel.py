@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.panel_gemm import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
@@ -27,16 +26,13 @@ SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
 
 
-@lru_cache
-def library() -> ctypes.CDLL | None:
+@kernel("lstm")
+def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16."""
     found = best(SOURCE)
     if found is not None:
         found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p,)
     return found
-
-
-register_kernel("lstm", lambda _: library())
 
 
 def lstm_forward(

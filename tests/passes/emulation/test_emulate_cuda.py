@@ -124,7 +124,6 @@ def test_attention_with_a_mask_and_a_row_that_sees_nothing(mask):
 
 
 def test_operations_inside_of_one_call_round_one_by_one():
-    torch.manual_seed(0)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     class Model(nn.Module):
@@ -144,7 +143,6 @@ def test_operations_inside_of_one_call_round_one_by_one():
 
 
 def test_a_recurrent_layer_trains_in_fp16():
-    torch.manual_seed(0)
     layer, x = nn.LSTM(8, 16, batch_first=True), torch.randn(4, 5, 8)
     wanted = layer(x)[0].detach()
     amp_graph.convert(layer, POLICY)
@@ -174,7 +172,6 @@ def test_low_memory_that_is_written_to_is_left_to_the_kernel_and_says_so():
 
 
 def test_statistics_of_a_batch_norm_are_updated_in_place():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     graph = capture(model, torch.randn(2, 3, 6, 6))
     _, after, _ = planned(graph)
@@ -200,7 +197,6 @@ def test_no_pass_of_the_cpu_or_of_another_stage_of_one_device_runs():
 
 
 def test_the_plan_is_that_for_a_gpu():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1))
     graph = capture(model, torch.randn(4, 8))
     marks = []

@@ -11,14 +11,12 @@ from amp_graph.passes.layout import channels_last
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.memory_format import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import conv_thresholds, thresholds
-from tests.passes.graphs import Function, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import Function, capture_function, differences, multiply_bf16, options, passes_before, run_step
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    for module in (thresholds, conv_thresholds):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    multiply_bf16(monkeypatch, multiplies=True)
 
 
 def drawn(*shape, seed=0):
@@ -139,7 +137,7 @@ CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, viewed_once_wri
 def passed(function, x=X, policy="bf16", state=STATE):
     graph = capture_function(function, x, **state)
     plain, ours = (graph.through(passes_before(ChannelsLast, policy))[0] for _ in range(2))
-    (done,) = run_passes(ours, [ChannelsLast()], checked=True)
+    (done,) = run_passes(ours, [ChannelsLast(options())], checked=True)
     return plain, ours, graph.given, done.result
 
 
@@ -211,12 +209,12 @@ def test_gradients_of_such_weights_keep_their_strides(name):
 
 
 def test_where_it_pays():
-    pays = conv_thresholds.channels_last_is_profitable
+    pays = channels_last.channels_last_is_profitable
     assert pays("cpu", torch.bfloat16, 2)
     assert not pays("cpu", torch.float16, 2)
     assert all(pays("cuda", dtype, 2) and not pays("cuda", dtype, 1) for dtype in (torch.bfloat16, torch.float16))
     assert not pays("cuda", torch.float32, 9)
-    assert [conv_thresholds.channels_last_weights_are_profitable(device) for device in ("cpu", "cuda")] == [False, True]
+    assert [channels_last.channels_last_weights_are_profitable(device) for device in ("cpu", "cuda")] == [False, True]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -381,13 +379,12 @@ def viewed_by_size(s, x):
 
 def test_a_second_run_changes_nothing():
     _, ours, _, _ = passed(residual)
-    (again,) = run_passes(ours, [ChannelsLast()], checked=True)
+    (again,) = run_passes(ours, [ChannelsLast(options())], checked=True)
     assert not again.result.changes
 
 
 def test_a_machine_where_it_is_not_profitable(monkeypatch):
-    for module in (thresholds, conv_thresholds):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: False)
+    multiply_bf16(monkeypatch, multiplies=False)
     _, _, _, result = passed(convs)
     assert not result.changes
     assert "not profitable" in result.skips[0].reason
@@ -398,7 +395,7 @@ def test_images_of_one_channel_become_channels_last_behind_their_first_convoluti
     grey = drawn(2, 1, 6, 6, seed=5)
     graph = capture_function(convs, grey, w=drawn(8, 1, 3, 3, seed=2) / 3, v=STATE["v"], b=STATE["b"])
     ours = graph.through(passes_before(ChannelsLast))[0]
-    run_passes(ours, [ChannelsLast()], checked=True)
+    run_passes(ours, [ChannelsLast(options())], checked=True)
     seen = Seen(ours)
     seen.run(*graph.given)
     assert [seen.found[n] for n in ours.graph.nodes if "conv2d" in n.name] == [False, True]
@@ -408,7 +405,6 @@ def test_images_of_one_channel_become_channels_last_behind_their_first_convoluti
 
 def test_gradients_lie_as_their_weights():
     """A contiguous weight, and one that was channels_last before."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 96, 3, padding=1), nn.ReLU(), nn.Conv2d(96, 160, 3, padding=1, bias=False))
     model[0].weight.data = model[0].weight.data.contiguous(memory_format=torch.channels_last)
     amp_graph.convert(model, "bf16")

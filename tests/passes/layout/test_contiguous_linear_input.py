@@ -140,7 +140,6 @@ LEFT = "bf16,skip=contiguous-linear-input|prepack-weights"  # a product of packe
 @pytest.mark.onednn  # where it has no LSTM, the steps of one are batched products themselves
 @pytest.mark.parametrize("policy", ["bf16", "bf16,skip=prepack-weights", LEFT, "bf16,lists=autocast_cpu"])
 def test_a_language_model_of_lstms(policy):
-    torch.manual_seed(0)
     model = amp_graph.convert(Words(), policy)
     with torch.inference_mode():
         model(X)

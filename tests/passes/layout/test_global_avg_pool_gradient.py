@@ -9,16 +9,14 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient, pooled
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import conv_thresholds, thresholds
-from tests.passes.graphs import BF16, FP32, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import BF16, FP32, capture_function, differences, multiply_bf16, passes_before, run_step
 
 LAST = torch.channels_last
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    for module in (thresholds, conv_thresholds):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    multiply_bf16(monkeypatch, multiplies=True)
 
 
 def drawn(*shape, seed=0):

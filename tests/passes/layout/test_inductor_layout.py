@@ -63,7 +63,7 @@ def through_inductor(net, monkeypatch, options=None, policy="bf16,device=cuda", 
         return aot_autograd(fw_compiler=forward_of, **backward, **decomposed)(gm, inputs)
 
     monkeypatch.setattr("amp_graph.capture.dynamo_backend.compile_with_inductor", compiled)
-    monkeypatch.setattr("amp_graph.passes.profitability.conv_thresholds.multiplies_bf16", lambda: True)
+    monkeypatch.setattr("amp_graph.passes.layout.channels_last.multiplies_bf16", lambda: True)
     torch.manual_seed(0)
     model = amp_graph.convert(net().train(training), policy, compile="inductor", options=options)
     shape = (2, next(net().parameters()).shape[1] * (2 if "groups=2" in str(net().convolutions[0]) else 1), 16, 16)

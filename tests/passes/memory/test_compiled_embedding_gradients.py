@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.memory.compiled_embedding_gradients import OPS, POOL, Pool
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.memory import reuse_embedding_gradients
+from amp_graph.passes.memory.gradient_buffers import OPS, POOL, Pool
 from tests.memory_holders import SEEN
 
 ROWS, WIDTH = 512, 16
@@ -61,7 +61,7 @@ def test_no_more_is_kept_than_a_graph_has_tables():
     held = [pool.zeros(4, 2) for _ in range(5)]
     assert len(pool.tensors) == 2
     assert len({t.data_ptr() for t in held}) == 5
-    assert pool.drop() == 2 * 4 * 2 * 4
+    pool.leave(user)
     assert not pool.tensors
 
 
@@ -111,7 +111,7 @@ def gradients(model, ids):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
+    monkeypatch.setattr(reuse_embedding_gradients, "LEAST_TABLES", 0)
     ours = amp_graph.convert(Tables(), "bf16", compile="inductor")
     plain = amp_graph.convert(Tables(), "bf16,skip=reuse_embedding_gradients", compile="inductor")
     places = []
@@ -128,7 +128,7 @@ def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
     copies = [g.clone() for g in held]
     gradients(ours, (IDS + 1) % ROWS)
     assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
-    assert POOL.drop() == 2 * ROWS * WIDTH * 4
+    assert sum(t.nbytes for t in POOL.tensors) == 2 * ROWS * WIDTH * 4
     del ours, held
     gc.collect()
     assert not POOL.tensors
@@ -137,7 +137,7 @@ def test_compiled_gradients_stay_and_their_memory_is_used_again(monkeypatch):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_uses_one_memory_for_all_tables_of_a_shape(compile, monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_TABLES", 0)
+    monkeypatch.setattr(reuse_embedding_gradients, "LEAST_TABLES", 0)
 
     def trained(policy):
         model = Tables()

@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.passes.profitability import conv_thresholds, recompute_thresholds
+from amp_graph.passes.backends.cpu.norm import fuse_batch_norm_relu
+from amp_graph.passes.memory import recompute_activations
 from tests.measure import saved_bytes
 
 WITHOUT = ",skip=recompute_activations"
@@ -15,9 +16,8 @@ WITHOUT = ",skip=recompute_activations"
 
 @pytest.fixture(autouse=True, params=[1, 1 << 30], ids=["fused norms", "torch's norms"])
 def _small_values_are_worth_it(monkeypatch, request):
-    monkeypatch.setattr(conv_thresholds, "FEWEST_OF_A_BATCH_NORM", request.param)
-    monkeypatch.setattr(recompute_thresholds, "FEWEST_COMPUTED_AGAIN", 1)
-    monkeypatch.setattr(recompute_thresholds, "MOST_AGAIN", float("inf"))
+    monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", request.param)
+    monkeypatch.setattr(recompute_activations, "MOST_AGAIN", float("inf"))
 
 
 class Bottleneck(nn.Module):

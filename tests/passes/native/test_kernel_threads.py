@@ -18,7 +18,7 @@ W, B = torch.linspace(0.5, 1.5, 256), torch.linspace(-1, 1, 256)
 
 
 def forward():
-    return batch_norm_kernel.batch_norm_relu(X, None, None, W, B, 0.1, 1e-5, True)
+    return batch_norm_kernel.batch_norm_relu(X, None, None, None, W, B, 0.1, 1e-5, True)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def on(request):
     def run(count):
         torch.set_num_threads(count)
         out, stats = forward()
-        return [out, stats, *batch_norm_kernel.batch_norm_relu_backward(out, X, W, B, stats, True, True)]
+        return [out, stats, *batch_norm_kernel.batch_norm_relu_backward(out, X, None, W, B, stats, True, True)]
 
     yield run
     torch.set_num_threads(threads)
@@ -91,7 +91,7 @@ def test_a_child_of_a_fork_does_not_wait_for_threads_that_are_gone():
         torch.set_num_threads(2)
         x, w = torch.randn(8, 256, 16, 16).contiguous(memory_format=torch.channels_last), torch.ones(256)
         given = {low: x.to(low) for low in (torch.bfloat16, torch.float16)}
-        run = lambda low: norm_ops.batch_norm_relu(given[low], None, None, w, w, 0.1, 1e-5, True)[0]
+        run = lambda low: norm_ops.batch_norm_relu(given[low], None, None, None, w, w, 0.1, 1e-5, True)[0]
         (torch.randn(1000, 1000) @ torch.randn(1000, 1000)).sin()
         wanted = run(torch.bfloat16)
         child = os.fork()

@@ -12,8 +12,9 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention import attention_kernel, dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
+from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
 from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
 from tests.passes.graphs import Function
@@ -24,9 +25,9 @@ LENGTH, WIDTH, HEADS = 12, 32, 4
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    monkeypatch.setattr(thresholds, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(thresholds, "cpu_has_amx", lambda: False)
-    monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(attention_args, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(attention_args, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(fuse_cross_entropy, "multiplies_bf16", lambda: True)
 
 
 SEEN = torch.ones(LENGTH, LENGTH).tril().bool()
@@ -333,7 +334,6 @@ def test_formulas_become_the_call_and_are_as_exact(name):
 
 def test_heads_that_were_folded_for_the_products_are_no_longer_copied():
     """The reshapes copy, because the heads lie behind each other only within a position."""
-    torch.manual_seed(0)
     model = amp_graph.convert(Model(bart), "bf16")
     model(torch.randn(2, LENGTH, WIDTH))
     (graph,) = conversion_of(model).graphs
@@ -399,7 +399,6 @@ def test_without_the_kernel_the_formula_stays():
 
 
 def test_lengths_that_change_are_captured_once_more_and_no_oftener():
-    torch.manual_seed(0)
     model = amp_graph.convert(InParts())
     for length in (12, 20, 28, 36, 40):
         x = torch.randn(2, length, WIDTH)
@@ -526,7 +525,6 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
-    torch.manual_seed(0)
     model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
     wide = copy.deepcopy(model).double()
     wide(x.double()).square().sum().backward()
@@ -550,7 +548,6 @@ WRITTEN = {
 
 @pytest.mark.parametrize(("name", "word"), [("matmul", "fuse_attention"), ("einsum", "einsum_to_matmul")])
 def test_what_stays_written_out_has_1_9_times_the_error(name, word):
-    torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 128, 64).bfloat16().float()
     exact = WRITTEN["matmul"](q.double(), k.double(), v.double())
     found = [

@@ -10,11 +10,10 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import conv_thresholds
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
-from tests.passes.graphs import Function, capture_function, differences, run_step
+from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
 LAST = torch.channels_last
 
@@ -48,7 +47,7 @@ OTHERS = {
 def passed(function, weight=W):
     graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
     gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear()], checked=True)
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear(options())], checked=True)
     return graph, gm, done.result
 
 
@@ -180,13 +179,13 @@ def patched(function):
     state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
     graph = capture_function(function, P.clone().requires_grad_(), **state)
     gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear()], checked=True)
+    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear(options())], checked=True)
     return graph, gm, done.result
 
 
 @pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])
 def test_patches_are_rows(name, monkeypatch):
-    monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+    monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
     graph, gm, result = patched((IN_ROWS | AS_IMAGES)[name])
     assert len(result.changes) == 1
     plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)
@@ -204,14 +203,14 @@ def test_patches_are_rows(name, monkeypatch):
 @pytest.mark.parametrize("name", APART)
 def test_other_convolutions_are_no_patches(name, monkeypatch):
     if "image" not in name:
-        monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+        monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
     graph, gm, result = patched(APART[name])
     assert not result.changes
     assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
 
 
 def test_on_gpus_smaller_patches_are_rows_too():
-    pays = conv_thresholds.patches_are_profitable
+    pays = conv_to_linear.patches_are_profitable
     assert pays("cuda", 3, (2, 2), True)
     assert not pays("cpu", 3, (2, 2), True)
     assert not pays("cuda", 3, (4, 4), False)
@@ -221,7 +220,7 @@ def test_on_gpus_smaller_patches_are_rows_too():
 
 def test_control_patches_that_are_turned_differ(monkeypatch):
     describe = conv_to_linear.describe
-    monkeypatch.setattr(conv_thresholds, "LEAST_PATCH_OF_AN_IMAGE", 4)
+    monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
 
     def turned(made, like, mode):
         if made.target == "permute" and len(made.args[1]) == 6:

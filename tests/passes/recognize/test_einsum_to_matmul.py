@@ -9,8 +9,7 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.backends.cpu.attention.attention_kernel import library
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
-from amp_graph.policy import Policy
-from tests.passes.graphs import Function, capture_function
+from tests.passes.graphs import Function, capture_function, options
 
 SIZES = {"b": 3, "h": 2, "i": 5, "j": 7, "d": 8, "l": 6, "o": 4, "k": 2}
 PRODUCTS = (
@@ -54,8 +53,7 @@ def drawn(equation, **sizes):
 
 
 def through_the_pass(function, *given):
-    lists = Policy.parse("bf16").op_list("cpu")
-    gm, done = capture_function(function, *given).through([IdentifyOps(), EinsumToMatmul(lists)])
+    gm, done = capture_function(function, *given).through([IdentifyOps(), EinsumToMatmul(options())])
     return gm, done[-1].result.changes
 
 

@@ -93,7 +93,6 @@ def passes_of(model, optimizer, scale, clips):
     ],
 )
 def test_passes_in_a_row_are_a_train_step(kind, options, clips):
-    torch.manual_seed(0)
     model = Net()
     twin = copy.deepcopy(model)
     scales = [LossScale(2.0**20, growth_interval=4) for _ in range(2)]

@@ -21,7 +21,7 @@ from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
-from amp_graph.passes.memory.compiled_embedding_gradients import compiled_rows
+from amp_graph.passes.memory.gradient_buffers import table_rows
 
 LOW, WIDE, LAST = torch.bfloat16, torch.float32, torch.channels_last
 CLASSES = torch.tensor([1, 0, 3])
@@ -113,7 +113,7 @@ FUNCTIONS = {
         (drawn(3, 5),),
     ),
     "rows": (
-        lambda w: compiled_rows(w, IDS, None, False),
+        lambda w: table_rows(w, IDS, None, False),
         lambda w: F.embedding(IDS, w),
         (drawn(4, 6, dtype=WIDE),),
     ),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,22 +17,28 @@ from torch import Tensor
 
 from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
 FULL, LOW, NONE = 1, 2, 0  # the kernel's codes for mask precisions, and for no mask
 
 
-@lru_cache
-def library(backward: bool = False) -> ctypes.CDLL | None:
-    """Return one direction's kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
+@kernel("attention")
+def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+    """Return the kernel of forward; None where nothing can be compiled, or the CPU lacks its instructions."""
+    return _half(backward=False)
+
+
+@kernel("attention_backward")
+def backward_library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+    """Return the kernel of backward; None where ``library`` returns None."""
+    return _half(backward=True)
+
+
+def _half(*, backward: bool) -> ctypes.CDLL | None:
     found = best(SOURCE, PARTS[backward])
     return None if found is None else typed(found)
-
-
-register_kernel("attention", lambda _: library())
-register_kernel("attention_backward", lambda _: library(True))
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -133,7 +138,7 @@ def _run(
     mask_sums: Tensor | None = None,
 ) -> None:
     query, key, _, made = tensors[:4]
-    compiled = library(made is None)
+    compiled = backward_library() if made is None else library()
     assert query is not None
     assert key is not None
     if compiled is None:  # ``takes`` checked the other direction's kernel

@@ -23,11 +23,7 @@ from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution, depthwise_call, padding_of
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.profitability.conv_thresholds import (
-    depthwise_by_images_is_profitable,
-    depthwise_input_gradient_is_profitable,
-    depthwise_weight_gradient_is_profitable,
-)
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import concrete_size
 
 SEQUENCES = torch.ops.aten.conv1d.default
@@ -121,3 +117,38 @@ def _one(given: Any) -> int:
 
 def _not_compiled_for(device: str, dtype: torch.dtype) -> bool:
     return device != "cpu" or dtype != torch.bfloat16 or bool(_not_compiled(dtype))
+
+
+# Kernel side up to which oneDNN JIT-compiles the weight gradient of a depthwise convolution.
+MOST_COMPILED = 3
+
+
+def depthwise_weight_gradient_is_profitable(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
+    """Say whether our C kernel beats oneDNN's weight gradient of a depthwise convolution.
+
+    Speedups, bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 12 to 45 for 7x7
+    kernels, 11 to 30 for 5x5, 0.7 for 3x3, which oneDNN JIT-compiles too.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and max(kernel) > MOST_COMPILED and multiplies_bf16()
+
+
+def depthwise_input_gradient_is_profitable(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
+    """Say whether our C kernel beats oneDNN's input gradient of a depthwise convolution.
+
+    Speedups, bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 15 to 67 with a
+    stride, for which oneDNN has no bf16 kernel; 0.4 to 0.5 without.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and max(stride) > 1 and multiplies_bf16()
+
+
+# Kernel size up to which oneDNN JIT-compiles depthwise convolutions of sequences in their own layout.
+MOST_OF_A_SEQUENCE = 11
+
+
+def depthwise_by_images_is_profitable(device: str, dtype: torch.dtype, kernel: int) -> bool:
+    """Say whether a depthwise convolution of sequences is faster as one of channels_last images of height 1.
+
+    Speedups, bf16 on CPU with dot products, copies included: 5 to 21 for kernel sizes of 15 to 128, 0.4 to 0.6 for 4
+    to 11.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and kernel > MOST_OF_A_SEQUENCE and multiplies_bf16()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
@@ -24,15 +23,12 @@ SOURCE = Path(__file__).with_name("depthwise_kernel.c")
 LAST = torch.channels_last
 
 
-@lru_cache
+@kernel("depthwise_conv")
 def library(low: torch.dtype) -> ctypes.CDLL:
     """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
     found = load(SOURCE, MACROS[low])
     found.weight_gradient.argtypes = found.input_gradient.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
-
-
-register_kernel("depthwise_conv", lambda low: library(low))
 
 
 def depthwise_weight_gradient(

@@ -23,10 +23,10 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.graph.node_info import calls_torch
 from amp_graph.passes.layout.memory_format import is_channels_last
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.profitability.conv_thresholds import folding_is_profitable
+from amp_graph.passes.torch_compat.cpu import multiplies_bf16
 from amp_graph.passes.torch_compat.symbolic_sizes import alike
-from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
 CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -64,7 +64,7 @@ class FoldBatchNorms(Pass):
     values.
     """
 
-    weights: FrozenWeights
+    options: PipelineOptions
     name: ClassVar[str] = "fold-batch-norms"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
@@ -73,7 +73,7 @@ class FoldBatchNorms(Pass):
         if may_record_gradients(gm):
             return PassResult(gm)
         memory, changes = observe(gm, marks(gm)), []
-        call = convolution_with_norm_of(self.weights)
+        call = convolution_with_norm_of(self.options.frozen)
         for node in list(gm.graph.nodes):
             found = self._chain(node, memory)
             if found is not None:
@@ -126,7 +126,7 @@ class FoldBatchNorms(Pass):
         return Chain([conv, norm], weight.args[0], vectors, shape)
 
     def _is_frozen(self, node: Any) -> bool:
-        return isinstance(node, Node) and node.target is self.weights.read
+        return isinstance(node, Node) and node.target is self.options.frozen.read
 
 
 def _arguments(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
@@ -191,3 +191,12 @@ def _replace(gm: GraphModule, chain: Chain, call: Any) -> Change:
         if not node.users:
             gm.graph.erase_node(node)
     return Change("fold-batch-norms", "folded", made.name, "of " + ", ".join(n.name for n in chain.nodes))
+
+
+def folding_is_profitable(device: str, dtype: torch.dtype) -> bool:
+    """Say whether a batch norm in eval mode should be folded into its convolution on ``device``.
+
+    bf16 on CPU with dot products: the norm and the relu after a convolution take 5 % (3x3, 128 channels) to 60 % (1x1,
+    256 channels) of its time. With folded norms, a ResNet-50 takes 0.7 to 0.8 of the time.
+    """
+    return device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()

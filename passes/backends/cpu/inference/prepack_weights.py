@@ -21,8 +21,8 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, IDENTITY, REGION
-from amp_graph.passes.profitability.gemm_thresholds import packing_is_profitable, panels_are_profitable
-from amp_graph.passes.weights.frozen_weights import FrozenWeights
+from amp_graph.passes.native.gemm_thresholds import packing_is_profitable, panels_are_profitable
+from amp_graph.passes.pipeline_options import PipelineOptions
 
 ACTIVATIONS = {
     "aten.relu": "relu",
@@ -53,7 +53,7 @@ class PrepackWeights(Pass):
     its rounding: one rounding less.
     """
 
-    weights: FrozenWeights
+    options: PipelineOptions
     name: ClassVar[str] = "prepack-weights"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
@@ -61,10 +61,10 @@ class PrepackWeights(Pass):
         """Visit every frozen weight that only matmuls read."""
         if may_record_gradients(gm):
             return PassResult(gm)
-        either = (False, True)
-        readers = {(turned, few): packed_reader(self.weights, turned, few) for turned in either for few in either}
+        weights, either = self.options.frozen, (False, True)
+        readers = {(turned, few): packed_reader(weights, turned, few) for turned in either for few in either}
         changes = []
-        for copy in list(gm.graph.find_nodes(op="call_function", target=self.weights.read)):
+        for copy in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
             node = _as_matrix(copy)
             found = {user: _product(user, node) for user in node.users}
             form = next(iter(found.values()), None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.gemm_builds import MATRIX_UNITS, built
+from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable
 from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -29,14 +28,11 @@ SOURCE = Path(__file__).with_name("amx_gemm.c")
 OF_AN_ELEMENT = 64  # multiply-adds in the time that other kernels take for one element
 
 
-@lru_cache
-def library() -> ctypes.CDLL | None:
+@kernel("amx_gemm")
+def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU has no matrix units."""
     found = built(SOURCE, *MATRIX_UNITS)
     return None if found is None else typed(found)
-
-
-register_kernel("amx_gemm", lambda _: library())
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:

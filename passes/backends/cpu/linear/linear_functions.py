@@ -17,12 +17,12 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.linear import amx_gemm
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear, room, side_by_side
 from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows, library, product
-from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.profitability.gemm_thresholds import (
+from amp_graph.passes.native.gemm_thresholds import (
     MOST_OF_A_CALL,
     bias_in_trained_linear_is_profitable,
     one_of_two_threads_idles,
 )
+from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.registry import declare
 from amp_graph.passes.torch_compat.autograd import takes_fp32, unsafe_view
 from amp_graph.passes.torch_compat.dispatch import is_recorded, is_seen

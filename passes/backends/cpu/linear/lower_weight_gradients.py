@@ -17,9 +17,9 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.backends.cpu.linear.amx_gemm import library
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.op_args.transposes import FLAT_TRANSPOSES
-from amp_graph.passes.profitability.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 
 ATEN: Any = torch.ops.aten
 

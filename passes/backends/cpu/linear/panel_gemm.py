@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -27,14 +26,11 @@ SOURCE = Path(__file__).with_name("panel_gemm.c")
 ROUNDED, SUMS, WIDENED = range(3)  # result formats: bf16, fp32 sums, or fp32 with the values of bf16
 
 
-@lru_cache
-def library() -> ctypes.CDLL | None:
+@kernel("panel_gemm")
+def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
     """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
     found = best(SOURCE)
     return None if found is None else typed(found)
-
-
-register_kernel("panel_gemm", lambda _: library())
 
 
 def typed(found: ctypes.CDLL) -> ctypes.CDLL:

@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load_if_possible, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # the kernel's codes for low precision, and for none
 
 
-@lru_cache
+@kernel("cross_entropy")
 def library(low: torch.dtype) -> ctypes.CDLL | None:
     """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
     found = load_if_possible(SOURCE, MACROS[low])
     if found is not None:
         found.rows.argtypes = found.backward.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     return found
-
-
-register_kernel("cross_entropy", lambda low: library(low))
 
 
 def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:

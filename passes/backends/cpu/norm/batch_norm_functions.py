@@ -16,8 +16,6 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
     OPS,
-    batch_norm_add_relu,
-    batch_norm_add_relu_backward,
     batch_norm_relu,
     batch_norm_relu_again,
     batch_norm_relu_backward,
@@ -108,11 +106,7 @@ def _made(
 
 def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     """Return the result and the statistics; after a sum there is always a relu."""
-    found: tuple[Tensor, Tensor]
-    if other is None:
-        found = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, *given)
-    else:
-        found = (OPS.batch_norm_add_relu.default if is_seen(x) else batch_norm_add_relu)(x, other, *given[:-1])
+    found: tuple[Tensor, Tensor] = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, other, *given)
     return found
 
 
@@ -162,14 +156,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 def _gradients(ctx: Any, grad: Tensor) -> Gradients:
     x, weight, bias, stats, out = ctx.saved_tensors
     need, out = ctx.needs_input_grad[1:], _result(ctx, out)
-    dother = None
-    if out is None:
-        kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
-        dweight, dbias, *dx = kernel(grad, x, weight, bias, stats, ctx.relu, need[0])
-    else:
-        kernel = OPS.batch_norm_add_relu_backward.default if is_seen(grad) else batch_norm_add_relu_backward
-        dweight, dbias, dother, *dx = kernel(grad, x, out, weight, bias, stats, need[0])
-    return dx[0] if dx else None, dother if need[1] else None, dweight if need[4] else None, dbias if need[5] else None
+    kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
+    dweight, dbias, *images = kernel(grad, x, out, weight, bias, stats, ctx.relu, need[0])
+    dx, dother = images[-1] if need[0] else None, images[0] if need[1] else None
+    return dx, dother, dweight if need[4] else None, dbias if need[5] else None
 
 
 def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:

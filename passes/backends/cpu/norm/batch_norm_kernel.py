@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import register_kernel
+from amp_graph.passes.native.kernel_table import kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.torch_compat.storage import address_of
@@ -26,7 +25,7 @@ LOW = 2  # what C calls low precision
 LAST = torch.channels_last
 
 
-@lru_cache
+@kernel("batch_norm")
 def library(low: torch.dtype) -> ctypes.CDLL:
     """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
     found = load(SOURCE, MACROS[low])
@@ -36,61 +35,7 @@ def library(low: torch.dtype) -> ctypes.CDLL:
     return found
 
 
-register_kernel("batch_norm", lambda low: library(low))
-
-
 def batch_norm_relu(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the batch norm of ``x`` by its own statistics, through a relu where asked, and these.
-
-    x: bf16 or fp16 [images, channels, height, width], taken as channels_last, as is the result; weight, bias: fp32
-    [channels]; running statistics likewise, or None: they are written. Statistics returned: fp32 [2, channels], the
-    mean and the reciprocal deviation.
-    """
-    return _forward(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
-
-
-def batch_norm_relu_again(
-    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool
-) -> Tensor:
-    """Return the result of ``batch_norm_relu`` for ``x`` with the statistics that it returned, bit for bit.
-
-    other: the summand of ``batch_norm_add_relu``, or None.
-    """
-    x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
-    out = torch.empty_like(x)
-    table = _table(x, weight, bias, stats, out, relu, other=other)
-    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
-    return out
-
-
-def batch_norm_add_relu(
-    x: Tensor,
-    other: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Return ``relu(batch_norm(x) + other)``, rounded once, and the statistics, as ``batch_norm_relu`` does.
-
-    other: of the shape and dtype of ``x``, taken as channels_last.
-    """
-    other = other.contiguous(memory_format=LAST)
-    return _forward(x, other, running_mean, running_var, weight, bias, momentum, eps, True)
-
-
-def _forward(
     x: Tensor,
     other: Tensor | None,
     running_mean: Tensor | None,
@@ -101,13 +46,30 @@ def _forward(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
-    x = x.contiguous(memory_format=LAST)
+    """Return the batch norm of ``x`` by its own statistics, plus ``other``, through a relu where asked; and these.
+
+    x: bf16 or fp16 [images, channels, height, width], taken as channels_last, as is the result; other: of its shape and
+    dtype, or None, and with a relu behind; weight, bias: fp32 [channels]; running statistics likewise, or None: they
+    are written. Statistics returned: fp32 [2, channels], the mean and the reciprocal deviation. Rounded once.
+    """
+    x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
     stats, out = torch.empty((2, x.shape[1]), dtype=torch.float32), torch.empty_like(x)
     if not x.numel():
         return out, stats.zero_()
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
     _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
     return out, stats
+
+
+def batch_norm_relu_again(
+    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool
+) -> Tensor:
+    """Return the result of ``batch_norm_relu`` for ``x`` with the statistics that it returned, bit for bit."""
+    x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
+    out = torch.empty_like(x)
+    table = _table(x, weight, bias, stats, out, relu, other=other)
+    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
+    return out
 
 
 def _table(
@@ -135,42 +97,23 @@ def _places(given: Tensor) -> int:
 
 
 def batch_norm_relu_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
-) -> list[Tensor]:
-    """Return the gradients of weight and bias, fp32 [channels], and that of ``x`` in its precision where it is wanted.
-
-    grad: of the result of ``batch_norm_relu``. Sums are fp32 over 128 places and fp64 over all of them; the gradient
-    of ``x`` is computed in fp32 and rounded once.
-    """
-    sums, dx, _ = _gradients(grad, x, weight, bias, stats, relu, wants_x)
-    return sums if dx is None else [*sums, dx]
-
-
-def batch_norm_add_relu_backward(
-    grad: Tensor, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, wants_x: bool
-) -> list[Tensor]:
-    """Return the gradients of weight, bias and ``other``, and that of ``x`` where it is wanted.
-
-    out: the result of ``batch_norm_add_relu``, whose places above zero the gradient goes through.
-    """
-    sums, dx, masked = _gradients(grad, x, weight, bias, stats, True, wants_x, out.contiguous(memory_format=LAST))
-    assert masked is not None
-    return [*sums, masked] if dx is None else [*sums, masked, dx]
-
-
-def _gradients(
     grad: Tensor,
     x: Tensor,
+    out: Tensor | None,
     weight: Tensor,
     bias: Tensor,
     stats: Tensor,
     relu: bool,
     wants_x: bool,
-    out: Tensor | None = None,
-) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias, that of ``x``, and behind a sum, whose result is ``out``, that of it."""
+) -> list[Tensor]:
+    """Return the gradients of weight and bias, fp32 [channels]; that of ``other``; that of ``x`` where it is wanted.
+
+    grad: of the result of ``batch_norm_relu``; out: that result where something was added, whose places above zero the
+    gradient goes through, else None. Sums are fp32 over 128 places and fp64 over all of them; the gradient of ``x`` is
+    computed in fp32 and rounded once.
+    """
     x, grad, width = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST), x.shape[1]
-    grad = grad if grad.dtype == x.dtype else grad.to(x.dtype)
+    grad, out = grad.to(x.dtype), None if out is None else out.contiguous(memory_format=LAST)
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
     dx = torch.empty_like(x) if wants_x else None
     masked = None if out is None else torch.empty_like(x)
@@ -180,7 +123,7 @@ def _gradients(
     others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (address_of(t), LOW))]
     table = array("q", (*rows, *others[:2], *given, *(address_of(t) for t in sums), *others[2:]))
     _check(library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel())))
-    return sums[:2], dx, masked
+    return [*sums[:2], *(t for t in (masked, dx) if t is not None)]
 
 
 def _check(failed: int) -> None:
@@ -188,67 +131,31 @@ def _check(failed: int) -> None:
         raise MemoryError("batch_norm_relu: no memory for a few rows")
 
 
-def _fake(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, other: Tensor | None, mean: Any, var: Any, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=LAST), weight.new_empty((2, x.shape[1]))
 
 
-def _fake_sum(x: Tensor, other: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=LAST), given[2].new_empty((2, x.shape[1]))
-
-
-def _fake_again(x: Tensor, *given: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=LAST)
-
-
 def _fake_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
+    grad: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
 ) -> list[Tensor]:
-    made = [torch.empty_like(weight), torch.empty_like(bias)]
-    return [*made, torch.empty_like(x, memory_format=LAST)] if wants_x else made
-
-
-def _fake_sum_backward(
-    grad: Tensor, x: Tensor, out: Tensor, weight: Tensor, bias: Tensor, stats: Tensor, wants_x: bool
-) -> list[Tensor]:
-    weight_bias_x = _fake_backward(grad, x, weight, bias, stats, True, wants_x)
-    return [*weight_bias_x[:2], torch.empty_like(x, memory_format=LAST), *weight_bias_x[2:]]
+    images = (out is not None) + wants_x
+    return [*map(torch.empty_like, (weight, bias)), *(torch.empty_like(x, memory_format=LAST) for _ in range(images))]
 
 
 define_operator(
-    "batch_norm_relu(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, Tensor bias, "
-    "float momentum, float eps, bool relu) -> (Tensor, Tensor)",
+    "batch_norm_relu(Tensor x, Tensor? other, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, "
+    "Tensor bias, float momentum, float eps, bool relu) -> (Tensor, Tensor)",
     batch_norm_relu,
     _fake,
 )
 define_operator(
-    "batch_norm_add_relu(Tensor x, Tensor other, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, "
-    "Tensor bias, float momentum, float eps) -> (Tensor, Tensor)",
-    batch_norm_add_relu,
-    _fake_sum,
-)
-define_operator(
     "batch_norm_relu_again(Tensor x, Tensor? other, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",
     batch_norm_relu_again,
-    _fake_again,
+    lambda x, *given: torch.empty_like(x, memory_format=LAST),
 )
 define_operator(
-    "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor stats, bool relu, bool wants_x)"
-    " -> Tensor[]",
+    "batch_norm_relu_backward(Tensor grad, Tensor x, Tensor? out, Tensor weight, Tensor bias, Tensor stats, bool relu, "
+    "bool wants_x) -> Tensor[]",
     batch_norm_relu_backward,
     _fake_backward,
-)
-define_operator(
-    "batch_norm_add_relu_backward(Tensor grad, Tensor x, Tensor out, Tensor weight, Tensor bias, Tensor stats, "
-    "bool wants_x) -> Tensor[]",
-    batch_norm_add_relu_backward,
-    _fake_sum_backward,
 )

@@ -96,9 +96,7 @@ declare(norm_and_relu_computed_again, recomputable=Recomputable("relu", norm=Tru
 declare(
     norm_add_relu,
     saves=_saves,
-    recomputable=Recomputable(
-        "relu", replacement=norm_add_relu_computed_again, keeps=norm_add_relu_kept, summand=1, thorough=True
-    ),
+    recomputable=Recomputable("relu", replacement=norm_add_relu_computed_again, keeps=norm_add_relu_kept, summand=1),
 )
 declare(norm_add_relu_computed_again, saves=_saves, recomputable=Recomputable("relu", summand=1))
 declare(norm_add_relu_kept, saves=_saves, recomputable=Recomputable(summand=1))

@@ -7,20 +7,20 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cuda import padded_ops
+from amp_graph.passes.backends.cuda import pad_shapes, padded_ops
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import thresholds
-from tests.passes.graphs import capture_function, differences, run_step, standard_passes
+from tests.passes.graphs import capture_function, differences, options, run_step, standard_passes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ON_CUDA = options(device="cuda")
 
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_ALIGNED", 1)
+    monkeypatch.setattr(pad_shapes, "LEAST_ALIGNED", 1)
 
 
 def drawn(*shape, dtype=FP32, seed=0):
@@ -103,7 +103,7 @@ KEPT = {
 def passed(function):
     graph = capture_function(function, drawn(3, 5, 13), w=W)
     plain, ours = (graph.through(standard_passes())[0] for _ in range(2))
-    linears, images = run_passes(ours, [PadShapes("cuda"), PadChannels("cuda")], checked=True)
+    linears, images = run_passes(ours, [PadShapes(ON_CUDA), PadChannels(ON_CUDA)], checked=True)
     changes, skips = linears.result.changes + images.result.changes, linears.result.skips + images.result.skips
     return plain, ours, graph.given, PassResult(ours, changes, skips)
 
@@ -116,7 +116,7 @@ def test_the_pass(name):
     for x, y in zip(a.outputs + a.grads, b.outputs + b.grads, strict=True):
         assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
         assert error(x, y.double()) <= 2**-8
-    (again,) = run_passes(ours, [PadShapes("cuda")], checked=True)
+    (again,) = run_passes(ours, [PadShapes(ON_CUDA)], checked=True)
     assert not again.result.changes
 
 
@@ -227,13 +227,13 @@ def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, ste
 
 
 def test_small_products_are_left_with_a_reason(monkeypatch):
-    monkeypatch.setattr(thresholds, "LEAST_ALIGNED", 1 << 30)
+    monkeypatch.setattr(pad_shapes, "LEAST_ALIGNED", 1 << 30)
     *_, result = passed(PADDED["logits"])
     assert not result.changes
     assert "13 inputs and 21 outputs" in result.skips[0].reason
 
 
 def test_on_the_cpu_it_does_not_pay():
-    assert thresholds.aligning_is_profitable("cuda", BF16, 1)
-    assert not thresholds.aligning_is_profitable("cpu", BF16, 1 << 40)
-    assert not thresholds.aligning_is_profitable("cuda", FP32, 1 << 40)
+    assert pad_shapes.aligning_is_profitable("cuda", BF16, 1)
+    assert not pad_shapes.aligning_is_profitable("cpu", BF16, 1 << 40)
+    assert not pad_shapes.aligning_is_profitable("cuda", FP32, 1 << 40)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.recurrent import lstm_functions, lstm_gradients, lstm_kernel, rnn_functions
+from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel, rnn_functions
+from amp_graph.passes.native import gemm_thresholds
+from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 from tests.measure import DtypeLog
@@ -141,7 +141,6 @@ def test_without_the_pass_the_steps_are_taken_apart():
 
 def test_dropout_between_the_layers_is_drawn():
     """Torch's decomposition, which a compiler takes layers apart by, leaves it out."""
-    torch.manual_seed(0)
     model = Net(nn.LSTM, dropout=0.5)
     graphs = []
     wanted, got = copy.deepcopy(model), amp_graph.convert(model, "bf16", compile=watching(graphs))
@@ -192,7 +191,6 @@ def test_our_backend_keeps_them_whole_as_well():
 
 
 def test_gradients_of_gradients():
-    torch.manual_seed(0)
     model, x = nn.GRU(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
 
     def whole(x, *params):
@@ -229,20 +227,19 @@ def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
     return by(ours(kind), dtype), by(ours(lstm_functions._LstmLayer), dtype), by(wide, torch.float64)
 
 
-LAYERS = [lstm_functions._LstmByProducts, pytest.param(lstm_functions._LstmByKernel, marks=needs_kernel)]
-
-
 def is_near(ours, torchs, exact):
     error = (ours - exact).norm()
     return error <= 1.05 * (torchs - exact).norm() + 2**-9 * exact.norm() and error <= 6e-3 * exact.norm()
 
 
+@needs_kernel
 @pytest.mark.onednn
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(kind, reverse, seed):
-    for ours, torchs, exact in zip(*gradients(kind, torch.bfloat16, reverse, seed), strict=True):
+def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(reverse, seed):
+    for ours, torchs, exact in zip(
+        *gradients(lstm_functions._LstmByKernel, torch.bfloat16, reverse, seed), strict=True
+    ):
         assert ours.dtype == torch.bfloat16
         assert ours.shape == torchs.shape
         assert is_near(ours, torchs, exact)
@@ -299,7 +296,7 @@ def test_control_a_layer_without_its_bias_or_first_cells_is_seen(broken, monkeyp
 
 
 def vars_of(operators):
-    return {name: getattr(operators, name) for name in ("lstm_backward_of_sums", "mkldnn_rnn_layer", "lstm_backward")}
+    return {name: getattr(operators, name) for name in ("lstm_backward_of_sums", "mkldnn_rnn_layer")}
 
 
 @needs_kernel
@@ -316,14 +313,10 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
         torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)
 
 
+@needs_kernel
 @pytest.mark.onednn
-@pytest.mark.parametrize("by", ["products", pytest.param("kernel", marks=needs_kernel)])
-def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
+def test_a_layer_without_biases_and_of_another_width_trains():
     """What stands for absent biases has the shape of the weights."""
-    if by == "products":
-        monkeypatch.setattr(lstm_functions, "lstm_kernel_is_profitable", lambda *given: False)
-        monkeypatch.setattr(lstm_functions, "lstm_backward_is_profitable", lambda *given: True)
-    torch.manual_seed(0)
     model = Net(nn.LSTM, bias=False)
     model.layers = nn.LSTM(12, 8, 2, batch_first=True, bias=False)
     x = torch.randn(2, 20, 12)
@@ -332,25 +325,13 @@ def test_a_layer_without_biases_and_of_another_width_trains(by, monkeypatch):
         assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_gradients_by_products_are_right(reverse, monkeypatch):
-    monkeypatch.setattr(lstm_gradients, "linear_of_packed_weight", lambda x, packed, bias: F.linear(x, packed, bias))
-    monkeypatch.setattr(lstm_gradients, "pack_linear_weight", lambda weight: weight)
-    for ours, _, exact in zip(*gradients(lstm_functions._LstmByProducts, torch.float32, reverse), strict=True):
-        assert (ours - exact).norm() <= 1e-5 * exact.norm()
-
-
+@needs_kernel
 @pytest.mark.onednn
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])
-@pytest.mark.parametrize("name", ["lstm_backward", pytest.param("lstm_backward_of_sums", marks=needs_kernel)])
-def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile, monkeypatch):
-    if name == "lstm_backward":
-        monkeypatch.setattr(lstm_functions, "lstm_kernel_is_profitable", lambda *given: False)
+def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monkeypatch):
+    name = "lstm_backward_of_sums"
     backward = getattr(OPS, name).default
-    monkeypatch.setattr(gemm_thresholds, "FEWEST_OF_A_STATE", 1)
-    monkeypatch.setattr(gemm_thresholds, "STATES_OF_A_BATCH", 1)
     monkeypatch.setattr(gemm_thresholds, "STATES_BY_UNITS", 1)
-    monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
     calls = []
     torch.manual_seed(0)
     plain = Net(nn.LSTM)
@@ -369,8 +350,8 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(name, compile
     assert len(calls) == 2
 
 
-def test_gradients_of_the_gradients_by_products():
-    for layer in (lstm_functions._LstmByProducts, lstm_functions._LstmLayer):
+def test_gradients_of_the_gradients():
+    for layer in (lstm_functions._LstmByKernel, lstm_functions._LstmLayer)[lstm_kernel.library() is None :]:
         torch.manual_seed(0)
         given = [
             torch.randn(s, requires_grad=True) for s in ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))

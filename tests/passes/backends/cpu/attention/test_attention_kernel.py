@@ -10,7 +10,7 @@ from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention import dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError
-from amp_graph.passes.profitability import thresholds
+from amp_graph.passes.op_args import attention_args
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_B
 @pytest.fixture(params=BUILDS, autouse=True)
 def _built_for(request, monkeypatch):
     found = [kernel.typed(built(kernel.SOURCE, request.param, part)) for part in PARTS.values()]
-    monkeypatch.setattr(kernel, "library", lambda backward=False: found[backward])
+    monkeypatch.setattr(kernel, "library", lambda: found[0])
+    monkeypatch.setattr(kernel, "backward_library", lambda: found[1])
 
 
 def test_gradients_that_could_not_be_compiled_say_so(monkeypatch):
-    forward = kernel.library()
-    monkeypatch.setattr(kernel, "library", lambda backward=False: None if backward else forward)
+    monkeypatch.setattr(kernel, "backward_library", lambda: None)
     given = [torch.randn(1, 2, 8, 16, dtype=BF16, requires_grad=True) for _ in range(3)]
     out = kernel.forward(*given, None, False, 0.25)
     with pytest.raises(CompilerError, match="gradients of attention could not be compiled"):
@@ -253,9 +253,9 @@ def test_torchs_own_kernels_find_the_matrix_units_as_they_left_them():
 
 def test_one_query_stays_with_torch_where_its_kernel_is_faster(monkeypatch):
     for units in (True, False):
-        monkeypatch.setattr(thresholds, "cpu_has_amx", lambda units=units: units)
-        assert thresholds.attention_kernel_is_profitable("cpu", BF16, 1) is not units
-        assert thresholds.attention_kernel_is_profitable("cpu", BF16, 2)
+        monkeypatch.setattr(attention_args, "cpu_has_amx", lambda units=units: units)
+        assert attention_args.attention_kernel_is_profitable("cpu", BF16, 1) is not units
+        assert attention_args.attention_kernel_is_profitable("cpu", BF16, 2)
 
 
 def test_a_forgotten_scale_is_seen():

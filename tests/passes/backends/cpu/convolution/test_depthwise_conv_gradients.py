@@ -9,16 +9,15 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
 from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
-from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
-from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
-from amp_graph.passes.manager import run_passes
-from amp_graph.passes.native import jit_compiler
-from amp_graph.passes.profitability import conv_thresholds, thresholds
-from amp_graph.passes.profitability.conv_thresholds import (
+from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
+    Depthwise,
     depthwise_input_gradient_is_profitable,
     depthwise_weight_gradient_is_profitable,
 )
-from tests.passes.graphs import BF16, Function, capture_function, passes_before, run_step
+from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
+from amp_graph.passes.manager import run_passes
+from amp_graph.passes.native import jit_compiler
+from tests.passes.graphs import BF16, Function, capture_function, multiply_bf16, passes_before, run_step
 
 LAST = torch.channels_last
 
@@ -182,8 +181,7 @@ def test_where_there_is_no_memory_that_is_said(monkeypatch):
 
 @pytest.fixture
 def pays(monkeypatch):
-    for module in (thresholds, conv_thresholds):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    multiply_bf16(monkeypatch, multiplies=True)
 
 
 def block(kernel=7, stride=1, padding=3, **kwargs):
@@ -391,7 +389,6 @@ def test_a_converted_model_trains_as_without(compile, policy):
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.compiled
 def test_a_step_as_one_graph_calls_the_operators(compile):
-    torch.manual_seed(0)
     model = Mixer()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp_graph.TrainStep(model, lambda y: y.square().mean(), optimizer, "bf16", compile=compile)

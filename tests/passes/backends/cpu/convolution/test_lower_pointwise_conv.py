@@ -9,17 +9,16 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.convolution import pointwise_conv_functions
+from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv, pointwise_conv_functions
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
-from amp_graph.passes.profitability import conv_thresholds, thresholds
+from tests.passes.graphs import multiply_bf16
 
 BF16, LAST = torch.bfloat16, torch.channels_last
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    for module in (thresholds, conv_thresholds):
-        monkeypatch.setattr(module, "multiplies_bf16", lambda: True)
+    multiply_bf16(monkeypatch, multiplies=True)
 
 
 def drawn(*shape, dtype=torch.float32, seed=0):
@@ -169,7 +168,6 @@ class SqueezeAndExcite(nn.Module):
 
 
 def test_activations_in_place_behind_it():
-    torch.manual_seed(0)
     exact = SqueezeAndExcite()
     model = amp_graph.convert(copy.deepcopy(exact), "bf16")
     for m, x in ((exact.double(), X.double()), (model, X)):
@@ -180,7 +178,7 @@ def test_activations_in_place_behind_it():
 
 @pytest.mark.multiplied
 def test_many_places_without_gradients_are_torchs(monkeypatch):
-    monkeypatch.setattr(conv_thresholds, "FEW_PLACES", 0)
+    monkeypatch.setattr(lower_pointwise_conv, "FEW_PLACES", 0)
     model = amp_graph.convert(Bottleneck().eval(), "bf16")
     with torch.no_grad():
         model(X)

@@ -15,13 +15,10 @@ from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, li
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import (
-    bias_in_trained_linear_is_profitable,
-    small_linear_is_profitable,
-)
+from amp_graph.passes.native import gemm_thresholds
+from amp_graph.passes.native.gemm_thresholds import bias_in_trained_linear_is_profitable, small_linear_is_profitable
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
-from tests.passes.graphs import BF16, capture_function, passes_until
+from tests.passes.graphs import BF16, capture_function, options, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -140,7 +137,7 @@ def test_transforms_and_modes_get_torchs_own():
 
 def through(function, *inputs, **state):
     gm, _ = capture_function(function, *inputs, **state).through(passes_until(Fp32NormGradients))
-    (done,) = run_passes(gm, [LowerLinears()], checked=True)
+    (done,) = run_passes(gm, [LowerLinears(options())], checked=True)
     return gm, done.result
 
 
@@ -247,7 +244,6 @@ X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
 
 
 def test_errors_are_those_of_torchs_products():
-    torch.manual_seed(0)
     base = Net()
     exact = copy.deepcopy(base).double()
     exact(X.double()).square().mean().backward()
@@ -265,7 +261,6 @@ def test_errors_are_those_of_torchs_products():
 
 
 def test_a_step_has_the_bits_of_the_loop():
-    torch.manual_seed(0)
     base = Net()
     loop, whole = amp_graph.convert(copy.deepcopy(base), "bf16"), copy.deepcopy(base)
     optimizer = torch.optim.SGD(loop.parameters(), lr=0.1, momentum=0.9)
@@ -395,7 +390,6 @@ def test_results_of_many_rows_may_be_written_in_place(edit):
 @pytest.mark.usefixtures("many_are_few")
 @pytest.mark.parametrize("more", ["", ",recompute=all"])
 def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
-    torch.manual_seed(0)
     base, found = Net(), []
     for policy in ("bf16" + more, "bf16,skip=lower_linears" + more):
         loop = amp_graph.convert(copy.deepcopy(base), policy)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.inference import prepacked_linear
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
-from amp_graph.passes.profitability import gemm_thresholds
-from amp_graph.passes.profitability.gemm_thresholds import panels_are_profitable
+from amp_graph.passes.native import gemm_thresholds
+from amp_graph.passes.native.gemm_thresholds import panels_are_profitable
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.graphs import BF16
 

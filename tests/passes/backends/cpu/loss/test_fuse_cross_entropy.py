@@ -7,22 +7,21 @@ import torch.nn.functional as F
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
+from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy, cross_entropy_in_parts_is_profitable
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.profitability import thresholds
-from amp_graph.passes.profitability.thresholds import cross_entropy_in_parts_is_profitable
 from amp_graph.passes.weights.cast_weights import CastWeights
 from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES, drawn, error
-from tests.passes.graphs import BF16, capture_function, differences, run_step, standard_passes
+from tests.passes.graphs import BF16, capture_function, differences, options, run_step, standard_passes
 
 WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    monkeypatch.setattr(thresholds, "multiplies_bf16", lambda: True)
-    monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 1)
+    monkeypatch.setattr(fuse_cross_entropy, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(fuse_cross_entropy, "FEWEST_LOGITS", 1)
     monkeypatch.setattr(runtime, "CHUNK", 7 * CLASSES)
 
 
@@ -69,7 +68,7 @@ FOUND = {
 def passed(function, x=X):
     graph = capture_function(function, x, w=W, ids=IDS, c=drawn(CLASSES, seed=8))
     plain, found = (graph.through(standard_passes())[0] for _ in range(2))
-    (done,) = run_passes(found, [FuseCrossEntropy()], checked=True)
+    (done,) = run_passes(found, [FuseCrossEntropy(options())], checked=True)
     return plain, found, graph.given, done.result
 
 
@@ -85,7 +84,7 @@ def test_the_pass(name):
     a, b = run_step(found, given), run_step(plain, given)
     assert [t.dtype for t in a.outputs] == [t.dtype for t in b.outputs]
     assert all(map(close, a.outputs + a.grads, b.outputs + b.grads))
-    (again,) = run_passes(found, [FuseCrossEntropy()], checked=True)
+    (again,) = run_passes(found, [FuseCrossEntropy(options())], checked=True)
     assert not again.result.changes
 
 
@@ -140,7 +139,7 @@ def test_each_loss_ignores_its_own_index():
 
 
 def test_small_logits_are_left_alone(monkeypatch):
-    monkeypatch.setattr(thresholds, "FEWEST_LOGITS", 36 * CLASSES + 1)
+    monkeypatch.setattr(fuse_cross_entropy, "FEWEST_LOGITS", 36 * CLASSES + 1)
     assert "as fast" in passed(FOUND["nanogpt"])[3].skips[0].reason
     assert cross_entropy_in_parts_is_profitable("cpu", BF16, 37, CLASSES)
     assert not cross_entropy_in_parts_is_profitable("cuda", BF16, 37, CLASSES)

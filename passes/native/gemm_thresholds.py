@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from amp_graph.passes.native.jit_compiler import has_openmp, threads_for
-from amp_graph.passes.profitability.thresholds import LEAST_MAPPED
 from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
+
+# Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).
+LEAST_MAPPED = 1 << 25
 
 
 def _shares_threads() -> bool:
@@ -104,15 +106,6 @@ def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outpu
     return fits and LEAST_OF_LIBRARY < rows * outputs * inputs <= most
 
 
-def bias_in_product_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Say whether the matmul kernel should add the bias itself, instead of accumulating into a copy of the bias.
-
-    Speedups, bf16 on CPU with dot products, weights not packed: 1.08 for 512 rows of 768 x 3072, 1.10 for 788 of
-    384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256.
-    """
-    return packing_is_profitable(device, dtype, outputs, inputs)
-
-
 # Elements of a linear's result from which on copying the bias into it takes longer than calling an autograd.Function.
 LEAST_BIASED = 1 << 18
 
@@ -120,11 +113,13 @@ LEAST_BIASED = 1 << 18
 def bias_in_trained_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
     """Say whether a linear trained under autograd should add its bias inside the matmul kernel.
 
-    Time of a step, bf16 on CPU with dot products: BERT 0.97, a ViT 0.98, GPT and a DLRM 0.99. The copy of the bias
-    pages in freshly mapped memory faster than the matmul does: 2,048 of 512 x 8192 took 1.1 times as long.
+    Speedups, bf16 on CPU with dot products, weights not packed: 1.08 for 512 rows of 768 x 3072, 1.10 for 788 of
+    384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256. Time of a step: BERT
+    0.97, a ViT 0.98, GPT and a DLRM 0.99. The copy of the bias pages in freshly mapped memory faster than the matmul
+    does: 2,048 of 512 x 8192 took 1.1 times as long.
     """
     fits = LEAST_BIASED <= rows * outputs < LEAST_MAPPED // dtype.itemsize
-    return fits and bias_in_product_is_profitable(device, dtype, outputs, inputs)
+    return fits and packing_is_profitable(device, dtype, outputs, inputs)
 
 
 # Multiplications from which on the call of an autograd.Function is negligible with AMX.
@@ -173,20 +168,6 @@ def amx_product_is_profitable(device: str, dtype: torch.dtype, rows: int, output
     """
     large = outputs >= FEWEST_LARGE and rows * outputs * inputs >= LEAST_LARGE
     return device == "cpu" and dtype == torch.bfloat16 and cpu_has_amx() and large
-
-
-# State size of an LSTM, and its ratio to the batch, from which on large matmuls beat oneDNN's backward.
-FEWEST_OF_A_STATE, STATES_OF_A_BATCH = 512, 32
-
-
-def lstm_backward_is_profitable(device: str, dtype: torch.dtype, batch: int, size: int) -> bool:
-    """Say whether an LSTM's backward by large matmuls beats oneDNN's, with ``batch`` states of ``size``.
-
-    Speedups, bf16 on CPU with dot products, 64 steps: 2.2 for 8 states of 512, 1.5 for 16, 1.0 for 32, 0.75 for 64;
-    1.2 for 32 of 1,024; 0.3 to 0.5 for states of 128 and 256, where call overhead dominates.
-    """
-    fits = device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
-    return fits and size >= FEWEST_OF_A_STATE and batch * STATES_OF_A_BATCH <= size
 
 
 STATES_BY_UNITS = 8  # ratio of an LSTM's state size to its batch from which on our AMX kernel is faster

@@ -36,6 +36,7 @@ class AsWritten:
     said: Complaints
     dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
     widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
+    in_fp32: bool = False  # whether all calls run in fp32: graphs are measured, in fp32 as well
     _works: bool = False  # whether a call has run under autocast
     _fails: bool = False  # whether one has failed there, so that all now run in fp32
 
@@ -43,7 +44,7 @@ class AsWritten:
     def is_cast(self) -> bool:
         """Whether calls run under autocast, which does not know what modules ask for themselves."""
         asks = any(plain_attribute(m, "amp_precision") for m in self.model.modules())
-        return not self._fails and not asks and self.policy.runs_under_autocast(self._region()[0])
+        return not (self.in_fp32 or self._fails or asks) and self.policy.runs_under_autocast(self._region()[0])
 
     @property
     def how(self) -> str:

@@ -357,13 +357,18 @@ def test_gradients_of_the_gradients():
             torch.randn(s, requires_grad=True) for s in ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))
         ]
 
-        def second(run, given=given):
+        def second(run, given):
             (first,) = torch.autograd.grad(run(*given).square().sum(), given[0], create_graph=True)
             return torch.autograd.grad(first.square().sum(), given)
 
         def torchs(x, w_ih, w_hh, b_ih, b_hh, h, c):
             return torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)[0]
 
-        ours = second(lambda *t, layer=layer: layer.apply(*t, False, True, False)[0])
-        for a, b in zip(ours, second(torchs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        by_kernel = layer is lstm_functions._LstmByKernel  # which reads bf16 only
+        given = [t.detach().bfloat16().requires_grad_() for t in given] if by_kernel else given
+        ours = second(lambda *t, layer=layer: layer.apply(*t, False, True, False)[0], given)
+        for a, b in zip(ours, second(torchs, given), strict=True):
+            if by_kernel:
+                assert (a - b).norm() <= 2e-2 * b.norm()
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

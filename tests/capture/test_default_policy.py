@@ -51,7 +51,7 @@ def test_no_call_is_lowered_where_that_loses(name, monkeypatch):
     assert report.graphs
     for graph in report.graphs:
         assert graph.predicted.left_alone
-        assert graph.predicted.speed < 1 / 0.85
+        assert graph.predicted.speed < 1 / 0.85  # the least speed for which low precision is worth it
         assert not graph.casts
         assert not any(one.precision == "low" for one in graph.operations)
     text = " ".join(report.text().split())

@@ -126,6 +126,8 @@ def test_half_precision_inputs_are_the_users_own_but_where_autocast_is_reproduce
     )
     assert torch.equal(ours(x, y), F.mse_loss(x, y))
     assert torch.equal(same(x, y), theirs)
+    kept = amp_graph.convert(Call(F.mse_loss, {}, ()), "bf16,lists=autocast_cpu")
+    assert torch.equal(kept(x, y), theirs.bfloat16())
 
 
 def test_all_cpu_entries_are_run():

@@ -181,6 +181,14 @@ def test_saved_activations_as_exact_as_autocast(case):
 COMPARABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & {"no_autocast", "integer"})
 # Like for like: autocast does not give outputs their captured dtype back.
 LIKE = "bf16,keep_outputs=false"
+# name: (reason, exactly how many casts of activations and of gradients more than autocast; weights are as there).
+HANDED_ON = "a graph hands on the fp32 that it was captured with, where the code after a break reads it: there and back"
+MORE_CASTS = {
+    "finfo_min_mask": ("full(dtype=scores.dtype) is captured as fp32, and so are two gradients of softmax", (0, 4)),
+    "graph_break_branch": (HANDED_ON, (2, 2)),
+    "graph_break_logging": (HANDED_ON, (2, 2)),
+    "graph_break_print": (HANDED_ON, (2, 2)),
+}
 
 
 @pytest.mark.sampled(4)
@@ -193,6 +201,10 @@ def test_never_more_casts_than_autocast(name):
         experts = sum(p.ndim == 3 for p in make(CASES[name])[0].parameters())
         assert activations(ours) <= activations(theirs), told
         assert ours.weight <= theirs.weight + 2 * experts, told
+    elif name in MORE_CASTS:
+        _, more = MORE_CASTS[name]
+        found = ours.forward_activation - theirs.forward_activation, ours.backward_gradient - theirs.backward_gradient
+        assert (found, ours.weight) == (more, theirs.weight), told
     else:
         assert ours.total <= theirs.total, told
 

@@ -1,5 +1,6 @@
 """The site: every public name is in the API reference, and says what it takes and raises; the hooks; the pictures."""
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -63,10 +64,19 @@ def test_docstrings_name_every_parameter_and_error(path, thing, told):
         inspect.isclass(thing) and issubclass(thing, torch.optim.Optimizer)
     ):
         return
+    if inspect.isclass(thing) and dataclasses.is_dataclass(thing):  # a field may say itself what it is for
+        told = "\n".join([told, *(said_on_its_page(f) for f in dataclasses.fields(thing) if "doc" in f.metadata)])
     parameters = set(inspect.signature(thing).parameters) - TAKES_ANY
     assert [name for name in parameters if not re.search(rf"\b{name}\b", told)] == []
     if inspect.isfunction(thing) and re.search(r"\braise \w+Error\b", inspect.getsource(thing)):
         assert "raise" in told.lower()
+
+
+def said_on_its_page(field):
+    """Return the row of a field of ``Policy`` on the page to which the reference leads; "" without all that it says."""
+    said = field.metadata["doc"].replace("|", "\\|")
+    rows = re.findall(rf"^\| `?{field.name}=?`? \| .*$", (DOCS / "policy.md").read_text(), re.MULTILINE)
+    return next((row for row in rows if said and row.endswith(f" | {said} |")), "")
 
 
 def test_links_out_of_docs_lead_to_pages_of_the_site():

@@ -6,6 +6,7 @@ dtypes that its result had in fp32.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from amp_graph.capture.capture_log import first_line
 from amp_graph.capture.diagnostics import Complaints
 from amp_graph.devices import device_of_model
 from amp_graph.model_state import ModelState
+from amp_graph.passes.precision.fp32_operands import DENSE
 from amp_graph.passes.torch_compat.autograd import users_functions
 from amp_graph.passes.torch_compat.module_attributes import plain_attribute
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
+
+MAKES = re.compile(r"to_sparse|sparse_\w+_tensor")  # functions that make sparse tensors from dense ones
 
 
 @dataclass(eq=False)
@@ -36,6 +41,7 @@ class AsWritten:
     said: Complaints
     dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
     widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
+    in_fp32: bool = False  # whether all calls run in fp32: graphs are measured, in fp32 as well
     _works: bool = False  # whether a call has run under autocast
     _fails: bool = False  # whether one has failed there, so that all now run in fp32
 
@@ -43,7 +49,7 @@ class AsWritten:
     def is_cast(self) -> bool:
         """Whether calls run under autocast, which does not know what modules ask for themselves."""
         asks = any(plain_attribute(m, "amp_precision") for m in self.model.modules())
-        return not self._fails and not asks and self.policy.runs_under_autocast(self._region()[0])
+        return not (self.in_fp32 or self._fails or asks) and self.policy.runs_under_autocast(self._region()[0])
 
     @property
     def how(self) -> str:
@@ -78,7 +84,7 @@ class AsWritten:
 
     def _under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind, dtype = self._region()
-        with _autocast(kind, dtype):
+        with _autocast(kind, dtype), _SparseInFull():
             result = self.forward(*args, **kwargs)
         leaves, spec = tree_flatten(result)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -105,6 +111,25 @@ def _autocast(kind: str, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.clear_autocast_cache()
+
+
+class _SparseInFull(TorchFunctionMode):
+    """Runs functions that take or make sparse tensors in fp32: autocast casts operands that have no low sparse kernel.
+
+    Some fail only in their backward, where no rung of the ladder is left.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not MAKES.match(getattr(func, "__name__", "")) and not any(map(_is_sparse, tree_leaves((args, kwargs)))):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: t if _is_sparse(t) else _widened(t), (args, kwargs))
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return func(*args, **kwargs)
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout not in DENSE
 
 
 def _restored(leaf: Any, dtype: Any) -> Any:

@@ -19,6 +19,7 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
 MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")  # errors of operands of two dtypes
+TRACE = "\nfrom user code:"  # Dynamo appends the lines on the way to an error, which may well say "dtype"
 HERE = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -47,7 +48,7 @@ class CaptureLog(CaptureListener):
 
         Raises TwoDtypes if nothing of a call has run yet, and autocast may run it.
         """
-        if whole and MIXED.search(str(error)):
+        if whole and MIXED.search(str(error).partition(TRACE)[0]):
             raise TwoDtypes from error
         self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {first_line(error)}")
         return True

@@ -119,8 +119,12 @@ class Conversion:
         return (self.plain.how if self._partial else "in fp32") if self.log.breaks else ""
 
     def taken_by(self, kind: type[Graphs], said: Complaints, **options: Any) -> Graphs:
-        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, and ``said`` the reports; before ``attach``."""
+        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, and ``said`` the reports; before ``attach``.
+
+        What runs without graphs runs in fp32, and calls whose graphs leave out weights keep their graphs.
+        """
         self.said = self.plain.said = said
+        self.plain.in_fp32 = True
         own = (self.model, self.forward, self.policy, self.compile, self.measured, self.log, said)
         self.captured = graphs = kind(*own, **options)
         return graphs

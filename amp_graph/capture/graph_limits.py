@@ -65,8 +65,8 @@ class GraphLimits:
         why = self.variants.why
         assert why is not None, "only called after captures have stopped"
         rarely = "" if why.captures >= self.most else ", and new captures get ever rarer"
+        bare = f"calls without a graph run {self.how()}" if self.variants.whole else "code without a graph runs in fp32"
         self.said.complain(
-            f"captured {why.captures} times, and calls still differ: calls without a graph run {self.how()} from "
-            f"now on{rarely}",
+            f"captured {why.captures} times, and calls still differ: {bare} from now on{rarely}",
             f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} limits the graphs that are kept",
         )

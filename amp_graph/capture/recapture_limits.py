@@ -1,7 +1,7 @@
 """Limits recaptures of the same code, whose calls differ in values that capture treats as constants.
 
 Before: ``self.calls += 1`` in a forward, a new graph for each number. After: the number is a symbol from the third
-capture on; if it cannot be one, captures stop, and calls without a graph run under ``torch.autocast``.
+capture on; if it cannot be one, captures stop, and calls without a graph run under ``torch.autocast``, pieces in fp32.
 
 A capture takes 100 to 1000 times as long as a call. The first few are free. More are made while their graphs are
 small, or after enough calls since the last one. The limits count graphs, nodes and calls, never seconds, so that the
@@ -114,6 +114,7 @@ class Variants(CaptureChoice):
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # graphs, by place
     _before: int = 0  # nodes captured before the current capture
     why: Varied | None = None  # the varying value that stopped captures
+    whole: bool = False  # whether they stopped for whole calls, not for the code after a graph break
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
         """Return Dynamo's settings for a capture of ``frame``; at the limit, return None or raise NoGraph."""
@@ -122,7 +123,7 @@ class Variants(CaptureChoice):
         count = self.captures[self._place(frame)]
         if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
             if self.why is None:
-                self.why = varied_by(failed_guards(frame), frame, self.of, count)
+                self.why, self.whole = varied_by(failed_guards(frame), frame, self.of, count), self._is_own(frame)
             if self._is_own(frame):
                 raise NoGraph(self)
             return None

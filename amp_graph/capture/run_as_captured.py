@@ -29,7 +29,7 @@ Rung = Callable[[], Runner]
 
 def rungs_below(gm: GraphModule, policy: Policy, device: str) -> list[Rung]:
     """Return what runs ``gm`` where its rewritten form fails: as captured under autocast, then in full precision."""
-    plain = replace(policy, level="O0")
+    plain = replace(policy, level="O0", widen=False)  # parameters are as they are by now
 
     def under_autocast() -> Runner:
         written = copy_graph(gm)

@@ -4,7 +4,8 @@ Before: ``h = linear(x, w); return linear(h, w)``. After: ``CastsUnderAutocast(a
 and of ``w`` once, as autocast keeps the casts of weights until its region ends.
 
 It is no model of autocast: the graph runs under the real one, on fake tensors, and a dispatch mode counts the
-conversions below it, as one would count those of an eager call.
+conversions below it, as one would count those of an eager call. A graph behind a graph break gets fp32 values, as in
+its capture, where an eager call may hand on low ones: then this counts their casts as well.
 """
 
 from __future__ import annotations

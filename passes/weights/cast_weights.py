@@ -80,11 +80,13 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
 
 def _has_fp32_gradient(cast: Node) -> bool:
     """Say whether a single operation reads ``cast``, once, and may return its gradient in fp32."""
-    (reader, *others) = cast.users
+    if len(cast.users) != 1:  # none, where an operation of two dtypes was left as written
+        return False
+    (reader,) = cast.users
     found: list[Node] = []
     map_arg((reader.args, reader.kwargs), found.append)
     by_reader = traits_of(original(reader.target)).fp32_weight_gradient  # with the weight's gradient, the bias's
-    return by_reader and not others and found.count(cast) == 1 and not _is_tied(cast)
+    return by_reader and found.count(cast) == 1 and not _is_tied(cast)
 
 
 def _is_tied(cast: Node) -> bool:

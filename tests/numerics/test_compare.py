@@ -251,6 +251,25 @@ def test_each_run_of_a_graph_is_compared_with_its_own_reference():
     assert 1e-4 < linear.error <= 1.05 * linear.autocast < 0.02
 
 
+def test_code_that_no_graph_holds_runs_in_fp32_in_every_call():
+    """A converted model runs all calls but the first under autocast, as no graph reads ``last``."""
+    seen = []
+
+    class BetweenGraphs(Again):
+        def forward(self, x):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(x)
+
+    model, batches = BetweenGraphs(), [torch.randn(5, 8) for _ in range(2)]
+    assert amp_graph.compare(model, batches, policy="bf16").batches == 2
+    assert seen == [False] * 8
+    seen.clear()
+    amp_graph.convert(model, "bf16")
+    for batch in batches:
+        model(batch)
+    assert seen == [False, True]
+
+
 SEVERAL = {
     "chunk": lambda x: x.chunk(2, -1),
     "split": lambda x: x.split([3, 5], -1),

@@ -18,7 +18,7 @@ def problems_of(run, visit=lambda problem, dtype: None):
     choices = PlanPrecision._choices
 
     def kept(self, problem):
-        found.append((problem, str(self.dtype).removeprefix("torch.")))
+        found.append((problem, str(self.options.dtype).removeprefix("torch.")))
         visit(*found[-1])
         return choices(self, problem)
 

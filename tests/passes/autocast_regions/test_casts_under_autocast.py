@@ -34,7 +34,7 @@ def convolutions():
 
 
 class Broken(nn.Module):
-    """The second graph starts with values that autocast has lowered already, and has weights of its own."""
+    """The second graph starts with values that autocast would have lowered, and has weights of its own."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,6 @@ MODELS = {
     "shared weight": (SharedWeight, (4, 16)),
     "transformer": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 4, 16)),
     "convolutions": (convolutions, (2, 3, 8, 8)),
-    "graph break": (Broken, (4, 8)),
 }
 
 
@@ -72,6 +71,17 @@ def test_casts_are_those_of_an_eager_call(name):
     assert sum(one.activations for one in graphs) == casts.forward_activation
     assert sum(one.weights for one in graphs) == len(casts.of("forward", "weight")) > 0
     assert f"torch.autocast: {graphs[0].all} a call" in told.text()
+
+
+def test_each_graph_between_breaks_is_counted_from_the_fp32_values_it_gets():
+    """An eager call hands on bf16, which the second linear need not cast: graphs hand on the dtypes of fp32."""
+    model, x = Broken(), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16), CastCounter(model) as casts:
+        model(x)
+    assert (casts.forward_activation, len(casts.of("forward", "weight"))) == (1, 4)
+    told, graphs = found(model, x)
+    assert graphs == [CastsUnderAutocast(1, 2)] * 2
+    assert told.text().count("torch.autocast: 3 a call (1 of activations, 2 of weights)") == 2
 
 
 def test_counting_changes_nothing():

@@ -13,7 +13,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, GRAD
 from amp_graph.passes.manager import run_passes
-from tests.passes.graphs import BF16, FP16, FP32, capture_function, passes_before, passes_until, run_step
+from tests.passes.graphs import BF16, FP16, FP32, capture_function, options, passes_before, passes_until, run_step
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -323,7 +323,7 @@ def test_negative_control_an_insertion_that_skips_one_operand_is_found(function)
     graph = capture_function(function, X, w=W)
     gm, _ = graph.through(passes_before(InsertCasts))
     with pytest.raises(VerifyError, match="after pass insert-casts: "):
-        run_passes(gm, [SkipsOneOperand(BF16)], checked=True)
+        run_passes(gm, [SkipsOneOperand(options())], checked=True)
 
 
 class SharesOutOfNoGrad(InsertCasts):
@@ -342,5 +342,5 @@ def test_negative_control_a_cast_out_of_no_grad_loses_the_gradient():
         return x @ s.w + first
 
     graph = capture_function(function, X, w=W)
-    gm, _ = graph.through([*passes_before(InsertCasts), SharesOutOfNoGrad(BF16)])
+    gm, _ = graph.through([*passes_before(InsertCasts), SharesOutOfNoGrad(options())])
     assert all(grad is None for grad in run_step(gm, graph.given).grads)

@@ -351,11 +351,12 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monk
 
 
 def test_gradients_of_the_gradients():
-    for layer in (lstm_functions._LstmByKernel, lstm_functions._LstmLayer)[lstm_kernel.library() is None :]:
+    """The compiled kernel takes low precision alone, so its gradients are compared by their norm."""
+    layers = [(lstm_functions._LstmLayer, torch.float32, 1e-5), (lstm_functions._LstmByKernel, torch.bfloat16, 5e-2)]
+    for layer, dtype, bound in layers[: 1 if lstm_kernel.library() is None else 2]:
         torch.manual_seed(0)
-        given = [
-            torch.randn(s, requires_grad=True) for s in ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))
-        ]
+        sizes = ((3, 2, 4), (16, 4), (16, 4), (16,), (16,), (2, 4), (2, 4))
+        given = [torch.randn(s).to(dtype).requires_grad_() for s in sizes]
 
         def second(run, given=given):
             (first,) = torch.autograd.grad(run(*given).square().sum(), given[0], create_graph=True)
@@ -365,5 +366,6 @@ def test_gradients_of_the_gradients():
             return torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)[0]
 
         ours = second(lambda *t, layer=layer: layer.apply(*t, False, True, False)[0])
-        for a, b in zip(ours, second(torchs), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        given = [t.detach().float().requires_grad_() for t in given]
+        for a, b in zip(ours, second(torchs, given), strict=True):
+            assert (a.float() - b).norm() <= bound * b.norm() + 1e-5

@@ -125,20 +125,15 @@ def activations(casts):
 
 
 MOST_CASTS = {"bert": 0.45, "gpt2": 1.0, "vit": 0.65}  # of those of autocast
-# Norms that large models compute again in backward: two a layer, and the one of BERT's head.
-RECOMPUTED = {"bert": 2 * LAYERS + 1, "gpt2": 2 * LAYERS, "vit": 2 * LAYERS}
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
 def test_casts_of_activations_as_exact_as_autocast(case):
-    """Norms are torch's, and so are the casts around them. Inputs computed again in backward are cast there again."""
+    """Norms are torch's, and so are the casts around them."""
     ours, _ = step(case, "bf16")
-    saving, _ = step(case, "bf16,skip=recompute-activations")
     theirs, _ = step(case)
-    again = RECOMPUTED[case.name] if case in LARGE.values() else 0
-    assert activations(ours) == activations(saving) + again
-    assert activations(saving) <= MOST_CASTS[case.name] * activations(theirs)
+    assert activations(ours) <= MOST_CASTS[case.name] * activations(theirs)
 
 
 @pytest.mark.sampled(4)

@@ -176,7 +176,8 @@ def let_optimizers_update_masters() -> None:
 def keep_loaded_states() -> None:
     """Let ``load_state_dict`` of the optimizers that are there keep the fp32 states of parameters with masters."""
     for one in gc.get_objects():
-        if issubclass(type(one), Optimizer):  # isinstance would ask proxies
+        # isinstance would ask proxies; a wrapper such as accelerate's has no hooks, and what it wraps is found too
+        if issubclass(type(one), Optimizer) and "optimizer" not in vars(one):
             _keep_loaded_states(one)
 
 

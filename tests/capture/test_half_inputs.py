@@ -217,7 +217,7 @@ def test_a_graph_left_in_fp32_takes_them_at_each_call(monkeypatch):
 
 
 def test_without_the_pass_they_fail(monkeypatch):
-    monkeypatch.setattr(widen_halves, "_to_widen", lambda node, mode: [])
+    monkeypatch.setattr(widen_halves, "_to_widen", lambda *given: [])
     args, _ = batch_for(Net, FP16)
     with pytest.raises(RuntimeError, match="same dtype"):
         convert(Net(), "bf16")(*args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
+from amp_graph.optim.master_weight_updates import keep_loaded_states
 from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -69,14 +71,8 @@ class AmpGraphCallback(TrainerCallback):
         return self
 
     def _convert_before_checkpoints(self, trainer: Any) -> None:
-        load = trainer._load_from_checkpoint  # transformers 5.0 - 5.23
-
-        @functools.wraps(load)
-        def load_into_fp32(*args: Any, **given: Any) -> Any:
-            self._convert(trainer.model, trainer.args)
-            return load(*args, **given)
-
-        trainer._load_from_checkpoint = load_into_fp32
+        _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
+        _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)  # of an optimizer made in between
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert the model, unless it was converted before a checkpoint was loaded."""
@@ -137,3 +133,15 @@ class AmpGraphCallback(TrainerCallback):
                 f"'{self.policy}' decides its precision\n  legal: one of them\n"
                 f"  fix:   leave {on}=True out: AmpGraphCallback('{on}') does the same"
             )
+
+
+def _before(trainer: Any, name: str, first: Callable[[], None]) -> None:
+    """Call ``first`` before the method ``name`` of ``trainer``, which transformers 5.0 - 5.23 have."""
+    load = getattr(trainer, name)
+
+    @functools.wraps(load)
+    def loading(*args: Any, **given: Any) -> Any:
+        first()
+        return load(*args, **given)
+
+    setattr(trainer, name, loading)

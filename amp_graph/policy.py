@@ -308,9 +308,8 @@ class Policy:
         """
         skip = passes_of(self.skip)
         lists = self.op_list(device)
-        if ("gru-state" in skip or mode.get("portable")) and lists.rules.get(
-            "aten.gru.input"
-        ):  # torch's kernel rounds the state
+        rounds_state = "gru-state" in skip or mode.get("portable")  # as torch's kernel does
+        if rounds_state and lists.rules.get("aten.gru.input"):
             lists = merge(lists, remove=("aten.gru.input",))
         return PipelineOptions(
             lists=lists,

@@ -28,7 +28,19 @@ from amp_graph.passes.torch_compat.module_attributes import plain_attribute
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
 
+Region = tuple[str, torch.dtype]  # of autocast: device and dtype
 MAKES = re.compile(r"to_sparse|sparse_\w+_tensor")  # functions that make sparse tensors from dense ones
+
+
+def region_of(model: torch.nn.Module, policy: Policy) -> Region | None:
+    """Return the region of autocast in which code of ``model`` without a graph runs; None: in fp32."""
+    kind = device_of_model(model) or "cpu"
+    return (kind, policy.torch_dtype(kind)) if policy.runs_under_autocast(kind) else None
+
+
+def in_words(region: Region | None) -> str:
+    """Return how code in ``region`` runs, in words."""
+    return "under torch.autocast({!r}, {})".format(*region) if region else "in fp32"
 
 
 @dataclass(eq=False)
@@ -46,16 +58,15 @@ class AsWritten:
     _fails: bool = False  # whether one has failed there, so that all now run in fp32
 
     @property
-    def is_cast(self) -> bool:
-        """Whether calls run under autocast, which does not know what modules ask for themselves."""
+    def region(self) -> Region | None:
+        """The region of autocast of calls; None in fp32, as autocast does not know what modules ask for themselves."""
         asks = any(plain_attribute(m, "amp_precision") for m in self.model.modules())
-        return not (self.in_fp32 or self._fails or asks) and self.policy.runs_under_autocast(self._region()[0])
+        return None if self.in_fp32 or self._fails or asks else region_of(self.model, self.policy)
 
     @property
     def how(self) -> str:
         """How calls run, in words."""
-        kind, dtype = self._region()
-        return f"under torch.autocast({kind!r}, {dtype})" if self.is_cast else "in fp32"
+        return in_words(self.region)
 
     def learn(self, result: Any) -> None:
         """Note the dtypes of the result of a call in fp32, or of graphs, which restore those."""
@@ -63,43 +74,39 @@ class AsWritten:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call. The first one that fails under autocast runs again in fp32, with the state of before."""
-        if not self.is_cast:
+        region = self.region
+        if region is None:
             if self.widens:
-                args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
             return self.forward(*args, **kwargs)
         before = None if self._works else ModelState(self.model, (args, kwargs))
         try:
-            result = self._under_autocast(args, kwargs)
+            result = self._under_autocast(region, args, kwargs)
         except Exception as error:  # whatever an operation without a low kernel raises, or the user's code
             if before is None or before.is_lost():
                 raise
             before.restore()
-            result, how = self.forward(*args, **kwargs), self.how
+            result = self.forward(*args, **kwargs)
             self._fails = True
             cause = f"{type(error).__name__}: {first_line(error)}"
-            self.said.complain(f"code without a graph fails {how}: it runs in fp32 from now on", cause)
+            self.said.complain(f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause)
             return result
         self._works = True
         return result
 
-    def _under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind, dtype = self._region()
-        with _autocast(kind, dtype), _SparseInFull():
+    def _under_autocast(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _autocast(*region), _SparseInFull():
             result = self.forward(*args, **kwargs)
         leaves, spec = tree_flatten(result)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for node in users_functions([t for t in leaves if isinstance(t, Tensor)], given):
-            node.apply = _in_region(node, kind, dtype)
+            node.apply = _in_region(node, region)
         if not self.policy.keep_outputs:
             return result
         known = self.dtypes if len(self.dtypes) == len(leaves) else [torch.float32] * len(leaves)
         own = set(map(id, (*given, *self.model.parameters(), *self.model.buffers())))
         wide = {id(t): t if id(t) in own else _restored(t, known[i]) for i, t in enumerate(leaves)}
         return tree_unflatten([wide[id(t)] for t in leaves], spec)
-
-    def _region(self) -> tuple[str, torch.dtype]:
-        kind = device_of_model(self.model) or "cpu"
-        return kind, self.policy.torch_dtype(kind)
 
 
 @contextmanager
@@ -123,7 +130,7 @@ class _SparseInFull(TorchFunctionMode):
         kwargs = kwargs or {}
         if not MAKES.match(getattr(func, "__name__", "")) and not any(map(_is_sparse, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda t: t if _is_sparse(t) else _widened(t), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda t: t if _is_sparse(t) else widened(t), (args, kwargs))
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return func(*args, **kwargs)
 
@@ -137,16 +144,17 @@ def _restored(leaf: Any, dtype: Any) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in HALVES and dtype is not None else leaf
 
 
-def _widened(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, in fp32 if it is half precision."""
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
-def _in_region(node: Any, kind: str, dtype: torch.dtype) -> Callable[..., Any]:
+def _in_region(node: Any, region: Region) -> Callable[..., Any]:
     """Return the backward of ``node`` under autocast: it may compute again what its forward computed there."""
     reference, backward = weakref.ref(node), type(node).apply
 
     def apply(*grads: Any) -> Any:
-        with _autocast(kind, dtype):
+        with _autocast(*region):
             return backward(reference(), *grads)
 
     return apply

@@ -244,7 +244,7 @@ class Conversion:
             self._partial.add(self._mode(args, kwargs))
             self.plain.widens = True
             told = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
-            self.said.complain(told, first_line(stopped.__cause__), warned=not self.plain.is_cast)
+            self.said.complain(told, first_line(stopped.__cause__), warned=self.plain.region is None)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
@@ -303,7 +303,7 @@ class Conversion:
             return
         tables = {id(m._parameters.get("weight")) for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
         multiplies = any(p.dim() > 1 and id(p) not in tables for p in unread.values())
-        plain = multiplies and self.compile == "eager" and self.plain.is_cast
+        plain = multiplies and self.compile == "eager" and self.plain.region is not None
         if plain:
             self._partial.add(mode)
         self.missed.report_parts(list(unread), self.plain.how if plain else "", warned=multiplies and not plain)

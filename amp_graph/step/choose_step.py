@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from amp_graph.capture.as_written import Region, in_words, widened
 from amp_graph.capture.capture_log import MIXED
 from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
@@ -23,7 +24,6 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
 from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
-from amp_graph.policy_words import HALVES
 from amp_graph.step.recapture_warning import Recaptures
 from amp_graph.step.step_arguments import (
     call_model,
@@ -51,7 +51,7 @@ class StepRuns:
     loss_fn: Callable[..., Any] | None
     outputs: bool
     steps: CapturedSteps
-    region: tuple[str, torch.dtype] | None  # of autocast, in which steps without a graph run
+    region: Region | None  # of autocast, in which steps without a graph run
     max_graphs: int
     learns: bool
     collector_waits: bool
@@ -132,7 +132,7 @@ class StepRuns:
             with torch.autocast(*self.region) if self.region else nullcontext():
                 found = self._forward(*batch)
             refuse_what_is_no_loss(found[0] if self.outputs else found)
-            return tree_map_only(torch.Tensor, _widened, found if self.outputs else (found,))
+            return tree_map_only(torch.Tensor, widened, found if self.outputs else (found,))
 
         found = self.steps.run_as_written(compute)
         return tuple(found) if self.outputs else found[0]
@@ -140,7 +140,7 @@ class StepRuns:
     @property
     def how(self) -> str:
         """How steps without a graph run, in words."""
-        return "under torch.autocast({!r}, {})".format(*self.region) if self.region else "in fp32"
+        return in_words(self.region)
 
     def _say_what_varies(self) -> None:
         """Report once which value differs between steps, so that captures stopped."""
@@ -156,7 +156,3 @@ class StepRuns:
         if not self.notes:
             self.notes.append(told)
             warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALVES else tensor

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.capture.as_written import region_of
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
-from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
@@ -181,9 +181,7 @@ class TrainStep:
         how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
-        kind = device_of_model(model) or "cpu"
-        region = (kind, self.policy.torch_dtype(kind)) if self.policy.runs_under_autocast(kind) else None
-        own = (model, self.loss_fn, self.outputs, self._steps, region, self.max_graphs)
+        own = (model, self.loss_fn, self.outputs, self._steps, region_of(model, self.policy), self.max_graphs)
         self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
 
     # -- the loop -------------------------------------------------------------------------------------

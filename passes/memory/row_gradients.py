@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.liveness import Lifetimes
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, set_gradients
 from amp_graph.passes.memory.gradient_buffers import TABLE_GRADIENT
@@ -24,7 +25,6 @@ from amp_graph.passes.step.add_rows import ADD_ROWS
 from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
 
 ATEN: Any = torch.ops.aten
-LOWS = (torch.bfloat16, torch.float16)
 EMBEDDINGS = (ATEN.embedding_dense_backward.default, TABLE_GRADIENT)
 ROWS_PER_READ = 4  # with 8 rows of a table for each that is read, a step takes 0.85 of the time, with 64 0.69
 
@@ -68,7 +68,7 @@ def _parts(total: Node) -> Iterator[Node]:
 def _narrowest(dense: Node) -> Node:
     """Return what ``dense`` casts up, if that is all it does: an update casts by itself."""
     source = dense.all_input_nodes[0] if dense.target is ATEN._to_copy.default else dense
-    return source if value(source).dtype in LOWS else dense
+    return source if value(source).dtype in HALVES else dense
 
 
 def _fits(total: Node, reads: Sequence[Any], dense: Node) -> bool:
@@ -81,7 +81,7 @@ def _fits(total: Node, reads: Sequence[Any], dense: Node) -> bool:
         and table.device.type == "cpu"
         and is_contiguous(table)
         and all(t.dtype == torch.float32 for t in full)
-        and value(dense).dtype in (*LOWS, torch.float32)
+        and value(dense).dtype in (*HALVES, torch.float32)
     )
 
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
+from amp_graph.capture.as_written import in_words, region_of
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.devices import device_of, device_of_model
+from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.gradients import gradients as gradients_of
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
@@ -222,11 +223,8 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
 
 def _as_code(task: Task, stack: ExitStack) -> Way:
     """Run the code as calls without graphs run."""
-    kind = device_of_model(task.model) or "cpu"
-    dtype = task.policy.torch_dtype(kind)
-    if not task.policy.runs_under_autocast(kind):
-        return _code(task, stack, ExitStack, "in fp32")
-    return _code(task, stack, partial(torch.autocast, kind, dtype), f"under torch.autocast({kind!r}, {dtype})")
+    region = region_of(task.model, task.policy)
+    return _code(task, stack, partial(torch.autocast, *region) if region else ExitStack, in_words(region))
 
 
 def _in_fp32(task: Task, stack: ExitStack) -> Way:

@@ -73,11 +73,15 @@ class _Kept:
 class Contents:
     """The tensors and containers that can be reached from some roots through containers, and what is in them."""
 
-    def __init__(self, roots: Any) -> None:
-        """Take the copies. Of parameters on a GPU, they are in the host's memory, as a GPU may be full of them."""
+    def __init__(self, roots: Any, *, weights: bool = True) -> None:
+        """Take the copies; without ``weights`` none of parameters, to which a write cannot be undone then.
+
+        Of parameters on a GPU, they are in the host's memory, as a GPU may be full of them.
+        """
+        self._weights = weights
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: dict[int, _Kept] = {}
-        self._derived: list[tuple[Tensor, int]] = []  # with history, and their version counters: not copied
+        self._uncopied: list[tuple[Tensor, int]] = []  # parameters, or with history; and their version counters
         self._seen: set[int] = set()
         self._look(roots)
 
@@ -95,10 +99,11 @@ class Contents:
                 waiting += items
 
     def _keep(self, tensor: Tensor) -> None:
-        derived = tensor.requires_grad and not tensor.is_leaf  # a write to it is part of its history
-        if derived:
-            self._derived.append((tensor, tensor._version))
-        if id(tensor) in self._tensors or derived or is_uninitialized(tensor):
+        uncopied = tensor.requires_grad and not tensor.is_leaf  # a write to it is part of its history
+        uncopied |= isinstance(tensor, Parameter) and not (self._weights or tensor.is_inference())
+        if uncopied:
+            self._uncopied.append((tensor, tensor._version))
+        if id(tensor) in self._tensors or uncopied or is_uninitialized(tensor):
             return
         own = tensor.detach()
         on_host = isinstance(tensor, Parameter) and tensor.is_cuda
@@ -107,9 +112,9 @@ class Contents:
         self._tensors[id(tensor)] = _Kept(tensor, own, values, tensor.requires_grad, grad)
 
     def is_lost(self) -> bool:
-        """Return whether ``restore`` cannot undo all: a write to a tensor with history has become part of it."""
+        """Return whether ``restore`` cannot undo all: what was not copied is written, or a write has a history."""
         views = (one.tensor for one in self._tensors.values() if one.tensor._is_view())
-        return any(t._version != version for t, version in self._derived) or any(not t.is_leaf for t in views)
+        return any(t._version != version for t, version in self._uncopied) or any(not t.is_leaf for t in views)
 
     def restore(self) -> None:
         """Undo what was written."""
@@ -126,11 +131,12 @@ class ModelState(Contents):
     ``given``: what the model is called with.
     """
 
-    def __init__(self, model: torch.nn.Module, given: Any = ()) -> None:
-        """Take the snapshot."""
+    def __init__(self, model: torch.nn.Module, given: Any = (), *, weights: bool = True) -> None:
+        """Take the snapshot; without ``weights`` parameters are not copied, see ``Contents``."""
         self._random = RandomState()
         self._modules = [(m, dict(m.__dict__)) for m in model.modules()]
-        super().__init__([*(list(attributes.values()) for _, attributes in self._modules), given, tree_leaves(given)])
+        own = (list(attributes.values()) for _, attributes in self._modules)
+        super().__init__([*own, given, tree_leaves(given)], weights=weights)
 
     def restore(self) -> None:
         """Undo what was written, and the use of random numbers."""

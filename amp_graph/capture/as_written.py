@@ -73,17 +73,20 @@ class AsWritten:
         self.dtypes = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call. The first one that fails under autocast runs again in fp32, with the state of before."""
+        """Run a call. The first one that fails under autocast runs again in fp32, with the state of before.
+
+        Once a call has run there, parameters are not copied: a later one that wrote to some before it failed raises.
+        """
         region = self.region
         if region is None:
             if self.widens:
                 args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
             return self.forward(*args, **kwargs)
-        before = None if self._works else ModelState(self.model, (args, kwargs))
+        before = ModelState(self.model, (args, kwargs), weights=not self._works)
         try:
             result = self._under_autocast(region, args, kwargs)
         except Exception as error:  # whatever an operation without a low kernel raises, or the user's code
-            if before is None or before.is_lost():
+            if before.is_lost():
                 raise
             before.restore()
             result = self.forward(*args, **kwargs)

@@ -536,6 +536,7 @@ class Unknown(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.first, self.norm, self.kind, self.calls, self.seen = nn.Linear(16, 16), nn.BatchNorm1d(16), kind, 0, []
+        self.fails_from, self.writes_weights = 1, False
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x):
@@ -545,8 +546,44 @@ class Unknown(nn.Module):
         for _ in (x.sum(1) > 0).nonzero()[:1, 0]:
             torch._dynamo.graph_break()
             h = F.dropout(self.norm(F.linear(x, self.first.weight)), 0.5, self.training)
-            h = Reads.odd(self, F.linear(h, self.first.weight))
+            if self.writes_weights:
+                with torch.no_grad():
+                    self.norm.weight.add_(0)
+            h = F.linear(h, self.first.weight)
+            h = Reads.odd(self, h) if self.calls >= self.fails_from else h * 2
         return h
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_later_call_without_graphs_that_fails_under_autocast_is_as_one_plain_call(trains):
+    """Its branch has not run before; calls before it have run under autocast."""
+    model = Unknown("scatter").train(trains)
+    model.fails_from = 4
+    plain = copy.deepcopy(model)
+    amp_graph.convert(model, "bf16")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for one in (model, plain):
+            torch.manual_seed(1)
+            for _ in range(5):
+                out = one(X)
+            one.end = out.detach(), torch.rand(3)
+    assert torch.equal(model.end[1], plain.end[1]), "random numbers"
+    assert (model.end[0] - plain.end[0]).norm() <= 0.05 * plain.end[0].norm()  # statistics of norms were low ones
+    assert (model.calls, len(model.seen), model.steps) == (plain.calls, len(plain.seen), plain.steps) == (5, 5, 5)
+    assert int(model.norm.num_batches_tracked) == int(plain.norm.num_batches_tracked)
+    assert sum("fails under torch.autocast" in str(w.message) for w in said) == 1
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_control_a_later_call_that_has_written_to_a_weight_raises():
+    model = Unknown("scatter")
+    model.fails_from, model.writes_weights = 4, True
+    amp_graph.convert(model, "bf16")
+    for _ in range(3):
+        model(X)
+    with pytest.raises(RuntimeError, match="same scalar type"):
+        model(X)
 
 
 @pytest.mark.parametrize(("policy", "kind"), [("bf16", "numpy"), ("bf16", "scatter"), ("fp16", "scatter")])

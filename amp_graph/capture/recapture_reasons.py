@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_graph.capture.capture_log import break_at
+from amp_graph.lists.errors import Attempt
 
 LONGEST = 80  # characters of a value, and of a line, that are shown
 
@@ -84,9 +85,9 @@ def _of_value(guard: str, frame: Any, names: Sequence[str]) -> Varied:
         return Varied(f"whether {_named(guard, names)}", "", "", "make calls alike")
     what = _named(equal["of"], names)
     few = f"use few values of {what}, or pass it as a tensor if it is only used in arithmetic"
-    try:
+    with Attempt() as tried:
         value = eval(equal["of"], {"L": frame.f_locals, "G": frame.f_globals})
-    except Exception:  # a Dynamo-internal name; the value is optional
+    if tried.error is not None:  # a Dynamo-internal name; the value is optional
         return Varied(what, "", "", few)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and equal["of"].startswith("G["):
         few = f"pass {what} as an argument, or store torch.tensor({value!r}): Python numbers on modules are constants"

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.capture.as_written import Region, in_words, widened
 from amp_graph.capture.capture_log import MIXED
 from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import called
 from amp_graph.errors import warn
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
-from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
-from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
 from amp_graph.step.recapture_warning import Recaptures
 from amp_graph.step.step_arguments import (
@@ -111,7 +110,7 @@ class StepRuns:
                 if stopped.owner not in (self._traced, self._plain):
                     raise
                 continue
-            except torch._dynamo.exc.TorchRuntimeError as error:
+            except dynamo_errors.TorchRuntimeError as error:
                 if not (self.region and MIXED.search(str(error))):
                     raise
                 self._say(f"an operation has operands of two dtypes: such steps run {self.how}, uncaptured")
@@ -126,7 +125,7 @@ class StepRuns:
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
         """Run a step with an uncaptured forward: under autocast, or in fp32 by policies that it does not know."""
-        refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
+        refuse_gradients_beyond(tree_leaves(list(batch)))
 
         def compute() -> tuple[Any, ...]:
             with torch.autocast(*self.region) if self.region else nullcontext():

@@ -254,7 +254,7 @@ def test_graphs_that_are_kept_go_on_being_used():
 @pytest.mark.parametrize("kind", [UntilSmall, StopsEarly, Dropped])
 def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
     tried = []
-    runners = amp_graph.capture.capture_runners.CaptureRunners
+    runners = amp_graph.capture.captured_graphs.CapturedGraphs
     plain = runners.start
     monkeypatch.setattr(runners, "start", lambda self: tried.append(1) or plain(self))
     conversion, _ = called(kind(), [(X * (n + 1),) for n in range(40)])

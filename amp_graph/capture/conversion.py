@@ -183,8 +183,9 @@ class Conversion:
                 fits = ready.restore()
             if fits:
                 CALLS.generation += 1
-                self.captured.runs += 1
-                self.captured.limits.budget.calls += 1
+                captured = self.captured
+                captured.runs += 1
+                captured.limits.budget.calls += 1
                 return run(*args, **kwargs)
         if being_traced():
             raise self._not_to_be_traced()
@@ -313,13 +314,11 @@ class Conversion:
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
             return
-        if WIDENED in left.gm.meta:  # the code as written needs autocast
-            self.diagnostics.left_alone(left.gm, left.dtype)
-            return
-        if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
-            self._alone.add(args, kwargs)
-        if self.captured.frames is not None:
-            self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
+        if WIDENED not in left.gm.meta:  # else the code as written needs autocast
+            if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
+                self._alone.add(args, kwargs)
+            if self.captured.frames is not None:
+                self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
         self.diagnostics.left_alone(left.gm, left.dtype)
 
     def _nothing_ran(self, result: Any) -> None:

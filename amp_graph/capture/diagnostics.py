@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import CaptureLog
-from amp_graph.capture.recapture_reasons import called
+from amp_graph.capture.recapture_reasons import call_site
 from amp_graph.errors import CaptureError, warn
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.passes.torch_compat.modules import is_sharded
@@ -75,7 +75,7 @@ class Diagnostics:
 
     def uncaptured_call(self, forward: Callable[..., Any], how: str) -> None:
         """Report that no graph ran in a call of ``forward``, and ``how`` further ones run."""
-        causes = _with_place(self._causes() or "no tensor operations", called(inspect.unwrap(forward)).where)
+        causes = _with_place(self._causes() or "no tensor operations", call_site(inspect.unwrap(forward)).where)
         then = "" if how == "in fp32" else f", and further ones run {how}"
         self.warn(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 

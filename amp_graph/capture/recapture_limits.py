@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from amp_graph.capture.diagnostics import Diagnostics
-from amp_graph.capture.recapture_reasons import Called, Varied, called, varied_by
+from amp_graph.capture.recapture_reasons import CallSite, ChangedValue, call_site, changed_value
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
@@ -69,7 +69,7 @@ class Budget:
 
 
 @dataclass
-class Bare:
+class Backoff:
     """Calls without a graph after captures have stopped: the more there are, the more rarely guards are checked.
 
     The guards of 16 graphs take a noticeable part of a small model's call. Counted per mode, train or eval.
@@ -112,10 +112,10 @@ class Variants(CaptureChoice):
     symbols: bool
     budget: Budget
     static: int = STATIC  # captures that treat integer attributes of modules as constants
-    of: Called = field(default_factory=Called)  # the function named in messages
+    of: CallSite = field(default_factory=CallSite)  # the function named in messages
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # graphs, by place
     _before: int = 0  # nodes captured before the current capture
-    why: Varied | None = None  # the varying value that stopped captures
+    why: ChangedValue | None = None  # the varying value that stopped captures
     whole: bool = False  # whether they stopped for whole calls, not for the code after a graph break
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
@@ -125,7 +125,7 @@ class Variants(CaptureChoice):
         count = self.captures[self._place(frame)]
         if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
             if self.why is None:
-                self.why, self.whole = varied_by(failed_guards(frame), frame, self.of, count), self._is_own(frame)
+                self.why, self.whole = changed_value(failed_guards(frame), frame, self.of, count), self._is_own(frame)
             if self._is_own(frame):
                 raise NoGraph(self)
             return None
@@ -177,13 +177,13 @@ class GraphLimits:
 
     def __post_init__(self) -> None:
         """Start with no captures."""
-        self.variants = Variants(self.own, self.most, self.symbols, self.budget, of=called(self.forward))
-        self._bare = Bare()
-        self.has_pauses = self._bare.pauses.__len__  # whether ``passes`` has to be asked, in one C call
+        self.variants = Variants(self.own, self.most, self.symbols, self.budget, of=call_site(self.forward))
+        self._backoff = Backoff()
+        self.has_pauses = self._backoff.pauses.__len__  # whether ``passes`` has to be asked, in one C call
 
     def passes(self) -> bool:
         """Return whether a call runs without checking guards."""
-        if not self._bare.passes(self.model.training):
+        if not self._backoff.passes(self.model.training):
             return False
         self.budget.calls += 1
         return True
@@ -193,15 +193,15 @@ class GraphLimits:
         if stopped.owner is not self.variants:
             return False
         self.budget.calls += 1
-        self._bare.missed(self.model.training)
+        self._backoff.missed(self.model.training)
         self._warn_of_what_varies()
         return True
 
     def ran(self) -> None:
         """Record a call that ran on captured graphs, at least in part."""
         self.budget.calls += 1
-        if self._bare.pauses:
-            self._bare.hit(self.model.training)
+        if self._backoff.pauses:
+            self._backoff.hit(self.model.training)
         if self.variants.why is not None:
             self._warn_of_what_varies()
 

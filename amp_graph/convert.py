@@ -24,8 +24,8 @@ from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
 from amp_graph.passes.calibration.node_keys import module_of
 from amp_graph.passes.precision.measure_sensitivity import Measured
-from amp_graph.passes.torch_compat.dynamo_frames import compiled_in_place
-from amp_graph.passes.torch_compat.module_attributes import uninitialized
+from amp_graph.passes.torch_compat.dynamo_entries import compiled_in_place
+from amp_graph.passes.torch_compat.modules import uninitialized
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 

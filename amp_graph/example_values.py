@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.inline_modules import inline_modules
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
@@ -26,11 +27,10 @@ def with_example_values(gm: GraphModule, example_inputs: Sequence[Any]) -> Graph
     """
     _check_inputs(gm, example_inputs)
     inlined = inline_modules(gm)
-    try:
-        with _quiet():
-            record_values(inlined, example_inputs)
-    except Exception as error:
-        raise CaptureError(_why(error)) from error
+    with _quiet(), Attempt() as tried:
+        record_values(inlined, example_inputs)
+    if tried.error is not None:
+        raise CaptureError(_why(tried.error)) from tried.error
     return inlined
 
 

@@ -19,7 +19,7 @@ from amp_graph.passes.graph.meta_keys import CAST, LEFT_ALONE, MARK
 from amp_graph.passes.graph.node_info import module_path, source_line
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.precision.predict_time import WORTH_IT
-from amp_graph.passes.torch_compat.structured_trace import add_artifact
+from amp_graph.passes.torch_compat.inductor import add_artifact
 from amp_graph.policy_words import word_of
 
 SHOWN = ("identify-ops", "plan-precision", "insert-casts")  # by the plan above

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
+from amp_graph.passes.torch_compat.modules import is_uninitialized
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)  # those that forward may write to
 

@@ -22,7 +22,7 @@ from amp_graph.lists.path_pattern import LEGAL, PatternError, matches
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
-from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
+from amp_graph.passes.torch_compat.devices import ONEDNN_RNN
 from amp_graph.policy_words import (
     DTYPES,
     LEVELS,

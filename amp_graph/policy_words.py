@@ -15,7 +15,7 @@ import torch
 
 from amp_graph.errors import PolicyError
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.fields import LONGEST_NAME
+from amp_graph.lists.read_toml import LONGEST_NAME
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = tuple(DTYPES.values())

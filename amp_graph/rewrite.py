@@ -43,7 +43,6 @@ from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.modules import is_exported
-from amp_graph.passes.torch_compat.versions import tell_of_newer_torch
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
 
@@ -160,7 +159,6 @@ def rewrite_in_place(
 
     Raises PassError and VerifyError (if strict or portable), ListError and PolicyError.
     """
-    tell_of_newer_torch()
     if portable:
         drop_metadata_asserts(gm)
     read_values(gm)

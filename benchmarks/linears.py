@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library, linear_by_panels, panels_of
-from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
+from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, pack_linear_weight
 
 ROWS = (1, 2, 4, 6, 8, 16, 32, 64, 256)
 WIDTHS = ((64, 64), (256, 256), (512, 256), (768, 768), (768, 3072), (1024, 1024))  # inputs, outputs

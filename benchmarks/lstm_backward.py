@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.recurrent import lstm_kernel
 from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmLayer
-from amp_graph.passes.torch_compat.onednn import linear_pointwise
+from amp_graph.passes.torch_compat.devices import linear_pointwise
 
 LOW = torch.bfloat16
 # Length, batch, size.

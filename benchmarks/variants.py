@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory.gradient_buffers import POOL
-from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
+from amp_graph.passes.torch_compat.dynamo_entries import own_code_object
 
 AUTOCAST, LAST, INDUCTOR, RECORDED = "autocast", " channels_last", " + Inductor", " cuda_graph"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -33,6 +33,50 @@ class ListError(AmpGraphError):
         super().__init__("\n".join(lines))
 
 
+class Attempt:
+    """A block that may fail in any way, as code of others runs in it: what it raises ends it, and is ``error``.
+
+    ``with Attempt() as tried: ...``, and then ``if tried.error is not None``. ``passed``: errors that are raised all
+    the same, as are KeyboardInterrupt and its like.
+    """
+
+    def __init__(self, *passed: type[Exception]) -> None:
+        self.passed = passed
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, self.passed):
+            return False
+        self.error = error
+        return True
+
+    @property
+    def reason(self) -> str:
+        """The kind of the error, and the first line of what it says."""
+        return f"{type(self.error).__name__}: {first_line(self.error)}"
+
+
+class Undo:
+    """Calls ``undo`` if its block raises anything, KeyboardInterrupt included; what it raised goes on."""
+
+    def __init__(self, undo: Callable[[], object]) -> None:
+        self.undo = undo
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None:
+            self.undo()
+
+
+def first_line(error: object) -> str:
+    """Return the first line of the message of ``error``."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 class AmpGraphWarning(UserWarning):
     """Something did not run as requested, and the results are still correct."""
 

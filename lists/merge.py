@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from amp_graph.lists.errors import ListError
-from amp_graph.lists.fields import did_you_mean
 from amp_graph.lists.operators import check_rules, general_names
 from amp_graph.lists.parse import ListFile, module_rule, normalise
+from amp_graph.lists.read_toml import did_you_mean
 from amp_graph.lists.schema import ModuleRule, OpClass, OpList, Rule
 
 _Rules = dict[str, tuple[Rule, ...]]

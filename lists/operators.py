@@ -6,17 +6,18 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from amp_graph.lists.errors import ListError, shortened
-from amp_graph.lists.fields import LONGEST_NAME, did_you_mean, nearest
-from amp_graph.lists.schema import Rule, functional_packet
+from amp_graph.lists.read_toml import LONGEST_NAME, did_you_mean, nearest
+from amp_graph.lists.schema import Operator, Rule, functional_packet
 
 FOLDER = Path(__file__).parent
 
 
-def check_op_exists(op: str, *, where: str = "") -> tuple[torch._ops.OpOverload, ...]:
+def check_op_exists(op: str, *, where: str = "") -> tuple[Operator, ...]:
     """Return the overloads that ``aten.linear`` or ``aten.linear.default`` names, or raise."""
     overloads = overloads_of(op)
     if overloads:
@@ -38,12 +39,12 @@ def check_op_exists(op: str, *, where: str = "") -> tuple[torch._ops.OpOverload,
 
 
 @lru_cache(maxsize=4096)
-def _found(op: str) -> tuple[torch._ops.OpOverload, ...]:
+def _found(op: str) -> tuple[Operator, ...]:
     parts = op.split(".")
     if len(parts) not in (2, 3) or not all(part.isidentifier() and part.isascii() for part in parts):
         return ()
-    packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    packet: Any = getattr(getattr(torch.ops, parts[0]), parts[1], None)
+    if not hasattr(packet, "overloads"):
         return ()
     names = packet.overloads()
     if len(parts) == 3:
@@ -51,7 +52,7 @@ def _found(op: str) -> tuple[torch._ops.OpOverload, ...]:
     return tuple(getattr(packet, name) for name in names)
 
 
-def overloads_of(op: str) -> tuple[torch._ops.OpOverload, ...]:
+def overloads_of(op: str) -> tuple[Operator, ...]:
     """Return the overloads of a packet, or the one named; empty where torch has none."""
     found = _found(op)
     if not found:

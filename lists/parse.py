@@ -1,21 +1,17 @@
-"""TOML text to rules: ``[[op]]`` tables become `Rule`s which know the line they were written on.
-
-tomllib keeps no line numbers, so the text is scanned a second time for the tables' headers.
-"""
+"""TOML text to rules, and back: ``[[op]]`` tables become `Rule`s which know the line they were written on."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from amp_graph.lists.errors import ListError, shortened
-from amp_graph.lists.fields import check_keys, choice, string, strings, table, tables
-from amp_graph.lists.lines import Lines
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
-from amp_graph.lists.read_toml import read_toml
-from amp_graph.lists.schema import KINDS, PRECISIONS, Kind, ModuleRule, OpClass, Rule
+from amp_graph.lists.read_toml import Lines, check_keys, choice, read_toml, string, strings, table, tables
+from amp_graph.lists.schema import KINDS, PRECISIONS, Kind, ModuleRule, OpClass, OpList, Rule
 
 DTYPES = ("bfloat16", "float16", "any")
 DEVICES = ("cpu", "cuda", "any")
@@ -26,7 +22,6 @@ _OP_KEYS = ("op", "class", "why", "source", "inputs", "promotes", "one_dtype", "
 _MODULE_KEYS = ("path", "precision", "why")
 _OP_SNIPPET = '[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = "overflows for inputs over 11"'
 _MODULE_SNIPPET = '[[module]]\npath = ".*norm"\nprecision = "full"\nwhy = "its statistics need full precision"'
-_EXTENDS_SNIPPET = 'extends = "default"'
 _REMOVE_SNIPPET = '[remove]\nops = ["aten.exp"]'
 
 
@@ -198,3 +193,48 @@ def module_rule(path: str, precision: str, why: str, origin: str) -> ModuleRule:
         what = f"bad regex {shortened(path)}: {error.what}"
         raise ListError(what, where=origin, legal=LEGAL, fix=_MODULE_SNIPPET) from error
     return ModuleRule(path, precision, why, origin)
+
+
+def dump(op_list: OpList) -> str:
+    """Return the whole list, with all extended lists merged, as the text of a TOML file."""
+    head = {
+        "name": op_list.name,
+        "dtype": op_list.dtype,
+        "device": op_list.device,
+        "unlisted": op_list.unlisted,
+    }
+    tables = ["[list]", *(f"{key} = {_toml(value)}" for key, value in head.items()), "extends = []"]
+    if op_list.description:
+        tables.append(f"description = {_toml(op_list.description)}")
+    for rule in op_list:
+        tables += ["", "[[op]]", *_rule_text(rule)]
+    for module in op_list.modules:
+        tables += ["", "[[module]]", *_module_text(module)]
+    return "\n".join(tables) + "\n"
+
+
+def _rule_text(rule: Rule) -> Iterator[str]:
+    yield f"op = {_toml(rule.op)}"
+    yield f"class = {_toml(str(rule.cls))}"
+    yield f"why = {_toml(rule.why)}"
+    for key in ("source", "policy", "since", "until", "promotes", "one_dtype"):
+        if value := getattr(rule, key):
+            yield f"{key} = {_toml(value)}"
+    if rule.inputs is not None:
+        yield f"inputs = {_toml(rule.inputs)}"
+    if rule.when:
+        yield f"when = {{ {', '.join(f'{name} = {_toml(condition)}' for name, condition in rule.when)} }}"
+
+
+def _module_text(module: ModuleRule) -> Iterator[str]:
+    for key in ("path", "precision", "why"):
+        yield f"{key} = {_toml(getattr(module, key))}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Kind):
+        return f"{{ kind = {_toml(value.name)} }}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # A JSON string, number or boolean is a TOML one.
+    return json.dumps(value)

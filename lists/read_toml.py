@@ -1,15 +1,19 @@
-"""Read a TOML file that a user wrote, or anybody: whatever is in it, a ListError says what is wrong and where.
+"""Reads a TOML file that a user wrote, or anybody, and the fields of its tables; errors say what is wrong and where.
 
-Before: bytes on a disk. After: ``read_toml(read_text(path), "mine.toml", fix)``, its tables.
+Before: bytes on a disk. After: ``read_toml(read_text(path), "mine.toml", fix)``, its tables. tomllib has no line
+numbers, so ``Lines`` scans the text for table headers.
 """
 
 from __future__ import annotations
 
+import bisect
+import difflib
 import re
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from amp_graph.lists.errors import ListError
+from amp_graph.lists.errors import ListError, shortened
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,3 +57,102 @@ def read_toml(text: str, file: str, fix: str) -> dict[str, object]:
         raise ListError("nested too deeply", where=file, legal=LEGAL, fix=fix) from error
     except (ValueError, OverflowError) as error:  # a number of thousands of digits, a date without a day
         raise ListError(f"not TOML: {str(error)[:500]}", where=file, legal=LEGAL, fix=fix) from error
+
+
+class Lines:
+    """The line of each table of a file, and of strings in it."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self._file = file
+        self._lines = text.splitlines()
+        self._starts: dict[str, list[int]] = {}
+        for number, line in enumerate(self._lines, 1):
+            if header := re.match(r"\s*\[\[?\s*(\w+)\s*\]\]?", line):
+                self._starts.setdefault(header[1], []).append(number)
+        self._headers = sorted(n for numbers in self._starts.values() for n in numbers)
+        self._ends = [*self._headers, len(self._lines) + 1]
+
+    def at(self, table: str, index: int = 0, quoted: str = "") -> str:
+        """Return ``file:line`` of a table, or of the line in it that holds `quoted`."""
+        starts = self._starts.get(table, ())
+        if index >= len(starts):
+            return self._file
+        start = starts[index]
+        if quoted:
+            end = self._ends[bisect.bisect_right(self._headers, start)]
+            for number in range(start, end):
+                if quoted in self._lines[number - 1]:
+                    return f"{self._file}:{number}"
+        return f"{self._file}:{start}"
+
+
+LONGEST_NAME = 200  # characters; longer names get no suggestion
+
+
+def check_keys(
+    entry: Mapping[str, object], legal: tuple[str, ...], where: Callable[[str], str], inside: str, fix: str
+) -> None:
+    """Refuse a key that the format does not have."""
+    for key in entry:
+        if key not in legal:
+            near = did_you_mean(key, legal)
+            raise ListError(
+                f"unknown key {shortened(key)} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix
+            )
+
+
+def table(value: object, where: str, fix: str) -> Mapping[str, object]:
+    """Return `value` if it is a table."""
+    if not isinstance(value, dict):
+        raise ListError(f"expected a table, got {shortened(value)}", where=where, legal="a table", fix=fix)
+    return value
+
+
+def tables(value: object, name: str, lines: Lines, fix: str) -> list[Mapping[str, object]]:
+    """Return `value` if it is an array of tables."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ListError(f"{name!r} is not an array of tables", where=lines.at(name), legal=f"[[{name}]]", fix=fix)
+    return value
+
+
+def string(entry: Mapping[str, object], key: str, where: str, fix: str, *, default: str) -> str:
+    """Return a string field."""
+    value = entry.get(key, default)
+    if not isinstance(value, str):
+        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a string", fix=fix)
+    return value
+
+
+def strings(value: object, key: str, where: str, fix: str) -> tuple[str, ...]:
+    """Return a field that is a string or a list of strings."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str) and one.strip() for one in values):
+        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a name, or a list of names", fix=fix)
+    return tuple(values)
+
+
+def choice(entry: Mapping[str, object], key: str, legal: tuple[str, ...], lines: Lines, default: str) -> str:
+    """Return a field of ``[list]`` with an enumerated value."""
+    value = entry.get(key, default)
+    if value != default and value not in legal:
+        near = did_you_mean(str(value), legal)
+        raise ListError(
+            f"{key} = {shortened(value)}{near}",
+            where=lines.at("list", quoted=key),
+            legal=", ".join(legal),
+            fix=f'[list]\n{key} = "{legal[0]}"',
+        )
+    return str(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean a, b?``, or "" if no known name is similar."""
+    near = nearest(name, known)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three known names that resemble `name`, the nearest first."""
+    if len(name) > LONGEST_NAME:
+        return []
+    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.7)

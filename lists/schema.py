@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +16,12 @@ from amp_graph.lists.path_pattern import matches
 
 KINDS = ("integer", "float", "none", "tensor", "scalar")
 PRECISIONS = ("full", "low")
+
+
+class Operator(Protocol):
+    """An overload of an operator, such as ``torch.ops.aten.linear.default``."""
+
+    _schema: Any
 
 
 class OpClass(str, Enum):
@@ -123,7 +130,7 @@ class OpList:
     modules: tuple[ModuleRule, ...] = ()
     description: str = field(default="", compare=False)
 
-    def lookup(self, op: torch._ops.OpOverload, arguments: Mapping[str, object]) -> Rule | None:
+    def lookup(self, op: Operator, arguments: Mapping[str, object]) -> Rule | None:
         """Return the rule for a call of `op`: overload before packet before functional packet, or None."""
         for key in lookup_keys(op):
             for rule in self.rules.get(key, ()):
@@ -131,11 +138,11 @@ class OpList:
                     return rule
         return None
 
-    def asked_of(self, op: torch._ops.OpOverload) -> frozenset[str]:
+    def asked_of(self, op: Operator) -> frozenset[str]:
         """Return the names of the arguments of `op` on which some rule for it depends."""
         return frozenset(name for key in lookup_keys(op) for rule in self.rules.get(key, ()) for name, _ in rule.when)
 
-    def says_the_same_of(self, ops: Iterable[torch._ops.OpOverload]) -> bool:
+    def says_the_same_of(self, ops: Iterable[Operator]) -> bool:
         """Say whether all of ``ops`` are of one class, or in no list."""
         rules = [self.lookup(op, {}) for op in ops]
         return len({None if rule is None else rule.cls for rule in rules}) == 1
@@ -151,7 +158,7 @@ class OpList:
         return sum(map(len, self.rules.values()))
 
 
-def lookup_keys(op: torch._ops.OpOverload) -> tuple[str, ...]:
+def lookup_keys(op: Operator) -> tuple[str, ...]:
     """Return the keys under which a rule for `op` may stand, most specific first."""
     packet = op._schema.name.replace("::", ".")
     overload = f"{packet}.{op._schema.overload_name or 'default'}"

@@ -24,8 +24,7 @@ from amp_graph.passes.precision.classify import is_conversion_target
 from amp_graph.passes.precision.plan_precision import refuse_mixed
 from amp_graph.passes.registry import is_own
 from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, FakeTensorMode
-from amp_graph.passes.torch_compat.symbolic_sizes import is_number, same
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, FakeTensorMode, is_number, same
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ IGNORED_WARNINGS = (
     r"ignore:`torch.jit.script` is deprecated:FutureWarning",
     # So it says of what a user may still call: the tests of a converted model in torch.jit.trace.
     r"ignore:`torch.jit.trace\w*` is deprecated:FutureWarning",
-    # Of ours, said once in a process: test_version.py looks at it, other tests run with such a torch as with any.
-    r"ignore:amp_graph. torch .* is newer than:UserWarning",
 )
 
 
@@ -127,7 +125,7 @@ def _all_is_worth_it(request, monkeypatch):
 def _said_once_per_process(monkeypatch):
     """Keep quiet of what is said once in a process, or once a model; the tests of it turn it on."""
     monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", -1.0)
-    monkeypatch.setattr("amp_graph.capture.missing_kernels.TELLS", False)
+    monkeypatch.setattr("amp_graph.capture.precompile_kernels.WARNS", False)
 
 
 def no_compiler():
@@ -143,14 +141,14 @@ def no_compiler():
 
 def no_bf16_products():
     """Say what is missing for products of bf16, and for kernels that are made of them; "" where nothing is."""
-    from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+    from amp_graph.passes.torch_compat.devices import multiplies_bf16
 
     return "" if multiplies_bf16() else "needs a CPU that multiplies bf16"
 
 
 def no_bf16_of_onednn():
     """Say whether oneDNN has nothing in bf16 for this CPU; "" where it has."""
-    from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
+    from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 
     return "" if onednn_takes_bf16() else "needs a CPU for which oneDNN has bf16"
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.capture.conversion import CONVERSION
+from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.passes.graph.view_overlap import may_overlap
 from tests.measure import ZERO_GRADIENT
 from tests.random_lines import CASTS, DATA_DEPENDENT, DTYPED, OPERATIONS, ROWS, VIEWS, WIDTH, WRITES, finite, fit, like

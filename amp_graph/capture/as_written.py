@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from amp_graph.capture.capture_log import first_line
-from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.devices import device_of_model
+from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState
 from amp_graph.passes.precision.fp32_operands import DENSE
 from amp_graph.passes.torch_compat.autograd import users_functions
-from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.passes.torch_compat.modules import plain_attribute
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
@@ -51,7 +51,7 @@ class AsWritten:
     model: torch.nn.Module
     forward: Callable[..., Any]
     policy: Policy
-    said: Complaints
+    diagnostics: Diagnostics
     dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
     widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
     in_fp32: bool = False  # whether all calls run in fp32: graphs are measured, in fp32 as well
@@ -93,7 +93,7 @@ class AsWritten:
             result = self.forward(*args, **kwargs)
             self._fails = True
             cause = f"{type(error).__name__}: {first_line(error)}"
-            self.said.complain(f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause)
+            self.diagnostics.warn(f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause)
             return result
         self._works = True
         return result

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 
 TORCH = os.path.dirname(torch.__file__)
@@ -77,8 +78,3 @@ def break_at(reason: str, stack: Any) -> Place:
     told = first_line(reason) + (f": {explained.group(1).strip()}" if explained else "")
     own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
     return Place(f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else "", told)
-
-
-def first_line(error: Any) -> str:
-    """Return the first line of the message of ``error``."""
-    return (str(error).strip().splitlines() or [""])[0]

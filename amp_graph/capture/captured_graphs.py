@@ -1,10 +1,12 @@
-"""The graphs that Dynamo captured of one model: the rewritten form of each, and the parameters that its runs read.
+"""The graphs of one model: what captures its calls, the rewritten form of each graph, and the parameters that are read.
 
-Before: the GraphModule passed to a Dynamo backend. After: a ``Captured`` in ``graphs``, and a callable that runs it.
+Before: ``forward(x)``. After: ``CapturedGraphs.run(x)``, which runs the graph whose guards hold, or captures one; a
+``Captured`` in ``graphs`` for each.
 """
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +16,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.capture_log import CaptureLog, Place, break_at, first_line
-from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.capture_log import Place, break_at
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.capture.dynamo_backend import Compile, lower, with_sums_in_fp32
 from amp_graph.capture.gradient_underflow import UnderflowWatch
-from amp_graph.capture.missing_kernels import tell_of_missing_kernels
+from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
 from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.capture.precompile_kernels import compile_ahead
-from amp_graph.capture.recapture_limits import Budget
-from amp_graph.capture.run_as_captured import Rung, or_as_captured, rungs_below, settled, settling
+from amp_graph.capture.precompile_kernels import compile_ahead, warn_of_missing_kernels
+from amp_graph.capture.recapture_limits import GraphLimits
 from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
+from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
@@ -35,14 +37,16 @@ from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
-from amp_graph.passes.torch_compat.dynamo_capture import Runner, ends_in_break
-from amp_graph.passes.torch_compat.dynamo_frames import weakly
+from amp_graph.passes.torch_compat.dynamo_capture import Runner, capture_with_dynamo, ends_in_break
+from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, has_compiled, own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
 from amp_graph.replay.recorder import RECORDERS
 from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 
+OWN = "amp_graph_forward"  # the name of the function that is captured
 INDUCTORS_OWN = "Inductor records it: the options have triton.cudagraphs, as mode='reduce-overhead' has"
 
 
@@ -59,20 +63,26 @@ class Captured:
 
 @dataclass(eq=False)
 class CapturedGraphs:
-    """Takes the graphs of ``model``, whose forward is ``forward``: a Dynamo backend is ``take``."""
+    """The graphs of ``model``, whose forward is ``forward``, the code that Dynamo compiled of them, and its guards.
+
+    Parameters are fp32 to ``wide``, the forward that is captured. ``find`` returns the compiled code whose guards hold
+    for a call, without Dynamo; ``frames`` has that code, and is None where another compiler keeps it. ``run`` runs a
+    call through Dynamo, which captures if no guard holds: into ``take``, a Dynamo backend.
+    """
 
     model: torch.nn.Module
     forward: Callable[..., Any]
+    wide: Callable[..., Any]
     policy: Policy
     compile: Compile
+    dynamic: bool | None
     measured: tuple[Measured, ...]
-    log: CaptureLog
-    said: Complaints
+    diagnostics: Diagnostics
+    limits: GraphLimits
     options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
     runs_left_alone: int = 0  # of graphs all in fp32, under a policy that leaves graphs so
-    budget: Budget = field(default_factory=Budget)  # limits the number and size of captures
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     freezes: bool = False  # whether its graphs read frozen weights
     frozen: FrozenWeights | None = None  # those, from the first capture on
@@ -81,24 +91,74 @@ class CapturedGraphs:
 
     def __post_init__(self) -> None:
         """Set up the underflow check; nothing is captured yet."""
-        self._underflow = UnderflowWatch(self.said)
-        # Dynamo may keep compiled code, and all that it references, longer than the model lives.
+        self._underflow = UnderflowWatch(self.diagnostics)
         if self.policy.replays != "false":
             self.replays = Replays(self.model, self.policy.replays)
+
+    def start(self) -> None:
+        """Capture from the beginning: Dynamo forgets earlier captures, and frames that it gave up."""
+        self.find: Find = _find_nothing
+        self.frames: CompiledFrames | None = None
+        self._code: types.CodeType | None = None
+        self.run: Runner = self.wide if self.policy.level == "O0" else self._first
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first call, which knows the device of the model: it may have been moved since it was converted."""
+        self.run = self._capturing()
+        return self.run(*args, **kwargs)
+
+    def has_captures(self) -> bool:
+        """Say whether Dynamo has compiled code for some calls."""
+        return self._code is not None and has_compiled(self._code)
+
+    def _capturing(self) -> Runner:
+        forward = self.wide  # by which name guards read it
+
+        def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+        self._code = own.__code__
+        if self.compile in ("eager", "inductor"):
+            self.frames = CompiledFrames(own)
+            self.find = self.frames.find
+        self.limits.variants.forget()  # Dynamo dropped those
+        eager = self.compile == "eager"
+        run = capture_with_dynamo(
+            own,
+            weakly(self.take),  # Dynamo may keep compiled code, and all that it references, longer than the model lives
+            dynamic=self.dynamic,
+            fullgraph=False,
+            heard=self.diagnostics.log,
+            choice=self.limits.variants,
+            collector_waits=eager,
+            eager=eager,
+        )
+        return with_parameters_as_inputs(run) if eager else run
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
         if is_autocast_on():
             return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
         rungs = rungs_below(copy_graph(gm), self.policy, device_of(gm))
-        try:
+        rewritten: Rewritten | None = None
+        with Attempt(ListError, PolicyError) as tried:
             rewritten = self._rewritten(gm)
-        except (ListError, PolicyError):
-            raise
-        except Exception as error:
-            self._tell_of(error)
-            return self._counted(or_as_captured(rungs[0], rungs[1:], weakly(self._tell_of), always=has_symbols(gm)))
-        return self._recorded(rewritten, example_inputs, rungs)
+            self._record(rewritten)
+            run = lower(gm, example_inputs, self.compile, rewritten.policy, options=self.options)
+            rungs = [lambda: run, *rungs]
+        if tried.error is not None:
+            self._warn_of_failure(tried.error)
+        call = on_ladder(rungs, weakly(self._warn_of_failure), always=has_symbols(gm))
+        if rewritten is None:
+            return self._counted(call)
+        if self.replays is not None:
+            summing = partial(with_sums_in_fp32, policy=rewritten.policy, device=device_of(gm))
+            why = INDUCTORS_OWN if records_itself(self.options) else ""
+            call = self.replays.wrap(gm, call, summing, eager=self.compile == "eager", why=why)
+        warn_of_missing_kernels()
+        watched = rewritten.dtype == torch.float16 and self.graphs[-1].grad
+        return self._counted(call, left_alone=_is_all_fp32(rewritten), watched=watched)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
@@ -109,66 +169,31 @@ class CapturedGraphs:
         if eager and torch.is_grad_enabled():  # which are needed if the model was converted in eval mode
             compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
         self.frozen = self.frozen or self._new_frozen(device)  # not earlier: an unpickled model has no parameters yet
-        how: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
+        modes: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
         last: list[Pass] = []
         if eager and self.policy.level != "O0" and not self._is_recorded(device):  # casts are recorded with the rest
-            last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", user=self, **how))
+            last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", user=self, **modes))
         if self.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
-        strict = self.said.strict or None
-        how["inductor"] = self.options if self.compile == "inductor" else None
-        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **how)
+        modes["inductor"] = self.options if self.compile == "inductor" else None
+        strict = self.diagnostics.strict or None
+        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **modes)
 
-    def _recorded(self, rewritten: Rewritten, example_inputs: Sequence[Any], rungs: Sequence[Rung]) -> Runner:
+    def _record(self, rewritten: Rewritten) -> None:
         record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
         broken = break_of(rewritten.gm)
         if broken is not None:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
         self.notes_reads = True
-        self.budget.nodes += len(rewritten.gm.graph.nodes)
-        run = self._lowered(rewritten, example_inputs, rungs)
-        if self.replays is not None:
-            device = device_of(rewritten.gm)
-            how = partial(with_sums_in_fp32, policy=rewritten.policy, device=device)
-            why = INDUCTORS_OWN if records_itself(self.options) else ""
-            run = self.replays.wrap(rewritten.gm, run, how, eager=self.compile == "eager", why=why)
-        tell_of_missing_kernels()
-        run = self._counted(run, _is_all_fp32(rewritten))
-        return self._watched(run) if rewritten.dtype == torch.float16 and record.grad else run
+        self.limits.budget.nodes += len(rewritten.gm.graph.nodes)
 
-    def _watched(self, run: Runner) -> Runner:
-        """Wrap ``run`` to check its backward for gradients that underflow in fp16."""
-        watch = weakref.ref(self._underflow)
-
-        def watching(run: Runner) -> Runner:
-            def watched(*args: Any) -> Any:
-                results = run(*args)
-                found = watch()
-                if found is not None:
-                    found.after(results)
-                return results
-
-            return watched
-
-        return settling(watching(run), lambda: None if (found := settled(run)) is None else watching(found))
-
-    def _lowered(self, rewritten: Rewritten, example_inputs: Sequence[Any], rungs: Sequence[Rung]) -> Runner:
-        """Return a callable that runs a rewritten graph, and falls back to ``rungs`` if that fails."""
-        always, tell = has_symbols(rewritten.gm), weakly(self._tell_of)
-        try:
-            run = lower(rewritten.gm, example_inputs, self.compile, rewritten.policy, options=self.options)
-        except Exception as error:
-            self._tell_of(error)
-            return or_as_captured(rungs[0], rungs[1:], tell, always=always)
-        return or_as_captured(lambda: run, rungs, tell, always=always)
-
-    def _tell_of(self, error: Exception) -> None:
+    def _warn_of_failure(self, error: Exception) -> None:
         """Report that a graph runs as captured; raises ``error`` if strict."""
-        if self.said.strict or is_strict():
+        if self.diagnostics.strict or is_strict():
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
-        self.said.complain("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
+        self.diagnostics.warn("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 
     def unread(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that no graph run has read, by name."""
@@ -177,32 +202,44 @@ class CapturedGraphs:
     def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
         """Run a graph as captured, under the autocast state of its capture."""
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
-        self.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
+        self.diagnostics.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
-    def _counted(
-        self,
-        run: Runner,
-        alone: bool = False,
-    ) -> Runner:
-        """Wrap ``run`` to count its runs, the runs of graphs left in fp32 (``alone``), and the parameters it reads.
+    def _counted(self, run: Runner, *, left_alone: bool = False, watched: bool = False) -> Runner:
+        """Wrap ``run`` to count its runs, those of graphs left in fp32 (``left_alone``), and the parameters it reads.
 
-        What it settles as counts nothing: the conversion, which calls it, does.
+        Its fast path counts nothing: the conversion, which calls it, does. ``watched``: gradients that underflow in
+        fp16 are looked for in its backward.
         """
-        first, owner = True, weakref.ref(self)
+        first, owner, watch = True, weakref.ref(self), weakref.ref(self._underflow)
+
+        def watching(run: Runner) -> Runner:
+            def call(*args: Any) -> Any:
+                results = run(*args)
+                if (underflow := watch()) is not None:
+                    underflow.after(results)
+                return results
+
+            return call if watched else run
+
+        checked = watching(run)
 
         def counted(*args: Any) -> Any:
             nonlocal first
-            counts = owner()
-            if counts is not None:  # a captured function of the user may be called by another model
+            graphs = owner()
+            if graphs is not None:  # a captured function of the user may be called by another model
                 first = False
-                if counts.notes_reads:
-                    counts._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
-                counts.runs += 1
-                counts.runs_left_alone += alone
-            return run(*args)
+                if graphs.notes_reads:
+                    graphs._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+                graphs.runs += 1
+                graphs.runs_left_alone += left_alone
+            return checked(*args)
 
-        return settling(counted, lambda: None if first or alone else settled(run))
+        def fast_path() -> Runner | None:
+            found = None if first or left_alone else fast_path_of(run)
+            return None if found is None else watching(found)
+
+        return with_fast_path(counted, fast_path)
 
     def _is_recorded(self, device: str | None) -> bool:
         return self.replays is not None and device in RECORDERS
@@ -214,6 +251,20 @@ class CapturedGraphs:
         made = FrozenWeights(self.model, self.policy.torch_dtype(device or "cpu"))
         weakref.finalize(self, made.drop).atexit = False
         return made
+
+
+def _find_nothing(local: dict[str, Any]) -> None:
+    """Find no compiled code, so that every call goes through Dynamo."""
+
+
+def with_parameters_as_inputs(run: Runner) -> Runner:
+    """Let calls of ``run`` capture parameters as inputs, so that their casts can be cached."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with parameters_as_inputs():
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _is_all_fp32(rewritten: Rewritten) -> bool:

@@ -9,6 +9,7 @@ call it, and so does an outer ``torch.compile``, which would otherwise silently 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import types
@@ -22,18 +23,15 @@ from torch import Tensor, is_grad_enabled
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.as_written import AsWritten
-from amp_graph.capture.capture_log import CaptureLog, TwoDtypes, first_line
-from amp_graph.capture.capture_runners import OWN, CaptureRunners
-from amp_graph.capture.captured_graphs import Captured, CapturedGraphs
-from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.capture_log import TwoDtypes
+from amp_graph.capture.captured_graphs import OWN, Captured, CapturedGraphs
+from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, forget_new_objects, watch_new_objects
 from amp_graph.capture.dynamo_backend import Compile
-from amp_graph.capture.graph_limits import GraphLimits
-from amp_graph.capture.missed_code import MissedCode
-from amp_graph.capture.new_objects import forget_new_objects, watch_new_objects
-from amp_graph.capture.recapture_limits import MOST, NoGraph
+from amp_graph.capture.recapture_limits import MOST, Budget, GraphLimits, NoGraph
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.lists.errors import first_line
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.memory.gradient_buffers import POOL
@@ -47,19 +45,20 @@ from amp_graph.passes.torch_compat.dispatch import (
     jit_trace,
     mode_without_capture,
 )
-from amp_graph.passes.torch_compat.dynamo_entries import CALLS, FRAMES, Entry
-from amp_graph.passes.torch_compat.dynamo_frames import (
+from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_entries import (
+    CALLS,
+    FRAMES,
+    Entry,
     dynamo_listens,
     outside_dynamo,
 )
-from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES, HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 TRIED_AGAIN = frozenset(8**n for n in range(20))  # calls without any graph, after which one is captured: it may be now
 Graphs = TypeVar("Graphs", bound=CapturedGraphs)
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
@@ -91,15 +90,12 @@ class Conversion:
         # Captured, and run where capture fails. It sees low-precision parameters (O2, O3) as fp32.
         self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
-        self.log, self.said = CaptureLog(), Complaints(self.model, self.strict)
-        own = (self.model, self.forward, self.policy, self.compile, self.measured)
-        self.captured = CapturedGraphs(*own, self.log, self.said, self.options)
-        self.plain = AsWritten(self.model, self._wide, self.policy, self.said)  # runs calls without graphs
+        self.diagnostics = Diagnostics(self.model, self.strict)
+        self.plain = AsWritten(self.model, self._wide, self.policy, self.diagnostics)  # runs calls without graphs
+        self.captured = self._graphs(CapturedGraphs, options=self.options)
         self._misses = 0  # calls without any graph, one after the other
         self._partial = set[tuple[bool, bool, bool]]()  # modes in which graphs leave out weights: such calls have none
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
-        how = (OWN, self.max_graphs, self.dynamic is not False, self.captured.budget)
-        self.limits = GraphLimits(self.model, self.forward, *how, self.said, lambda: self.plain.how)
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
 
@@ -116,25 +112,27 @@ class Conversion:
     @property
     def escaped_runs(self) -> str:
         """How code without a graph runs; "" if there is no such code."""
-        return (self.plain.how if self._partial else "in fp32") if self.log.breaks else ""
+        return (self.plain.how if self._partial else "in fp32") if self.diagnostics.log.breaks else ""
 
-    def taken_by(self, kind: type[Graphs], said: Complaints, **options: Any) -> Graphs:
-        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, and ``said`` the reports; before ``attach``.
+    def _graphs(self, kind: type[Graphs], **options: Any) -> Graphs:
+        static = (self.max_graphs, self.dynamic is not False)
+        limits = GraphLimits(self.model, self.forward, OWN, *static, Budget(), self.diagnostics, lambda: self.plain.how)
+        compiled = (self.policy, self.compile, self.dynamic, self.measured)
+        return kind(self.model, self.forward, self._wide, *compiled, self.diagnostics, limits, **options)
+
+    def taken_by(self, kind: type[Graphs], diagnostics: Diagnostics, **options: Any) -> Graphs:
+        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, with these ``diagnostics``; before ``attach``.
 
         What runs without graphs runs in fp32, and calls whose graphs leave out weights keep their graphs.
         """
-        self.said = self.plain.said = said
+        self.diagnostics = self.plain.diagnostics = diagnostics
         self.plain.in_fp32 = True
-        own = (self.model, self.forward, self.policy, self.compile, self.measured, self.log, said)
-        self.captured = graphs = kind(*own, **options)
+        self.captured = graphs = self._graphs(kind, **options)
         return graphs
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
-        how = (self.policy, self.compile, self.dynamic, self.captured, self.limits, self.log)
-        self.runners = CaptureRunners(self.model, self._wide, *how)
-        self.missed = MissedCode(self.model, self.forward, self.log, self.said)
-        self.runners.start()
+        self.captured.start()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
         watch_new_objects(self.model, str(self.policy))
@@ -172,7 +170,7 @@ class Conversion:
         ready = self._ready
         if (
             ready is not None
-            and (run := ready.settled) is not None
+            and (run := ready.fast_path) is not None
             and FRAMES._stance is ready.stance
             and not (is_autocast_on() or has_modes() or jit_trace() or innermost_transform())  # an export is a mode
             and ready.compiles_autograd() is not True
@@ -185,13 +183,14 @@ class Conversion:
                 fits = ready.restore()
             if fits:
                 CALLS.generation += 1
-                self.captured.runs += 1
-                self.limits.budget.calls += 1
+                captured = self.captured
+                captured.runs += 1
+                captured.limits.budget.calls += 1
                 return run(*args, **kwargs)
         if being_traced():
             raise self._not_to_be_traced()
         if is_autocast_on():
-            self.said.note("called under torch.autocast, which was disabled: the plan decides precision")
+            self.diagnostics.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
         if self._alone.kinds and self._alone.has(args, kwargs):
@@ -216,36 +215,36 @@ class Conversion:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
-            self.said.complain("called inside a torch.func transform, which prevents capture: this call ran in fp32")
+            self.diagnostics.warn("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self._wide(*args, **kwargs)
         if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
-            self.said.complain(
+            self.diagnostics.warn(
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.plain.how}"
             )
             return self.plain.run(args, kwargs)
-        captured, limits, self._ready = self.captured, self.limits, None
+        captured, limits, self._ready = self.captured, self.captured.limits, None
         before, alone = captured.runs, captured.runs_left_alone
         if self._has_no_graph(args, kwargs) or (limits.has_pauses() and limits.passes()):
             return self.plain.run(args, kwargs)
         try:
-            found = self.runners.find({"args": args, "kwargs": kwargs, "forward": self._wide})
+            found = captured.find({"args": args, "kwargs": kwargs, "forward": self._wide})
         except RuntimeError as error:  # guards read strides; strided nested tensors have none
-            self.said.complain(
+            self.diagnostics.warn(
                 f"called with an input that Dynamo's guards cannot check: it ran {self.plain.how}",
                 str(error).partition(". ")[0],
             )
             return self.plain.run(args, kwargs)
         try:
-            result = (found or self._looked_up)(*args, **kwargs)
+            result = (found or captured.run)(*args, **kwargs)
         except NoGraph as stopped:
             if not limits.has_none(stopped):
                 raise
         except TwoDtypes as stopped:
             self._partial.add(self._mode(args, kwargs))
             self.plain.widens = True
-            told = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
-            self.said.complain(told, first_line(stopped.__cause__), warned=self.plain.region is None)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
+            what = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
+            self.diagnostics.warn(what, first_line(stopped.__cause__), only_note=self.plain.region is not None)
+        except dynamo_errors.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
@@ -254,8 +253,8 @@ class Conversion:
                 if captured.runs == before and wait_for_traces_of_others():
                     return self._call(args, kwargs)
                 raise self._not_to_be_traced() from error
-            if captured.runs == before and not self.runners.has_captures():
-                self.runners.start()  # Dynamo skips that frame for good
+            if captured.runs == before and not captured.has_captures():
+                captured.start()  # Dynamo skips that frame for good
             raise
         else:
             return self._ran(result, args, kwargs, before, alone)
@@ -272,32 +271,33 @@ class Conversion:
             self._misses += 1
             if self._misses not in TRIED_AGAIN:
                 return True
-            self.runners.start()  # Dynamo skips a frame for good, even if the cause is gone
+            self.captured.start()  # Dynamo skips a frame for good, even if the cause is gone
         return bool(self._partial) and self._mode(args, kwargs) in self._partial
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
-        self.limits.ran()
         captured = self.captured
+        captured.limits.ran()
         if captured.runs == before:
             self._nothing_ran(result)
             return result
         self._misses = 0
-        is_new = self.log.events > 0
+        is_new = self.diagnostics.log.events > 0
         if is_new:
             self.plain.learn(result)
             self._report_parts(self._mode(args, kwargs))
         captured.notes_reads = False
         if captured.runs_left_alone - alone == captured.runs - before:
             self._leave_alone(args, kwargs)
-        elif not is_new and (frames := self.runners.frames) is not None and not self.limits.has_pauses():
-            self._ready = frames.settled()  # nothing is left to report of calls like this one
+        elif not is_new and (frames := captured.frames) is not None and not captured.limits.has_pauses():
+            self._ready = frames.fast_path()  # nothing is left to report of calls like this one
         return result
 
     def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
         """Report what no graph reads; where it has weights, further calls run without graphs, under autocast."""
-        self.log.events = 0
-        held_low = self.policy.level in HELD_LOW and self.log.breaks  # graphs hand on fp32 copies of all parameters
+        log = self.diagnostics.log
+        log.events = 0
+        held_low = self.policy.level in HELD_LOW and log.breaks  # graphs hand on fp32 copies of all parameters
         unread = dict(self.model.named_parameters()) if held_low else self.captured.unread()
         if not unread:
             return
@@ -306,36 +306,28 @@ class Conversion:
         plain = multiplies and self.compile == "eager" and self.plain.region is not None
         if plain:
             self._partial.add(mode)
-        self.missed.report_parts(list(unread), self.plain.how if plain else "", warned=multiplies and not plain)
-
-    def _looked_up(self, *args: Any, **kwargs: Any) -> Any:
-        """Run through Dynamo, which captures if no guard holds; parameters are inputs, so that they can be cached."""
-        if self.compile != "eager":
-            return self.runners.run(*args, **kwargs)
-        with parameters_as_inputs():
-            return self.runners.run(*args, **kwargs)
+        further = self.plain.how if plain else ""
+        self.diagnostics.uncaptured_parts(list(unread), further, only_note=plain or not multiplies)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
             return
-        if WIDENED in left.gm.meta:  # the code as written needs autocast
-            self.said.left_alone(left.gm, left.dtype)
-            return
-        if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
-            self._alone.add(args, kwargs)
-        if self.runners.frames is not None:
-            self.runners.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
-        self.said.left_alone(left.gm, left.dtype)
+        if WIDENED not in left.gm.meta:  # else the code as written needs autocast
+            if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
+                self._alone.add(args, kwargs)
+            if self.captured.frames is not None:
+                self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
+        self.diagnostics.left_alone(left.gm, left.dtype)
 
     def _nothing_ran(self, result: Any) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
-        if self.log.skips or self.log.breaks:  # else Dynamo was kept from this call
+        if self.diagnostics.log.skips or self.diagnostics.log.breaks:  # else Dynamo was kept from this call
             self.plain.learn(result)
             self._misses = self._misses or 1
-        self.missed.report_call(self.plain.how)
+        self.diagnostics.uncaptured_call(self.forward, self.plain.how)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -350,31 +342,20 @@ class Conversion:
         if copied is None:
             raise CaptureError("a conversion cannot be copied without its model\n  fix:   copy.deepcopy(model)")
         copy_masters(self.model, memo)
-        wrapped = copy.deepcopy(self.wrapped, memo)
-        how = (self.policy, self.compile, self.dynamic, self.strict, wrapped, self.measured, self.max_graphs)
-        return restore(copied, *how, self.options, self.narrows_to)
+        return restore(copied, {**self.settings(), "wrapped": copy.deepcopy(self.wrapped, memo)})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the model and the options; graphs are captured again."""
-        how = (self.policy, self.compile, self.dynamic, self.strict)
-        return restore, (self.model, *how, self.wrapped, self.measured, self.max_graphs, self.options, self.narrows_to)
+        return restore, (self.model, self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return what this conversion was made with, but for the model."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "model"}
 
 
-def restore(
-    model: torch.nn.Module,
-    policy: Policy,
-    compile: Compile,
-    dynamic: bool | None,
-    strict: bool,
-    wrapped: Callable[..., Any] | None = None,
-    measured: tuple[Measured, ...] = (),
-    max_graphs: int = MOST,
-    options: Options | None = None,
-    narrows_to: dict[str, torch.dtype] | None = None,
-) -> Conversion:
+def restore(model: torch.nn.Module, settings: dict[str, Any]) -> Conversion:
     """Attach a conversion to a copied or unpickled model, whose state may not be loaded yet."""
-    how = (policy, compile, dynamic, strict, wrapped, measured, max_graphs, options or {}, dict(narrows_to or {}))
-    made = Conversion(model, *how)
+    made = Conversion(model, **settings)
     made.attach()
     return made
 

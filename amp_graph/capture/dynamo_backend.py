@@ -19,6 +19,7 @@ from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.graph_log import warn_of_full_precision
+from amp_graph.lists.errors import Undo
 from amp_graph.passes.backends.inductor.compile import compile_with_inductor
 from amp_graph.passes.backends.inductor.user_options import DEFAULT, why_not
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, tag_checkpoints
@@ -30,7 +31,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
-from amp_graph.passes.torch_compat.dynamo_capture import Runner
+from amp_graph.passes.torch_compat.dynamo_capture import Runner, lookup_backend
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, rewrite_in_place
 
@@ -102,7 +103,7 @@ def check_compile(caller: str, compile: Compile) -> None:
     """Raise CaptureError if ``compile`` names no backend."""
     if compile == "eager" or callable(compile):
         return
-    legal = torch._dynamo.list_backends(exclude_tags=())
+    legal = torch.compiler.list_backends(exclude_tags=())
     if compile not in legal:
         raise CaptureError(
             f"{caller}: unknown compile={compile!r}\n  legal: a Dynamo backend ({', '.join(legal)}) or a callable\n"
@@ -119,21 +120,12 @@ def lower(
     """
     switches = switches_modes(gm)  # read before a backend consumes the graph
     run = with_sums_in_fp32(_lowered(gm, example_inputs, compile, policy, options), policy, device_of(gm))
-    return _restoring_modes(run) if switches else run
 
-
-def _restoring_modes(run: Runner) -> Runner:
-    """Wrap ``run``, which contains the user's mode regions, to restore the modes if it raises."""
-
-    def call(*args: Any) -> Any:
-        modes = ModesOfThread()
-        try:
+    def restoring_modes(*args: Any) -> Any:
+        with Undo(ModesOfThread().restore):
             return run(*args)
-        except BaseException:
-            modes.restore()
-            raise
 
-    return call
+    return restoring_modes if switches else run
 
 
 def _lowered(
@@ -172,7 +164,7 @@ def compiler_of(
             options = {"emulate_precision_casts": True, **(options or {})}
         passes = pipeline(Phase.INDUCTOR, policy.pipeline_options(device))
         return functools.partial(compile_with_inductor, passes=passes, whole=whole, options=options)
-    return torch._dynamo.lookup_backend(compile) if isinstance(compile, str) else compile
+    return lookup_backend(compile) if isinstance(compile, str) else compile
 
 
 def _run_selective_checkpoints(gm: GraphModule) -> None:

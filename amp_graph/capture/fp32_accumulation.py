@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.torch_compat.autograd import at_end_of_backward, number_of_backward
-from amp_graph.passes.torch_compat.cuda import set_sums_of_products, sums_of_products
+from amp_graph.passes.torch_compat.devices import set_sums_of_products, sums_of_products
 
 
 class _Held:

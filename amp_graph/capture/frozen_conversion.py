@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.conversion import CONVERSION, Conversion
+from amp_graph.capture.conversion import Conversion
+from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.errors import CaptureError, warn
 
 
@@ -20,8 +21,7 @@ class FrozenConversion(Conversion):
 
     def __init__(self, thawed: Conversion) -> None:
         """Prepare the same conversion for frozen weights; ``freeze`` puts it in place."""
-        of_model = (thawed.model, thawed.policy, thawed.compile, thawed.dynamic, thawed.strict, thawed.wrapped)
-        super().__init__(*of_model, thawed.measured, thawed.max_graphs, thawed.options, thawed.narrows_to)
+        super().__init__(thawed.model, **thawed.settings())
         self.thawed = thawed
         self.captured.freezes = True
         self.attach()
@@ -47,11 +47,11 @@ class FrozenConversion(Conversion):
         result = super().__call__(*args, **kwargs)
         frozen = self.captured.frozen
         if frozen is not None and frozen.written:
-            self._tell_of_writes([*dict.fromkeys(frozen.written)])
+            self._warn_of_writes([*dict.fromkeys(frozen.written)])
             frozen.written.clear()
         return result
 
-    def _tell_of_writes(self, names: list[str]) -> None:
+    def _warn_of_writes(self, names: list[str]) -> None:
         more = f", and {len(names) - 3} more" if len(names) > 3 else ""
         warn(
             f"amp_graph: weights of the frozen {type(self.model).__name__} were written or replaced: "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.autograd import at_end_of_backward, number_of_backward
 from amp_graph.scaling.loss_scale import LossScale
@@ -38,7 +38,7 @@ class UnderflowWatch:
     below ``LIMIT`` and not zero; or that all parameter gradients are zero and those of the outputs are not.
     """
 
-    said: Complaints
+    diagnostics: Diagnostics
     calls: int = 0
     found: bool = False
     _began: bool = False  # whether the first backward was checked
@@ -74,7 +74,7 @@ class UnderflowWatch:
             return
         arrived, elements = [large for large, _ in self._arrived], max(count for _, count in self._arrived)
         self._arrived.clear()
-        grads = [p.grad for p in self.said.model.parameters() if p.grad is not None and _is_plain(p.grad)]
+        grads = [p.grad for p in self.diagnostics.model.parameters() if p.grad is not None and _is_plain(p.grad)]
         device = arrived[0].device
         if any(g.device != device for g in (*arrived, *grads)):
             return
@@ -111,14 +111,14 @@ class UnderflowWatch:
 
     def _say_that_nothing_scales(self) -> None:
         what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
-        self.said.note(f"{what}; scale the loss")
-        warn(f"amp_graph: {type(self.said.model).__name__} {what}\n  fix:   {FIX}")
+        self.diagnostics.note(f"{what}; scale the loss")
+        warn(f"amp_graph: {type(self.diagnostics.model).__name__} {what}\n  fix:   {FIX}")
 
     def _say(self, what: str) -> None:
         self.found = True
         what = f"gradients are too small for fp16, which rounds below 3.0e-08 to 0 and is inexact just above: {what}"
-        self.said.note(f"{what}; scale the loss")
-        warn(f"amp_graph: {type(self.said.model).__name__}: {what}\n  fix:   {FIX}")
+        self.diagnostics.note(f"{what}; scale the loss")
+        warn(f"amp_graph: {type(self.diagnostics.model).__name__}: {what}\n  fix:   {FIX}")
 
 
 def has_scaler() -> bool:

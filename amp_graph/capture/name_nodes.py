@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.graph.meta_keys import INPUT, MODULE, WISH
 from amp_graph.passes.graph.node_info import clean_path, with_parents
-from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.passes.torch_compat.modules import plain_attribute
 
 
 def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., Any]) -> None:

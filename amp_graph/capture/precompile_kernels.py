@@ -1,4 +1,4 @@
-"""Compiles the C kernels that a model may need in background threads, while the model is captured.
+"""Compiles the C kernels that a model may need in background threads during its capture; reports missing ones.
 
 Before: passes wait for the C compiler, up to a second per source. After ``compile_ahead(model, low, trains=True)``:
 capture, which takes longer, and compilation overlap.
@@ -14,17 +14,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from amp_graph.errors import warn
+from amp_graph.passes.native.code_cache import FIX
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, lstm_kernel_is_profitable
-from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.native.jit_compiler import CompilerError, why_refused
 from amp_graph.passes.native.kernel_table import load_kernel
-from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
-from amp_graph.passes.torch_compat.module_attributes import plain_attribute, weights_of
+from amp_graph.passes.torch_compat.devices import cpu_has_bf16
+from amp_graph.passes.torch_compat.modules import plain_attribute, weights_of
 
 Library = Callable[[], object]
 THREAD = "amp_graph compiles"
 COMPILERS = 2  # at a time: more would delay the kernels that are needed first
 MANY_ROWS = 4096  # sizes that batches may have
 MANY_CLASSES = 4096  # outputs of a linear that looks like a language-model head: its loss uses our kernel
+WARNS = True  # whether missing kernels are reported; tests that remove the compiler turn it off
+_warned: set[str] = set()  # reasons, once per process
 _begun: set[str] = set()  # what this process has compiled or is compiling
 
 
@@ -104,3 +108,15 @@ def _number(part: nn.Module, name: str) -> float:
     """Return an integer option of ``part``; 0 if a subclass stores something else."""
     found = plain_attribute(part, name)
     return found if isinstance(found, int | float) else 0
+
+
+def warn_of_missing_kernels() -> None:
+    """Warn of each new reason for which kernels could not be compiled or loaded."""
+    for why, names in why_refused().items():
+        if WARNS and why not in _warned:
+            _warned.add(why)
+            warn(
+                f"amp_graph: torch's kernels run in place of compiled ones ({', '.join(names)}), which is slower: "
+                f"{why}\n"
+                f"  fix:   install gcc or clang, or set CC; a folder that can be written: {FIX}"
+            )

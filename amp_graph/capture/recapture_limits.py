@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from amp_graph.capture.recapture_reasons import Called, Varied, varied_by
+from amp_graph.capture.diagnostics import Diagnostics
+from amp_graph.capture.recapture_reasons import CallSite, ChangedValue, call_site, changed_value
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
@@ -67,7 +69,7 @@ class Budget:
 
 
 @dataclass
-class Bare:
+class Backoff:
     """Calls without a graph after captures have stopped: the more there are, the more rarely guards are checked.
 
     The guards of 16 graphs take a noticeable part of a small model's call. Counted per mode, train or eval.
@@ -110,10 +112,10 @@ class Variants(CaptureChoice):
     symbols: bool
     budget: Budget
     static: int = STATIC  # captures that treat integer attributes of modules as constants
-    of: Called = field(default_factory=Called)  # the function named in messages
+    of: CallSite = field(default_factory=CallSite)  # the function named in messages
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # graphs, by place
     _before: int = 0  # nodes captured before the current capture
-    why: Varied | None = None  # the varying value that stopped captures
+    why: ChangedValue | None = None  # the varying value that stopped captures
     whole: bool = False  # whether they stopped for whole calls, not for the code after a graph break
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
@@ -123,7 +125,7 @@ class Variants(CaptureChoice):
         count = self.captures[self._place(frame)]
         if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
             if self.why is None:
-                self.why, self.whole = varied_by(failed_guards(frame), frame, self.of, count), self._is_own(frame)
+                self.why, self.whole = changed_value(failed_guards(frame), frame, self.of, count), self._is_own(frame)
             if self._is_own(frame):
                 raise NoGraph(self)
             return None
@@ -158,3 +160,58 @@ class Variants(CaptureChoice):
         name = self.own if self._is_own(frame) else code.co_name
         of = id(module) if isinstance(module, torch.nn.Module) else None
         return name, code.co_filename, code.co_firstlineno, of
+
+
+@dataclass(eq=False)
+class GraphLimits:
+    """The capture limits of ``model``: ``variants`` counts the graphs of each place."""
+
+    model: torch.nn.Module
+    forward: Callable[..., Any]
+    own: str  # the name of the function that is captured
+    most: int
+    symbols: bool  # whether numbers may become symbols
+    budget: Budget
+    diagnostics: Diagnostics
+    how: Callable[[], str]  # how calls without a graph run, in words
+
+    def __post_init__(self) -> None:
+        """Start with no captures."""
+        self.variants = Variants(self.own, self.most, self.symbols, self.budget, of=call_site(self.forward))
+        self._backoff = Backoff()
+        self.has_pauses = self._backoff.pauses.__len__  # whether ``passes`` has to be asked, in one C call
+
+    def passes(self) -> bool:
+        """Return whether a call runs without checking guards."""
+        if not self._backoff.passes(self.model.training):
+            return False
+        self.budget.calls += 1
+        return True
+
+    def has_none(self, stopped: NoGraph) -> bool:
+        """Return whether these limits ``stopped`` the call; if so, warn about what varies between calls."""
+        if stopped.owner is not self.variants:
+            return False
+        self.budget.calls += 1
+        self._backoff.missed(self.model.training)
+        self._warn_of_what_varies()
+        return True
+
+    def ran(self) -> None:
+        """Record a call that ran on captured graphs, at least in part."""
+        self.budget.calls += 1
+        if self._backoff.pauses:
+            self._backoff.hit(self.model.training)
+        if self.variants.why is not None:
+            self._warn_of_what_varies()
+
+    def _warn_of_what_varies(self) -> None:
+        """Report once that captures have stopped, and which value, constant in each graph, keeps changing."""
+        why = self.variants.why
+        assert why is not None, "only called after captures have stopped"
+        rarely = "" if why.captures >= self.most else ", and new captures get ever rarer"
+        bare = f"calls without a graph run {self.how()}" if self.variants.whole else "code without a graph runs in fp32"
+        self.diagnostics.warn(
+            f"captured {why.captures} times, and calls still differ: {bare} from now on{rarely}",
+            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} limits the graphs that are kept",
+        )

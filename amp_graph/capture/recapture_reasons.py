@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_graph.capture.capture_log import break_at
+from amp_graph.lists.errors import Attempt
 
 LONGEST = 80  # characters of a value, and of a line, that are shown
 
 
 @dataclass(frozen=True)
-class Varied:
+class ChangedValue:
     """The value in which calls differ, as in the last call; ``fix``: how to make them equal."""
 
     what: str
@@ -35,7 +36,7 @@ class Varied:
 
 
 @dataclass(frozen=True)
-class Called:
+class CallSite:
     """A forward's argument names and first line, without a reference to its model.
 
     Dynamo's compiled code may outlive a model, together with all that its callback references.
@@ -45,7 +46,7 @@ class Called:
     where: str = ""
 
 
-def called(forward: Callable[..., Any]) -> Called:
+def call_site(forward: Callable[..., Any]) -> CallSite:
     """Describe ``forward``."""
     try:
         names = tuple(inspect.signature(forward).parameters)
@@ -53,44 +54,46 @@ def called(forward: Callable[..., Any]) -> Called:
         names = ()
     code = getattr(forward, "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
-    return Called(names, where)
+    return CallSite(names, where)
 
 
-def varied_by(guards: Sequence[tuple[str, Any]], frame: Any, of: Called, captures: int) -> Varied:
+def changed_value(guards: Sequence[tuple[str, Any]], frame: Any, of: CallSite, captures: int) -> ChangedValue:
     """Return the most frequent cause among failed ``guards``, one per graph, given with their stacks."""
     read = [_read(guard.partition(" #")[0].strip(), frame, of.names) for guard, _ in guards]
     if not read:
-        return Varied("a value that no guard names", "", "", "see TORCH_LOGS=recompiles", captures)
+        return ChangedValue("a value that no guard names", "", "", "see TORCH_LOGS=recompiles", captures)
     (what, _), *_ = Counter(one.what for one in read).most_common(1)
     i = next(i for i, one in enumerate(read) if one.what == what)
     return replace(read[i], where=break_at("", guards[i][1]).where or of.where, captures=captures)
 
 
-def _read(guard: str, frame: Any, names: Sequence[str]) -> Varied:
+def _read(guard: str, frame: Any, names: Sequence[str]) -> ChangedValue:
     """Parse one guard: an expression, or a sentence about a tensor."""
     size = re.match(r"tensor '(?P<of>.*)' size mismatch at index (?P<i>\d+)\. expected \d+, actual (?P<n>\d+)", guard)
     if size:
-        return Varied(f"{_named(size['of'], names)}.shape[{size['i']}]", size["n"], "", "pad it to a few sizes")
+        return ChangedValue(f"{_named(size['of'], names)}.shape[{size['i']}]", size["n"], "", "pad it to a few sizes")
     other = re.match(r"tensor '(?P<of>.*?)' (?P<what>.*?) mismatch\. expected .*, actual (?P<now>.*)", guard)
     if other:
-        return Varied(f"the {other['what']} of {_named(other['of'], names)}", other["now"], "", "one for all calls")
+        return ChangedValue(
+            f"the {other['what']} of {_named(other['of'], names)}", other["now"], "", "one for all calls"
+        )
     return _of_value(guard, frame, names)
 
 
-def _of_value(guard: str, frame: Any, names: Sequence[str]) -> Varied:
+def _of_value(guard: str, frame: Any, names: Sequence[str]) -> ChangedValue:
     """Parse a guard on a value: its name, and its value now."""
     equal = re.fullmatch(r"(?P<of>[^=!<>]+) == .+", guard)
     if equal is None:
-        return Varied(f"whether {_named(guard, names)}", "", "", "make calls alike")
+        return ChangedValue(f"whether {_named(guard, names)}", "", "", "make calls alike")
     what = _named(equal["of"], names)
     few = f"use few values of {what}, or pass it as a tensor if it is only used in arithmetic"
-    try:
+    with Attempt() as tried:
         value = eval(equal["of"], {"L": frame.f_locals, "G": frame.f_globals})
-    except Exception:  # a Dynamo-internal name; the value is optional
-        return Varied(what, "", "", few)
+    if tried.error is not None:  # a Dynamo-internal name; the value is optional
+        return ChangedValue(what, "", "", few)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and equal["of"].startswith("G["):
         few = f"pass {what} as an argument, or store torch.tensor({value!r}): Python numbers on modules are constants"
-    return Varied(what, _short(repr(value)), "", few)
+    return ChangedValue(what, _short(repr(value)), "", few)
 
 
 def _named(source: str, names: Sequence[str]) -> str:

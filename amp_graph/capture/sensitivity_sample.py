@@ -1,11 +1,14 @@
-"""Runs a model's loss once in fp32, to measure how much rounding each value would change it.
+"""Measures the graphs of a model that runs as captured, in fp32: how much does rounding a value change its loss.
 
-Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures.
+Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures. What
+else is measured, by ``numerics``, takes graphs in the same way: ``with captured_by(model, policy, take): model(x)``, in
+which ``take`` gets each graph of the call, and what it returns runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,11 +17,11 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.conversion import Conversion
-from amp_graph.capture.diagnostics import Complaints
+from amp_graph.capture.diagnostics import Silent
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
-from amp_graph.model_state import unchanged
+from amp_graph.model_state import ModelState, restored
 from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
@@ -26,6 +29,49 @@ from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
 
 Sample = Callable[[Any], torch.Tensor]
+Take = Callable[[GraphModule], Runner]
+
+
+@dataclass(eq=False)
+class TakenGraphs(CapturedGraphs):
+    """Graphs that a function takes. ``before``: the state of the model when its graphs began to be taken."""
+
+    taker: Take | None = field(default=None)
+    before: ModelState | None = field(default=None)
+
+    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
+        """Name the nodes of one captured graph, and let the taker return what runs it."""
+        assert self.taker is not None, "set where this is made"
+        name_nodes(gm, self.model, self.forward)
+        run = self.taker(gm)
+
+        def counted(*args: Any) -> Any:
+            self.runs += 1
+            return run(*args)
+
+        return counted
+
+
+@contextmanager
+def captured_by(
+    model: torch.nn.Module, policy: Policy, take: Take, *, dynamic: bool | None = None
+) -> Iterator[TakenGraphs]:
+    """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``."""
+    made = Conversion(model, in_fp32(policy), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
+    graphs = made.taken_by(TakenGraphs, Silent(model, strict=False), taker=take)
+    with torch.enable_grad():
+        made.attach()
+        try:
+            graphs.before = ModelState(model)
+            with restored(graphs.before):
+                yield graphs
+        finally:
+            made.detach()
+
+
+def in_fp32(policy: Policy) -> Policy:
+    """Return ``policy`` for graphs that run as captured: what leaves the graphs runs in fp32 as well."""
+    return replace(policy, level="O1", replay="false", calibration="", keep_ops=(), widen=False)
 
 
 @dataclass(frozen=True)
@@ -36,40 +82,11 @@ class Sampled:
     measured: Measured
 
 
-@dataclass(eq=False)
-class SampledGraphs(CapturedGraphs):
-    """Graphs that run as captured, in fp32, and measure."""
-
-    found: list[tuple[Problem, MeasureInfluence]] = field(default_factory=list)
-    through_inputs: bool = True  # whether inputs without requires_grad get gradients, to be measured
-
-    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Prepare one captured graph for planning; return a callable that runs and measures it."""
-        name_nodes(gm, self.model, self.forward)
-        problem = ready_to_plan(gm, self.policy, device_of_model(self.model))
-        buffers = {id(b) for b in self.model.buffers()} if self.through_inputs else None
-        measuring = MeasureInfluence(gm, problem.memory, buffers)
-        self.found.append((problem, measuring))
-
-        def run(*args: Any) -> Any:
-            self.runs += 1
-            return measuring.run(*args)
-
-        return run
-
-
-class Silent(Complaints):
-    """Reports nothing: the conversion that follows reports."""
-
-    def complain(self, what: str, causes: str = "", warned: bool = True, fix: str = "") -> None:
-        """Ignore it."""
-
-
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
     """Return what one ``sample(model)`` and its backward, in fp32, measure in each graph of ``model``.
 
-    The model is as before: ``ModelState``. Raises CaptureError
-    if ``sample`` returns no loss, or one that does not come from ``model``; its own errors propagate.
+    The model is as before: ``ModelState``. Raises CaptureError if ``sample`` returns no loss, or one that does not come
+    from ``model``; its own errors propagate.
     """
     try:
         return _measure(model, policy, sample, dynamic, through_inputs=True)
@@ -83,26 +100,21 @@ def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: boo
 def _measure(
     model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None, through_inputs: bool
 ) -> list[Sampled]:
-    sampling, graphs = _sampling(model, policy, dynamic, through_inputs)
-    with unchanged(model), torch.enable_grad():
-        sampling.attach()
-        try:
-            _differentiate(sample(model), graphs)
-        finally:
-            sampling.detach()
-    return [Sampled(problem, measuring.measured()) for problem, measuring in graphs.found]
+    graphs: list[tuple[Problem, MeasureInfluence]] = []
+
+    def take(gm: GraphModule) -> Runner:
+        """Prepare one captured graph for planning; return a callable that runs it in fp32 and measures it."""
+        problem = ready_to_plan(gm, replace(policy, level="O1"), device_of_model(model))
+        left_alone = {id(b) for b in model.buffers()} if through_inputs else None
+        graphs.append((problem, MeasureInfluence(gm, problem.memory, left_alone)))
+        return graphs[-1][1].run
+
+    with captured_by(model, policy, take, dynamic=dynamic):
+        _differentiate(type(model).__name__, sample(model), [measuring for _, measuring in graphs])
+    return [Sampled(problem, measuring.measured()) for problem, measuring in graphs]
 
 
-def _sampling(
-    model: torch.nn.Module, policy: Policy, dynamic: bool | None, through_inputs: bool
-) -> tuple[Conversion, SampledGraphs]:
-    """Return an unattached conversion that changes no precision, and the graphs that its calls will capture."""
-    fp32 = replace(policy, level="O1")
-    made = Conversion(model, fp32, dynamic=dynamic, wrapped=model.__dict__.get("forward"))
-    return made, made.taken_by(SampledGraphs, Silent(model, strict=False), through_inputs=through_inputs)
-
-
-def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
+def _differentiate(model: str, loss: Any, graphs: Sequence[MeasureInfluence]) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         shown = f"a tensor of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise CaptureError(
@@ -110,12 +122,12 @@ def _differentiate(loss: Any, sampling: SampledGraphs) -> None:
             "  legal: a function of the model that returns a scalar which requires grad\n"
             "  fix:   sample=lambda model: loss_fn(model(x), y)"
         )
-    leaves = list({id(t): t for _, measuring in sampling.found for t in measuring.leaves}.values())
+    leaves = list({id(t): t for measuring in graphs for t in measuring.leaves}.values())
     if leaves:
         torch.autograd.grad(loss, leaves, allow_unused=True)
-    if not any(measuring.readings for _, measuring in sampling.found):
+    if not any(measuring.readings for measuring in graphs):
         raise CaptureError(
-            f"sample: its loss does not come from any captured graph of {type(sampling.model).__name__}\n"
+            f"sample: its loss does not come from any captured graph of {model}\n"
             "  legal: a function that calls the model it is given\n"
             "  fix:   sample=lambda model: loss_fn(model(x), y)"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes.torch_compat.dynamo_frames import tensor_guard
+from amp_graph.passes.torch_compat.dynamo_entries import tensor_guard
 
 Kind = tuple[Any, ...]
 # Whether the model trains, whether gradients are recorded, and the check of the call's tensor.

@@ -139,7 +139,7 @@ def _nothing(found: Conversion) -> str:
             "nothing to show: level O0 runs the model unchanged and captures nothing\n"
             "  legal: level O1\n  fix:   --policy bf16"
         )
-    causes = [*(f"{s.where}: {s.reason}" for s in found.log.skips), *found.said.notes]
+    causes = [*(f"{s.where}: {s.reason}" for s in found.diagnostics.log.skips), *found.diagnostics.notes]
     listed = "".join(f"\n    {cause}" for cause in dict.fromkeys(causes))
     return (
         f"nothing was captured of {type(found.model).__name__}{':' if listed else ''}{listed}\n"

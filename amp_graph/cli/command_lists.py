@@ -10,10 +10,10 @@ import torch
 from amp_graph.cli.terminal import write_json, write_lines, write_table
 from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
-from amp_graph.lists.fields import nearest
 from amp_graph.lists.operators import known_names
 from amp_graph.lists.parse import normalise
-from amp_graph.lists.schema import Kind, lookup_keys
+from amp_graph.lists.read_toml import nearest
+from amp_graph.lists.schema import Kind, Operator, lookup_keys
 from amp_graph.passes.graph import node_info
 from amp_graph.policy import Policy
 
@@ -68,7 +68,7 @@ def _one(name: str, lists: OpList) -> list[str]:
     return [line for rule in found for line in rule_lines(rule)]
 
 
-def _rules_of(name: str, lists: OpList) -> tuple[str, torch._ops.OpOverload, list[Rule]]:
+def _rules_of(name: str, lists: OpList) -> tuple[str, Operator, list[Rule]]:
     """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:
@@ -81,7 +81,7 @@ def _rules_of(name: str, lists: OpList) -> tuple[str, torch._ops.OpOverload, lis
     return op, overloads[0], [rule for key in keys for rule in lists.rules.get(key, ())]
 
 
-def _unlisted(op: str, overload: torch._ops.OpOverload, lists: OpList) -> str:
+def _unlisted(op: str, overload: Operator, lists: OpList) -> str:
     if lists.unlisted == "native":
         return f"no entry in {lists.name}; runs in the precision of its inputs"
     if node_info.is_composite(overload):

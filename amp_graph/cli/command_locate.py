@@ -17,6 +17,7 @@ from amp_graph.cli.capture_target import any_loss, users_code
 from amp_graph.cli.target import load_target, named
 from amp_graph.cli.terminal import write_json
 from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.numerics.overflow.locate import locate
 
 
@@ -54,13 +55,15 @@ def _loss_and_batch(
 def _read(path: str) -> Any:
     """Read a batch that ``torch.save`` wrote: tensors, tuples, lists and dicts of them; nothing else is unpickled."""
     try:
-        return torch.load(Path(path), map_location="cpu", weights_only=True)
+        with Attempt(OSError) as tried:
+            batch = torch.load(Path(path), map_location="cpu", weights_only=True)
     except OSError as error:
         raise AmpGraphError(f"locate: --batch {path}: {error.strerror}\n  fix:   --batch batch.pt") from error
-    except Exception as error:
-        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if tried.error is not None:
+        told = first_line(tried.error) or type(tried.error).__name__
         raise AmpGraphError(
             f"locate: --batch {path} is not a batch of tensors: {told}\n"
             "  legal: what torch.save((inputs, *targets), path) wrote: tensors, in tuples, lists and dicts\n"
             "  fix:   torch.save((x, y), 'batch.pt')"
-        ) from error
+        ) from tried.error
+    return batch

@@ -20,6 +20,7 @@ from amp_graph.cli.target import Target
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.freeze import freeze
+from amp_graph.lists.errors import Attempt
 from amp_graph.report.page_summary import AUTOCAST, FULL, OURS
 
 WARM_UP, ROUNDS = 3, 9
@@ -65,12 +66,10 @@ def interleaved(steps: Steps, device: str) -> dict[str, float]:
     taken: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
     for name, step in steps.items():
-        try:
+        with Attempt(*([] if taken else [Exception])) as tried:  # autocast fails in some models that run in fp32
             seconds = [_seconds(step, 1, device) for _ in range(WARM_UP)]
-        except Exception as error:  # autocast fails in some models that run in fp32
-            if not taken:
-                raise
-            print(f"{name}: fails: {type(error).__name__}: {error}", file=sys.stderr)
+        if tried.error is not None:
+            print(f"{name}: fails: {type(tried.error).__name__}: {tried.error}", file=sys.stderr)
             continue
         taken[name], calls[name] = [], max(1, min(100, int(TURN / min(seconds))))
     for _ in range(ROUNDS):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from amp_graph.cli.input_spec import SpecError, make_inputs, pointed
+from amp_graph.lists.errors import Undo
 from amp_graph.policy import Policy
 
 EXAMPLE = "torchvision.models:resnet18, or path/to/file.py:build_model"
@@ -102,11 +103,8 @@ def _from_file(where: str, text: str) -> ModuleType:
     assert spec.loader is not None, "a path that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
+    with Undo(lambda: sys.modules.pop(name)):
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 

@@ -1,7 +1,8 @@
-"""Export a model in mixed precision as an ``ExportedProgram`` of plain ATen operators.
+"""Exports a model in mixed precision as an ``ExportedProgram`` of plain ATen operators.
 
 Before: ``export(model, (x,), policy="fp16")``. After: a program that ``torch.export.save`` writes and that
-``torch.export.load`` reads in a process without amp_graph.
+``torch.export.load`` reads in a process without amp_graph. ``fold_weights=True``: ``linear(x, weight.half())`` with an
+fp32 ``weight`` becomes ``linear(x, weight)`` with an fp16 one.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.export.fold_weights import fold_weights as fold
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.casts.portable_ops import CAST_OP
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.node_info import is_view
+from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.modules import registration_hooks_as_before
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite
@@ -50,7 +55,7 @@ def export(
         module = _exported(model, args, given, dynamic_shapes, strict).module(check_guards=False)
         made = rewrite(module, policy, portable=True)
         if fold_weights:
-            fold(made)
+            store_low_weights(made)
         _drop_unread(made)
         made.recompile()
         return _exported(made, args, given, dynamic_shapes, strict)
@@ -73,18 +78,13 @@ def _refuse(model: Any) -> None:
 def _exported(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, strict: bool
 ) -> ExportedProgram:
-    try:
-        with registration_hooks_as_before():
-            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    except AmpGraphError:
-        raise
-    except Exception as error:  # torch.export raises errors of many types
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        raise CaptureError(
-            f"export: torch.export cannot capture {type(model).__name__}: {type(error).__name__}: {lines[0][:300]}\n"
-            "  legal: a model that torch.export.export(model, args, kwargs) captures\n"
-            "  fix:   torch.export.draft_export(model, args, kwargs) says what to change in its forward"
-        ) from error
+    with Attempt(AmpGraphError) as tried, registration_hooks_as_before():  # torch.export raises errors of many types
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
+    raise CaptureError(
+        f"export: torch.export cannot capture {type(model).__name__}: {tried.reason[:300]}\n"
+        "  legal: a model that torch.export.export(model, args, kwargs) captures\n"
+        "  fix:   torch.export.draft_export(model, args, kwargs) says what to change in its forward"
+    ) from tried.error
 
 
 def _drop_unread(gm: GraphModule) -> None:
@@ -93,3 +93,84 @@ def _drop_unread(gm: GraphModule) -> None:
         if node.op == "get_attr" and not node.users:
             gm.graph.erase_node(node)
     gm.delete_all_unused_submodules()
+
+
+Holder = tuple[torch.nn.Module, str]
+
+
+def store_low_weights(gm: GraphModule) -> tuple[str, ...]:
+    """Replace each parameter and buffer that all its readers cast to one lower dtype by its copy in that dtype.
+
+    A weight under several names is folded if this holds for all of them. Names stay. Returns the names folded, sorted.
+    """
+    groups: dict[int, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(_tensor(gm, node), torch.Tensor):
+            groups.setdefault(id(_tensor(gm, node)), []).append(node)
+    folded: list[str] = []
+    for nodes in groups.values():
+        dtype = _only_dtype(nodes)
+        if dtype is not None:
+            _fold(gm, nodes, dtype)
+            folded += [str(node.target) for node in nodes]
+    return tuple(sorted({*folded}))
+
+
+def _tensor(gm: GraphModule, node: Node) -> torch.Tensor | None:
+    holder, name = _place(gm, str(node.target))
+    found = getattr(holder, name, None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _place(gm: GraphModule, path: str) -> Holder:
+    prefix, _, name = path.rpartition(".")
+    return gm.get_submodule(prefix), name
+
+
+def _only_dtype(nodes: list[Node]) -> torch.dtype | None:
+    """Return the dtype that all readers cast the weight of ``nodes`` to, or a view of it, if it is one lower dtype."""
+    readers = [reader for node in nodes for reader in _readers(node)]
+    if not readers or any(reader.target is not CAST_OP for reader in readers):
+        return None
+    dtypes = {value(reader).dtype for reader in readers}
+    dtype = next(iter(dtypes))
+    lower = dtype.is_floating_point and dtype.itemsize < value(nodes[0]).dtype.itemsize
+    return dtype if len(dtypes) == 1 and lower else None
+
+
+def _is_view(node: Node) -> bool:
+    """Say whether ``node`` is another view of its only tensor, in the same dtype."""
+    if not isinstance(node.target, OpOverload) or not is_view(node.target) or len(node.all_input_nodes) != 1:
+        return False
+    given, made = value(node.all_input_nodes[0]), value(node)
+    return isinstance(made, torch.Tensor) and made.dtype == given.dtype
+
+
+def _readers(node: Node) -> list[Node]:
+    """Return the readers of ``node`` and of views of it; a view that nothing reads is a reader itself."""
+    found: list[Node] = []
+    for user in node.users:
+        found += _readers(user) if _is_view(user) and user.users else [user]
+    return found
+
+
+def _fold(gm: GraphModule, nodes: list[Node], dtype: torch.dtype) -> None:
+    old = _tensor(gm, nodes[0])
+    assert old is not None, "grouped by its tensor"
+    new = old.detach().to(dtype)
+    made = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
+    for node in nodes:
+        holder, name = _place(gm, str(node.target))
+        setattr(holder, name, made)
+        _read_low(gm, node, dtype)
+
+
+def _read_low(gm: GraphModule, node: Node, dtype: torch.dtype) -> None:
+    """Remove the casts behind ``node``, a weight or a view of one, and record that it is in ``dtype``."""
+    node.meta["val"] = value(node).to(dtype)
+    for user in list(node.users):
+        if user.target is CAST_OP:
+            user.replace_all_uses_with(node)
+            gm.graph.erase_node(user)
+        else:
+            _read_low(gm, user, dtype)

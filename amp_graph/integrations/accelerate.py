@@ -15,6 +15,7 @@ from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
+from amp_graph.lists.errors import Undo
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 
@@ -50,17 +51,18 @@ def prepare(
     if wanted.level in HELD_LOW:
         _refuse_level_of_shards(accelerator, wanted)
     done: list[torch.nn.Module] = []
-    try:
+
+    def undo() -> None:
+        for model in done:
+            if conversion_of(model) is not None:
+                revert(model)
+
+    with Undo(undo):
         for model in (given for given in objects if isinstance(given, torch.nn.Module)):
             done += [model] if conversion_of(model) is None else []
             convert(model, wanted)
         if wanted.level != "O0" and wanted.torch_dtype(accelerator.device.type) is torch.float16:
             give_scaler(accelerator, scaler)
-    except BaseException:
-        for model in done:
-            if conversion_of(model) is not None:
-                revert(model)
-        raise
     return accelerator.prepare(*objects)
 
 

@@ -6,7 +6,8 @@ Before: ``Trainer(precision="bf16-mixed")``, the training step under ``torch.aut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,12 +19,38 @@ from torch.nn import Module
 from amp_graph.capture.conversion import WRAPPERS, conversion_of, whole_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
-from amp_graph.integrations.outermost_calls import outermost_calls
 from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.report.metrics import metrics
 from amp_graph.scaling.grad_scaler import GradScaler
+
+
+@contextmanager
+def outermost_calls(heard: Callable[[Module], bool]) -> Iterator[None]:
+    """Call ``heard`` with each module that the block calls, before its forward is looked up.
+
+    ``heard`` returns whether the module is dealt with; if not, the modules that it calls are reported as well. Calls
+    of other threads are not reported. Inside of a module that is dealt with, modules are called as without this block.
+    """
+    original = Module.__call__
+    thread = threading.get_ident()
+
+    def called(module: Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or not heard(module):
+            return original(module, *args, **kwargs)
+        Module.__call__ = original  # type: ignore[method-assign]
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            Module.__call__ = called  # type: ignore[method-assign]
+
+    Module.__call__ = called  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module.__call__ = original  # type: ignore[method-assign]
+
 
 REDIRECTED = "_ForwardRedirection"  # Lightning's forward of a LightningModule while DDP calls it
 

@@ -6,65 +6,16 @@ its nodes named, and the callable that it returns runs in its place. Nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
-from amp_graph.capture.captured_graphs import CapturedGraphs
-from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of
-from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.capture.sensitivity_sample import Silent
+from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.capture.sensitivity_sample import TakenGraphs as TakenGraphs
+from amp_graph.capture.sensitivity_sample import captured_by as captured_by
+from amp_graph.capture.sensitivity_sample import in_fp32 as in_fp32
 from amp_graph.errors import CaptureError
-from amp_graph.model_state import ModelState, restored
-from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.torch_compat.module_attributes import uninitialized
-from amp_graph.policy import Policy
-
-Take = Callable[[GraphModule], Runner]
-
-
-@dataclass(eq=False)
-class TakenGraphs(CapturedGraphs):
-    """Graphs that a function takes. ``before``: the state of the model when its graphs began to be taken."""
-
-    taker: Take | None = field(default=None)
-    before: ModelState | None = field(default=None)
-
-    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Name the nodes of one captured graph, and let the taker return what runs it."""
-        assert self.taker is not None, "set where this is made"
-        name_nodes(gm, self.model, self.forward)
-        run = self.taker(gm)
-
-        def counted(*args: Any) -> Any:
-            self.runs += 1
-            return run(*args)
-
-        return counted
-
-
-@contextmanager
-def captured_by(model: torch.nn.Module, policy: Policy, take: Take) -> Iterator[TakenGraphs]:
-    """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``."""
-    made = Conversion(model, in_fp32(policy), wrapped=model.__dict__.get("forward"))
-    graphs = made.taken_by(TakenGraphs, Silent(model, strict=False), taker=take)
-    with torch.enable_grad():
-        made.attach()
-        try:
-            graphs.before = ModelState(model)
-            with restored(graphs.before):
-                yield graphs
-        finally:
-            made.detach()
-
-
-def in_fp32(policy: Policy) -> Policy:
-    """Return ``policy`` for graphs that run as captured: what leaves the graphs runs in fp32 as well."""
-    return replace(policy, level="O1", replay="false", calibration="", keep_ops=(), widen=False)
+from amp_graph.passes.torch_compat.modules import uninitialized
 
 
 def plain_model(caller: str, model: Any) -> torch.nn.Module:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
+
+from amp_graph.passes.torch_compat.dispatch import HigherOrderOperator
 
 Body = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from amp_graph.errors import ScaleError
-from amp_graph.lists.errors import shortened
+from amp_graph.lists.errors import Attempt, shortened
 from amp_graph.optim.check_optimizer import OTHERWISE_SHAPED, is_torchs, refuse_state_of_another_model
 
 
@@ -31,12 +31,12 @@ def load_or_refuse(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) 
         raise ScaleError(_message(caller, wrong))
     refuse_state_of_another_model(caller, optimizer, given)
     before = optimizer.state, optimizer.param_groups
-    try:
+    with Attempt() as tried:
         optimizer.load_state_dict(dict(given))
         wrong = _missing_options(before[1], optimizer) if plain else ""
-    except Exception as error:
+    if tried.error is not None:
         optimizer.state, optimizer.param_groups = before
-        raise ScaleError(_message(caller, f"{type(error).__name__}: {str(error)[:300]}")) from error
+        raise ScaleError(_message(caller, f"{type(tried.error).__name__}: {str(tried.error)[:300]}")) from tried.error
     if wrong:
         optimizer.state, optimizer.param_groups = before
         raise ScaleError(_message(caller, wrong))
@@ -119,11 +119,11 @@ def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> 
     dtype = like.dtype if like.is_complex() else torch.float32
     tiny = torch.zeros((1,) * max(like.dim(), 1), device=like.device, dtype=dtype, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)
-    try:
+    with Attempt() as tried:
         made = kind([tiny], **options)
         made.step()
-    except Exception as error:
-        return error
+    if tried.error is not None:
+        return tried.error
     return made.state[tiny]
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import warn
+from amp_graph.lists.errors import Undo
 from amp_graph.optim.gradient_layout import laid_out_as
 from amp_graph.optim.master_weights import MASTER, put_master_back, updated_master, write_back
+from amp_graph.passes.torch_compat.operators import foreach_mul_
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 
 KEEPS = "_amp_graph_keeps_states"  # the attribute of an optimizer whose load_state_dict keeps fp32 states
@@ -46,7 +48,7 @@ class MastersInPlace:
         self.swap()
         if inverse_scale is not None:
             grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(grads, inverse_scale)
+            foreach_mul_(grads, inverse_scale)
 
     def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap ``closure`` for a step on masters: it sees the parameters in their places, with current values.
@@ -56,12 +58,9 @@ class MastersInPlace:
 
         def closure_on_parameters() -> Any:
             self.leave()
-            try:
+            with Undo(lambda: self.optimizer.__dict__.pop(INSIDE, None)):  # already left: the step ends here
                 result = closure()
                 self.find()
-            except BaseException:  # already left: the step ends here
-                self.optimizer.__dict__.pop(INSIDE, None)
-                raise
             self.enter()
             return result
 
@@ -98,16 +97,17 @@ def groups_kept_where_it_raises(optimizer: Optimizer) -> Iterator[None]:
     groups = [(group["params"], [*group["params"]]) for group in optimizer.param_groups]
     state = {**optimizer.state}
     masters = [(p, p.__dict__.get(MASTER)) for _, params in groups for p in params]
-    try:
-        yield
-    except BaseException:
+
+    def undo() -> None:
         for held, params in groups:
             held[:] = params
         optimizer.state.clear()
         optimizer.state.update(state)
         for parameter, master in masters:
             put_master_back(parameter, master)
-        raise
+
+    with Undo(undo):
+        yield
 
 
 def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:

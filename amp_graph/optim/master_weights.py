@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from amp_graph.lists.errors import Undo
 from amp_graph.passes.graph.node_info import matches_path
-from amp_graph.passes.torch_compat.module_attributes import plain_attribute
-from amp_graph.passes.torch_compat.modules import with_parameters
+from amp_graph.passes.torch_compat.modules import plain_attribute, with_parameters
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, address_of, storage_key, storage_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
@@ -128,9 +129,8 @@ def unchanged_where_it_raises(
     holders: list[dict[Any, Any]] = [model.__dict__, *others]
     holders += [h for m in model.modules() for h in (m._state_dict_hooks, m._load_state_dict_pre_hooks)]
     dicts = [(held, held.copy()) for held in holders]
-    try:
-        yield
-    except BaseException:
+
+    def undo() -> None:
         for parameter, data, grad, master in before:
             parameter.grad = None
             parameter.data = data
@@ -139,7 +139,9 @@ def unchanged_where_it_raises(
         for held, known in dicts:
             held.clear()
             held.update(known)
-        raise
+
+    with Undo(undo):
+        yield
 
 
 def put_master_back(parameter: Tensor, master: Master | None) -> None:
@@ -291,7 +293,7 @@ def write_back(parameters: Sequence[Tensor]) -> None:
     parameters = [p for p in parameters if hasattr(p, MASTER)]
     if parameters:
         with torch.no_grad():
-            torch._foreach_copy_(list(parameters), [getattr(p, MASTER).full for p in parameters])
+            foreach_copy_(list(parameters), [getattr(p, MASTER).full for p in parameters])
         were_written_back(parameters)
 
 

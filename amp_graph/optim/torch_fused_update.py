@@ -19,6 +19,15 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from amp_graph.optim.gradient_layout import is_dense, zeros_beside
 from amp_graph.optim.master_weights import updated_master
 from amp_graph.passes.step.lay_out_gradients import upcast_all
+from amp_graph.passes.torch_compat.operators import (
+    foreach_add,
+    foreach_add_,
+    foreach_sub_,
+    fused_adagrad_,
+    fused_adam_,
+    fused_adamw_,
+    fused_sgd_,
+)
 from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 from amp_graph.policy_words import HALVES
 
@@ -99,13 +108,13 @@ class GroupUpdate:
         steps = states[-1] if "step" in self.state_names() else []
         run = self._kernel(lr, found_inf)
         if steps:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
         for some, low, *kinds in _blocks([params, grads, *states]):
             wide = low if some[0].dtype in HALVES else upcast_all(low)
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
             run(some, same, kinds)
         if steps and found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            foreach_sub_(steps, [found_inf] * len(steps))
 
     def _kernel(self, lr: Tensor, found_inf: Tensor | None) -> Kernel:
         """Return torch's kernel with its options."""
@@ -113,12 +122,12 @@ class GroupUpdate:
         common: dict[str, Any] = {"weight_decay": g["weight_decay"], "maximize": g["maximize"], "found_inf": found_inf}
         if self.kind is SGD:
             common |= {"momentum": g["momentum"], "dampening": 0.0, "nesterov": g["nesterov"], "is_first_step": False}
-            return lambda ps, grads, kinds: torch._fused_sgd_(ps, grads, kinds[0] if kinds else [], lr=lr, **common)
+            return lambda ps, grads, kinds: fused_sgd_(ps, grads, kinds[0] if kinds else [], lr=lr, **common)
         if self.kind is Adagrad:
             common |= {"lr": lr, "lr_decay": g["lr_decay"], "eps": g["eps"]}
-            return lambda ps, grads, kinds: torch._fused_adagrad_(ps, grads, *kinds, **common)
+            return lambda ps, grads, kinds: fused_adagrad_(ps, grads, *kinds, **common)
         decoupled = self.kind is AdamW or g.get("decoupled_weight_decay", False)
-        kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        kernel: Any = fused_adamw_ if decoupled else fused_adam_
         beta1, beta2 = map(float, g["betas"])
         common |= {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": g["eps"], "amsgrad": g["amsgrad"]}
         return lambda ps, grads, kinds: kernel(
@@ -216,7 +225,7 @@ def _each_apart(factors: Tensor) -> Sequence[Tensor]:
     Triton then compiles one kernel for all parameters of the same shape, not one per parameter.
     """
     found = factors.unbind(1)
-    return torch._foreach_add(list(found), 0.0) if factors.device.type in APART else found
+    return foreach_add(list(found), 0.0) if factors.device.type in APART else found
 
 
 def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:

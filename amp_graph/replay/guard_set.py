@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.fake_values import has_symbols
-from amp_graph.passes.torch_compat.backward_state import what_watches_calls
-from amp_graph.passes.torch_compat.cuda import stream_of
-from amp_graph.passes.torch_compat.fp32_precision import kernel_settings
+from amp_graph.passes.torch_compat.autograd import what_watches_calls
+from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
 from amp_graph.replay.behind_autograd import arranged, outputs_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
@@ -162,14 +162,14 @@ class GuardSet:
         own = self.replays.own_tensors()
         tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
-        try:
+        with Attempt() as tried:
             graphs = FlatGraphs(self.gm, args)
             self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
             entry.partly = partly_reached(graphs.flat) if self.eager else ()
             why = why or why_not_partly(entry.partly)
-        except Exception as error:
-            why = _told(error)
+        if tried.error is not None:
+            why = _told(tried)
         if why:
             entry.decline(why)
         else:
@@ -178,12 +178,11 @@ class GuardSet:
 
     def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
         assert entry.graphs is not None, "traced before"
-        try:
+        with Attempt() as tried, torch.no_grad():
             recorder = self.replays.new_recorder(args[entry.graphs.flat.tensors[0]].device)
-            with torch.no_grad():
-                slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
-        except Exception as error:
-            entry.decline(_told(error))
+            slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
+        if tried.error is not None:
+            entry.decline(_told(tried))
             return None
         entry.slots.append(slot)
         return slot
@@ -201,7 +200,7 @@ class GuardSet:
         return outputs_of(call, found, args)
 
 
-def _told(error: Exception) -> str:
+def _told(failed: Attempt) -> str:
     """Return the first line of an error, with its type unless the text is a reason already."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, (CannotRecord, CannotBeFlat)) else f"{type(error).__name__}: {line}"
+    is_reason = isinstance(failed.error, (CannotRecord, CannotBeFlat))
+    return first_line(failed.error) if is_reason else failed.reason

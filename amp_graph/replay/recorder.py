@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 
 Replay = Callable[[], None]
@@ -67,17 +68,15 @@ class CudaRecorder:
 
     def record(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[Replay, Results]:
         """Record ``run(*args)``."""
-        try:
-            with torch.cuda.device(self._device):
-                if self._pool is None:
-                    self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-                stream, pool = self._stream, self._pool
-                stream.wait_stream(torch.cuda.current_stream())
-                replay, results = record(run, args, pool, stream)
-                torch.cuda.current_stream().wait_stream(stream)
-        except Exception as error:
-            told = (str(error).strip().splitlines() or [""])[0]
-            raise CannotRecord(f"recording failed: {type(error).__name__}: {told}") from error
+        with Attempt() as tried, torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            stream, pool = self._stream, self._pool
+            stream.wait_stream(torch.cuda.current_stream())
+            replay, results = record(run, args, pool, stream)
+            torch.cuda.current_stream().wait_stream(stream)
+        if tried.error is not None:
+            raise CannotRecord(f"recording failed: {tried.reason}") from tried.error
         self._replays.append(replay)
         return replay, list(results)
 

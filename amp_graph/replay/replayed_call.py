@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_compat.backward_state import keeps_graph
-from amp_graph.passes.torch_compat.double_backward import is_plain
+from amp_graph.passes.torch_compat.autograd import is_plain, keeps_graph
 from amp_graph.replay.eligibility import why_no_second_order
 from amp_graph.replay.flat_call import FlatGraphs
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat

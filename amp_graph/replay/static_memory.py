@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.torch_compat.operators import foreach_copy_
+
 
 def twin_of(tensor: Tensor) -> Tensor:
     """Return new memory with the sizes and strides of ``tensor``, which may be expanded."""
@@ -47,7 +49,7 @@ def copies(tensors: Sequence[Any]) -> list[Any]:
         sources.append(tensor)
         found.append(made)
     for targets, sources in by_dtype.values():
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
     return found
 
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
+from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.replay.argument_edges import Edges
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Output, Pattern
@@ -54,15 +55,18 @@ def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = N
     grad = torch.is_grad_enabled()
     seen = _Traced(gm, args, grad, pattern)
     given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
-    try:
-        with one_capture_at_a_time(), torch.no_grad(), without_autocast(), collector_waits(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # kernels warn about fake operands
-            joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
-    except CannotBeFlat:
-        raise
-    except Exception as error:
-        told = (str(error).strip().splitlines() or [""])[0]
-        raise CannotBeFlat(f"it cannot be traced: {type(error).__name__}: {told}") from error
+    with (
+        Attempt(CannotBeFlat) as tried,
+        one_capture_at_a_time(),
+        torch.no_grad(),
+        without_autocast(),
+        collector_waits(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # kernels warn about fake operands
+        joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    if tried.error is not None:
+        raise CannotBeFlat(f"it cannot be traced: {tried.reason}") from tried.error
     flat = Partition(joint, seen).flat()
     flat.lost = seen.watch.lost
     return flat

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_graph.passes.casts.product_precision import Lost, difference, kind_of, planned, ran_in
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
+from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.optim.master_weights import master_of
-from amp_graph.passes.torch_compat.module_attributes import is_uninitialized
+from amp_graph.passes.torch_compat.modules import is_uninitialized
 
 
 def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Tensor] = ()) -> dict[str, int]:

@@ -173,13 +173,13 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.said.notes, *notes_of_memory(found), *notes_of_replay(found), *precision_lines(found)),
+        (*found.diagnostics.notes, *notes_of_memory(found), *notes_of_replay(found), *precision_lines(found)),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),
-        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.log.skips)),
+        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.diagnostics.log.skips)),
         escaped=found.escaped_runs,
-        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.log.breaks if one.where)),
+        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.diagnostics.log.breaks if one.where)),
     )
 
 
@@ -248,7 +248,7 @@ def _status(found: Conversion) -> str:
         return AS_WRITTEN
     if found.graphs:
         return ""
-    return FAILED if found.said.notes or found.log.skips else NOT_CAPTURED
+    return FAILED if found.diagnostics.notes or found.diagnostics.log.skips else NOT_CAPTURED
 
 
 def _not_converted(model: object) -> str:

@@ -17,7 +17,7 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.casts.product_precision import CONV, kind_of, lost_in, planned
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import IDENTITY, LOST, MARK
-from amp_graph.passes.torch_compat.fp32_precision import fp32_precision
+from amp_graph.passes.torch_compat.devices import fp32_precision
 from amp_graph.report.graph_parts import mark_of, parts_of
 from amp_graph.rewrite import Rewritten
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.conversion import CONVERSION, Conversion, conversion_of
+from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.diagnostics import CONVERSION
 
 ENTRIES = (
     (torch.jit, ("script", "trace", "trace_module")),

@@ -14,6 +14,7 @@ import torch
 from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import Attempt
 from amp_graph.report.model_report import Report, report
 from amp_graph.report.records import GraphReport
 from amp_graph.run.as_written import keep_as_written
@@ -90,7 +91,7 @@ def why_not(module: torch.nn.Module, options: RunOptions) -> str:
         for _, part in parts:
             refuse_what_cannot_be_converted(inner_of(part), options.policy)
     except AmpGraphError as error:
-        return _first_line(error)
+        return _with_fix(error)
     return ""
 
 
@@ -105,15 +106,15 @@ def convert_trained(module: torch.nn.Module, options: RunOptions, note: Callable
     if not parts:
         return _no_match(options)
     done = []
-    try:
+    with Attempt() as tried:  # whatever it is, the script must go on
         for path, part in parts:
             convert(part, options.policy, compile=options.compile)
             done.append((path, part))
             keep_as_written(inner_of(part))
-    except Exception as error:  # whatever it is, the script must go on
+    if (error := tried.error) is not None:
         for _, part in done:
             revert(part)
-        return _first_line(error) if isinstance(error, AmpGraphError) else f"{type(error).__name__}: {error}"
+        return _with_fix(error) if isinstance(error, AmpGraphError) else f"{type(error).__name__}: {error}"
     return Converted(parts)
 
 
@@ -141,7 +142,7 @@ def _no_match(options: RunOptions) -> str:
     return f"none of its modules matches --only {options.only.pattern if options.only else ''}"
 
 
-def _first_line(error: BaseException) -> str:
+def _with_fix(error: BaseException) -> str:
     line, _, rest = str(error).partition("\n")
     fix = next((r.strip() for r in rest.splitlines() if r.strip().startswith("fix:")), "")
     return line.removeprefix("convert: ") + (f" ({' '.join(fix.split())})" if fix else "")

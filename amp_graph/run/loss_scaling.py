@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.torch_compat.dispatch import in_backward
+from amp_graph.passes.torch_compat.operators import foreach_mul_
 from amp_graph.passes.torch_compat.optimizers import let_steps_be_skipped
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import called_by_script, site_of_call
@@ -95,10 +97,10 @@ class LossScaling:
         seeds = [*grad_tensors] if type(grad_tensors) in (list, tuple) else [grad_tensors]
         if grad_tensors is None:
             seeds = [None] * len(roots)
-        try:
+        with Attempt() as tried:  # whatever it is, the script must go on
             leaves, reason = leaves_of(roots, converted=self.is_on)
             reason = reason or why_not_scaled(roots, seeds, how)
-        except Exception as error:  # whatever it is, the script must go on
+        if (error := tried.error) is not None:
             leaves, reason = [], f"amp-graph run itself failed: {type(error).__name__}: {error}"
         if reason:
             self.stand_aside(f"{reason}, at {site_of_call()}")
@@ -136,7 +138,7 @@ class LossScaling:
         """Scale the gradients that are there already, to which scaled ones are added."""
         before = {id(leaf.grad): leaf.grad for leaf in leaves if leaf.grad is not None}
         if before:
-            torch._foreach_mul_([*before.values()], scale)
+            foreach_mul_([*before.values()], scale)
 
     @torch.no_grad()
     def _unscale(self, scale: OwnScale, roots: Sequence[Tensor], leaves: Sequence[Tensor], averaged: bool) -> None:
@@ -150,7 +152,7 @@ class LossScaling:
         known = {id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None and is_in(self._bad, leaf)}
         grads = {id(leaf.grad): leaf.grad for leaf in kept if leaf.grad is not None and id(leaf.grad) not in known}
         if known and not averaged:
-            torch._foreach_mul_([*known.values()], scale.inverse())
+            foreach_mul_([*known.values()], scale.inverse())
         if not grads or not scale.unscale([*grads.values()], done=averaged):
             return
         bad = [leaf for leaf in kept if leaf.grad is not None and not leaf.grad.isfinite().all()]

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.torch_compat.dispatch import in_backward, is_autocast_on
 
 Seen = TypeVar("Seen")
@@ -58,17 +59,17 @@ def hear(heard: Heard[Any]) -> Callable[[], None]:
             return plain(self, *args, **kwargs)
         thread.inside = True
         try:
-            try:
+            seen = None
+            with Attempt() as tried:
                 seen = thread.seen = heard.before(self)
-            except Exception as error:
-                heard.failed(error)
-                seen = None
+            if tried.error is not None:
+                heard.failed(tried.error)
             result = plain(self, *args, **kwargs)
-            if seen is not None:
-                try:
+            with Attempt() as tried:
+                if seen is not None:
                     heard.after(seen)
-                except Exception as error:
-                    heard.failed(error)
+            if tried.error is not None:
+                heard.failed(tried.error)
             return result
         finally:
             thread.inside, thread.seen = False, None

@@ -117,7 +117,7 @@ def check_compiler(name: str) -> None:
     if name == "eager":
         return
     with contextlib.suppress(ImportError):
-        from torch._dynamo import list_backends
+        from torch.compiler import list_backends
 
         legal = list_backends(exclude_tags=())
         if name not in legal:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections import Counter
 
-from amp_graph.lists.errors import TAKERS
+from amp_graph.lists.errors import TAKERS, Attempt
 from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import is_first_rank, report_json, report_lines
 from amp_graph.run.module_calls import hear
@@ -46,12 +46,12 @@ def _report(models: TrainedModels, workers: Workers, notes: Counter[str]) -> Non
     """Print what was converted; nothing here may change how the script ended."""
     if not is_first_rank():
         return
-    try:
+    with Attempt() as tried:
         if models.options.json:
             text = report_json(models, workers, notes)
         else:
             text = "amp-graph run: " + "\n".join(report_lines(models, workers, notes))
-    except Exception as error:
+    if (error := tried.error) is not None:
         text = f"amp-graph run: the exit report failed: {type(error).__name__}: {error}"
     try:
         sys.stdout.flush()

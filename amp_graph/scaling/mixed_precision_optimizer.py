@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
+from amp_graph.lists.errors import Undo
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.optim.load_state import load_or_refuse
 from amp_graph.optim.master_weight_updates import gradient_of_master, groups_kept_where_it_raises
@@ -281,11 +282,8 @@ class MixedPrecisionOptimizer(Optimizer):
         masters = self._masters_in(state_dict)
         scale = self.scaler.state_dict()
         self.scaler.load_state_dict(state_dict["loss_scale"])
-        try:
+        with Undo(lambda: self.scaler.load_state_dict(scale)):
             load_or_refuse("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
-        except BaseException:
-            self.scaler.load_state_dict(scale)
-            raise
         with torch.no_grad():
             for (_, full), master in zip(self._pairs, masters, strict=False):
                 full.copy_(master)

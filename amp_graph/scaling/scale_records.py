@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_graph.passes.torch_compat.operators import foreach_copy_
+
 MOST = 1000  # steps that are kept
 
 
@@ -36,7 +38,7 @@ class ScaleRecords:
         if isinstance(scale, Tensor):
             if self._ring is None:
                 self._begin(scale, skipped)
-            torch._foreach_copy_(self._places[self.count % self.most], (scale, skipped))
+            foreach_copy_(self._places[self.count % self.most], (scale, skipped))
         else:
             self._early = [*self._early[1 - self.most :], (scale, skipped)]
         self.count += 1

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.capture.as_written import Region, in_words, widened
 from amp_graph.capture.capture_log import MIXED
-from amp_graph.capture.recapture_limits import Bare, NoGraph, Variants
-from amp_graph.capture.recapture_reasons import called
+from amp_graph.capture.recapture_limits import Backoff, NoGraph, Variants
+from amp_graph.capture.recapture_reasons import call_site
 from amp_graph.errors import warn
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
-from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find
-from amp_graph.passes.torch_compat.dynamo_frames import own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
 from amp_graph.step.recapture_warning import Recaptures
 from amp_graph.step.step_arguments import (
@@ -77,9 +76,9 @@ class StepRuns:
         self.find: Find = CompiledFrames(function, has_backward=False).find
         self._find_plain: Find = CompiledFrames(again).find
         self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # the function's closure
-        self._forward, self._bare = amp_graph_step, Bare()
+        self._forward, self._backoff = amp_graph_step, Backoff()
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
-        named = called(self.model.forward)
+        named = call_site(self.model.forward)
         self._traced = Variants(OWN, traced, False, budget, of=named)
         self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, of=named)
         self.run = self._captured_by(function, self.steps.take, self._traced, dynamic=False)
@@ -100,7 +99,7 @@ class StepRuns:
 
     def __call__(self, batch: Sequence[Any]) -> Any:
         """Run one step: traced whole, else its forward captured with symbolic sizes, else uncaptured."""
-        if self._bare.passes(self.model.training):
+        if self._backoff.passes(self.model.training):
             return self._as_written(batch)
         known, local = len(self.steps.captured), {"batch": tuple(batch), **self.free}
         found = self.find(local) or (self._find_plain(local) if self._traced.is_full else None)
@@ -111,22 +110,22 @@ class StepRuns:
                 if stopped.owner not in (self._traced, self._plain):
                     raise
                 continue
-            except torch._dynamo.exc.TorchRuntimeError as error:
+            except dynamo_errors.TorchRuntimeError as error:
                 if not (self.region and MIXED.search(str(error))):
                     raise
                 self._say(f"an operation has operands of two dtypes: such steps run {self.how}, uncaptured")
                 break
             if len(self.steps.captured) > known and not self.learns:
                 self._recaptures.note(batch)
-            self._bare.hit(self.model.training)
+            self._backoff.hit(self.model.training)
             return result
-        self._bare.missed(self.model.training)
+        self._backoff.missed(self.model.training)
         self._say_what_varies()
         return self._as_written(batch)
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
         """Run a step with an uncaptured forward: under autocast, or in fp32 by policies that it does not know."""
-        refuse_gradients_beyond(torch.utils._pytree.tree_leaves(list(batch)))
+        refuse_gradients_beyond(tree_leaves(list(batch)))
 
         def compute() -> tuple[Any, ...]:
             with torch.autocast(*self.region) if self.region else nullcontext():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.frozen_conversion import FrozenConversion
@@ -23,8 +24,9 @@ from amp_graph.model_state import unchanged
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
+from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
-from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.passes.torch_compat.modules import plain_attribute
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -71,7 +73,7 @@ def loss_of(out: Any) -> Any:
 
 def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
     """Split every tensor in ``batch`` along dimension 0 into ``count`` equal parts."""
-    flat, spec = torch.utils._pytree.tree_flatten(list(batch))
+    flat, spec = tree_flatten(list(batch))
     for tensor in flat:
         if isinstance(tensor, Tensor) and (tensor.dim() == 0 or tensor.shape[0] % count):
             raise CaptureError(
@@ -79,7 +81,7 @@ def split_batch(batch: Sequence[Any], count: int) -> list[list[Any]]:
                 f"  legal: a first dimension that {count} divides\n  fix:   another batch size, or micro_batches=1"
             )
     columns = [_chunks(t, count) if isinstance(t, Tensor) else [t] * count for t in flat]
-    return [torch.utils._pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
+    return [tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
 
 
 def _chunks(tensor: Tensor, count: int) -> list[Tensor]:
@@ -208,9 +210,9 @@ def refuse_surroundings() -> None:
 
 def refuse_what_is_ours(error: BaseException) -> None:
     """Raise our own error that Dynamo's ``error`` wraps, if any."""
-    if isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+    if isinstance(error, dynamo_errors.TorchRuntimeError):
         refuse_loss(error)
-    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
+    if isinstance(error, dynamo_errors.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
         raise error.inner_exception from None
 
 
@@ -223,8 +225,8 @@ def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], 
 
     The model's state and the random state are restored.
     """
-    raises = isinstance(error, torch._dynamo.exc.Unsupported) and any(text in str(error) for text in RAISES)
-    if not raises and not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+    raises = isinstance(error, dynamo_errors.Unsupported) and any(text in str(error) for text in RAISES)
+    if not raises and not isinstance(error, dynamo_errors.TorchRuntimeError):
         return
     with unchanged(model):
         call()
@@ -232,7 +234,7 @@ def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], 
 
 def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
     """Translate a known Dynamo ``error`` into a CaptureError of the step."""
-    kinds = torch._dynamo.exc
+    kinds = dynamo_errors
     if isinstance(error, (kinds.Unsupported, kinds.UserError, kinds.TorchRuntimeError, *DEPENDS_ON_DATA)):
         raise CaptureError(
             f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
@@ -247,7 +249,7 @@ def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
     at the first call that requests them. Source: transformers/utils/output_capturing.py.
     """
     hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
-    if hang is None or not isinstance(error, torch._dynamo.exc.Unsupported) or "`lock`" not in str(error):
+    if hang is None or not isinstance(error, dynamo_errors.Unsupported) or "`lock`" not in str(error):
         return False
     recording = [m for m in model.modules() if plain_attribute(m, "_can_record_outputs")]
     bare = [m for m in recording if not plain_attribute(m, "_output_capturing_hooks_installed")]

@@ -18,7 +18,7 @@ from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.torch_compat.dynamo_frames import weakly
+from amp_graph.passes.torch_compat.dynamo_entries import weakly
 from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.step.step_graph import StepGraph
 from amp_graph.step.trace_step import StepBuilder

@@ -30,8 +30,8 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
-from amp_graph.passes.torch_compat.dynamo_frames import weakly
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.passes.torch_compat.dynamo_entries import weakly
+from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 from amp_graph.scaling.loss_scale import LossScale

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import INPUT
-from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data
+from amp_graph.passes.torch_compat.fake import depends_on_data
 from amp_graph.passes.weights.hoist_weight_casts import Hoisted, hoist_weight_casts
 
 # Kind of step: one that only accumulates gradients, one that updates, or one that also updates these parameters, by id,

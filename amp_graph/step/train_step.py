@@ -22,12 +22,14 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.lists.errors import Undo
 from amp_graph.optim.check_optimizer import refuse_hooks
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
 from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
+from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -222,11 +224,8 @@ class TrainStep:
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
-        try:
+        with Undo(self._state.drop_sums):
             found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-        except BaseException:
-            self._state.drop_sums()
-            raise
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
 
@@ -237,7 +236,7 @@ class TrainStep:
             result = self._runs(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
             return result
-        except (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA) as error:
+        except (dynamo_errors.TorchDynamoException, *DEPENDS_ON_DATA) as error:
             if not set_up_outside(self.model, error):
                 failed = error
         if failed is not None:  # outside of the handler, so that the user's errors are not chained to Dynamo's

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from examples.demo import models
 from examples.demo.data import SYMBOLS, Batch, Digits, SourceText, _missing
 

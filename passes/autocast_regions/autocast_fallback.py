@@ -1,23 +1,59 @@
-"""Run a graph whose precision cannot be planned as ``torch.autocast`` would run it.
+"""Runs a graph that cannot be planned as ``torch.autocast`` would run it.
 
 Before: ``h = linear(x, w); return h``. After: ``a = _enter_autocast(...); h = linear(x, w); _exit_autocast(a);
-return h.to(torch.float32)``.
+return h.to(torch.float32)``. A graph with such regions runs node by node in ``with RegionInterpreter(gm) as run``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2.13
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpreter
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
 from amp_graph.passes.torch_compat.fake import FakeTensor, tracing_fake
+
+Own = TypeVar("Own", bound="RegionInterpreter")
+
+
+class RegionInterpreter(Interpreter):
+    """An interpreter that leaves the autocast regions that it entered: by a node of the graph, or at the end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what ``torch.fx.Interpreter`` takes."""
+        super().__init__(*args, **kwargs)
+        self.entered: list[Any] = []
+
+    def __enter__(self: Own) -> Own:
+        """Return it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the regions that are open."""
+        for region in reversed(self.entered):
+            _exit_autocast(region)
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
+        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*args))
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+        return self.env[node]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and track open regions."""
+        result = super().call_function(target, args, kwargs)
+        if target is _enter_autocast:
+            self.entered.append(result)
+        elif target is _exit_autocast:
+            self.entered.remove(args[0])
+        return result
 
 
 def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, *, keep_outputs: bool = True) -> None:
@@ -27,16 +63,15 @@ def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, 
     cannot run under autocast (as fake tensors show), ``gm`` stays as captured, in full precision.
     """
     saved = Snapshot.of(gm)
-    try:
+    how = f"runs under torch.autocast({device!r}, {dtype})"
+    with Attempt() as tried:  # whatever an operation, or a tracer of torch, raises
         _put_region(gm, dtype, device)
         if keep_outputs:
             _restore_outputs(gm)
         _record(gm)
-        how = f"runs under torch.autocast({device!r}, {dtype})"
-    except Exception as error:  # whatever an operation, or a tracer of torch, raises
+    if tried.error is not None:
         saved.restore()
-        first = str(error).partition("\n")[0]
-        how = f"runs as captured: under torch.autocast it fails ({type(error).__name__}: {first})"
+        how = f"runs as captured: under torch.autocast it fails ({tried.reason})"
     gm.meta[UNPLANNED] = f"{how}, without a plan: {why}"
     gm.recompile()
 

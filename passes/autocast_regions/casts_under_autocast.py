@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from amp_graph.passes.autocast_regions.region_interpreter import RegionInterpreter
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.autocast_regions.autocast_fallback import RegionInterpreter
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.meta_keys import INPUT
+from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import (
     DEPENDS_ON_DATA,
@@ -34,10 +35,11 @@ from amp_graph.passes.torch_compat.fake import (
     outside_modes,
     tracing,
 )
+from amp_graph.passes.torch_compat.operators import TO_COPY
 from amp_graph.passes.torch_compat.storage import storage_key
 
 BY_COPY = torch.ops.aten.copy_.default  # of another dtype
-CONVERSIONS = frozenset((torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default, BY_COPY))
+CONVERSIONS = frozenset((TO_COPY, torch.ops.prims.convert_element_type.default, BY_COPY))
 DATA = "its sizes depend on data"
 NOT_STRIDED = "it has inputs that are sparse, nested or of a tensor subclass"
 
@@ -123,21 +125,18 @@ def casts_under_autocast(
 def _found(
     written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
 ) -> CastsUnderAutocast:
-    try:
-        with (
-            warnings.catch_warnings(),
-            errors_not_logged(),
-            tracing(None),
-            outside_modes(),
-            torch.inference_mode(False),
-        ):
-            warnings.simplefilter("ignore")
-            return _counted(written, device, dtype, grad, is_weight)
-    except DEPENDS_ON_DATA:
-        return CastsUnderAutocast(why_not=DATA)
-    except Exception as error:  # whatever an operation raises, in other dtypes than as captured
-        first = str(error).partition("\n")[0]
-        return CastsUnderAutocast(why_not=f"under torch.autocast it fails: {type(error).__name__}: {first}")
+    with (
+        Attempt() as tried,  # whatever an operation raises, in other dtypes than as captured
+        warnings.catch_warnings(),
+        errors_not_logged(),
+        tracing(None),
+        outside_modes(),
+        torch.inference_mode(False),
+    ):
+        warnings.simplefilter("ignore")
+        return _counted(written, device, dtype, grad, is_weight)
+    by_data = isinstance(tried.error, DEPENDS_ON_DATA)
+    return CastsUnderAutocast(why_not=DATA if by_data else f"under torch.autocast it fails: {tried.reason}")
 
 
 def _counted(

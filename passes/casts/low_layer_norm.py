@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 
 own_functions(__name__)
 

@@ -21,9 +21,10 @@ from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.operators import ASSERT_TENSOR_METADATA, TO_COPY
 
-CAST_OP = torch.ops.aten._to_copy.default
-ASSERTS = (torch.ops.aten._assert_tensor_metadata.default,)
+CAST_OP = TO_COPY
+ASSERTS = (ASSERT_TENSOR_METADATA,)
 GUARDS = "_guards_fn"  # what torch.export calls its check of the inputs
 
 

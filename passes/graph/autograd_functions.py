@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.torch_compat.autograd import autograd_function_apply
-from amp_graph.passes.torch_compat.dispatch import in_transform
+from amp_graph.passes.torch_compat.dispatch import SET_GRAD, in_transform
 
 
 def is_custom_function(node: Node) -> bool:
@@ -59,7 +59,7 @@ def follow_grad_mode(body: GraphModule) -> None:
     With ``create_graph=True``, backward runs with gradients enabled, for a second derivative.
     """
     calls = [n for n in body.graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
-    ends = [n for n in (calls[0], calls[-1]) if n.target is torch._C._set_grad_enabled] if len(calls) > 1 else []
+    ends = [n for n in (calls[0], calls[-1]) if n.target is SET_GRAD] if len(calls) > 1 else []
     if [n.args[0] for n in ends] == [False, True]:
         for node in ends:
             body.graph.erase_node(node)

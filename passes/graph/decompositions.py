@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.torch_compat.operators import ENCODER_LAYER
+
 
 def encoder_layer(
     src: Tensor,
@@ -79,6 +81,6 @@ def added_to_product(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, a
 
 ADDING = (torch.ops.aten.baddbmm.default, torch.ops.aten.addmm.default)
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._transformer_encoder_layer_fwd.default: encoder_layer,
+    ENCODER_LAYER: encoder_layer,
     **dict.fromkeys(ADDING, added_to_product),
 }

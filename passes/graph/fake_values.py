@@ -15,8 +15,14 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes.graph.meta_keys import CAPTURED
-from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, tracing_fake, unset_fake_temporarily
-from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data, with_sizes_of
+from amp_graph.passes.torch_compat.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    depends_on_data,
+    tracing_fake,
+    unset_fake_temporarily,
+    with_sizes_of,
+)
 
 # Fake mode decomposes these into many operations, though the result is one new tensor.
 TAKEN_APART = frozenset({F.batch_norm, torch.batch_norm})

@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.meta_keys import INPUT
+from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 SHORT = {
     torch.float64: "f64",
@@ -58,7 +59,7 @@ def target_text(node: Node) -> str:
         return f".{node.target}"
     if isinstance(node.target, str):
         return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", type(node.target).__name__)
 

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten
 
 from amp_graph.lists import OpList
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
@@ -24,8 +25,7 @@ from amp_graph.passes.graph.op_signature import node_key, tells_numbers
 from amp_graph.passes.graph.own_number import OWN_NUMBER, without_numbers
 from amp_graph.passes.graph.trace_node import trace_node
 from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import FakeTensorMode
-from amp_graph.passes.torch_compat.symbolic_sizes import depends_on_data
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data
 
 
 @dataclass(frozen=True)
@@ -215,17 +215,14 @@ _CACHE: dict[Any, Identity | str] = {}
 
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
     """Trace ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
-    try:
+    with Attempt() as tried:  # a node may run any code: its error is the reason
         return Identity(operations_of(trace_node(node, mode, decompose)))
-    except Exception as error:  # a node may run any code: its error is the reason
-        first = (str(error).splitlines() or [""])[0]
-        reason = f"cannot be traced alone: {type(error).__name__}: {first}"
+    reason = f"cannot be traced alone: {tried.reason}"
     if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
         return reason
-    try:  # concrete numbers for data-dependent sizes may not match each other
+    with Attempt():  # concrete numbers for data-dependent sizes may not match each other
         return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
-    except Exception:  # as above
-        return reason
+    return reason
 
 
 def operations_of(small: GraphModule) -> tuple[Operation, ...]:

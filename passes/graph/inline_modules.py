@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node, Tracer
 
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.meta_keys import MODULE
 
 
@@ -42,9 +43,9 @@ def _inline(gm: GraphModule, node: Node) -> None:
     module = gm.get_submodule(path)
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         return
-    try:
+    with Attempt() as tried:
         inner = _NoLeaves().trace(module)
-    except Exception:  # a module whose forward depends on values stays a call
+    if tried.error is not None:  # a module whose forward depends on values stays a call
         return
     placeholders, result = inner.find_nodes(op="placeholder"), inner.output_node().args[0]
     if not isinstance(result, Node) or any(str(place.target).startswith("*") for place in placeholders):

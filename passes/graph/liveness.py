@@ -14,9 +14,10 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.operators import UNSAFE_VIEW
 
 # Returns an alias of its argument, which its schema does not declare.
-UNSAID = (torch.ops.aten._unsafe_view.default,)
+UNSAID = (UNSAFE_VIEW,)
 
 
 @dataclass

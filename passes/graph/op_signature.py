@@ -13,8 +13,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_flatten
 
 from amp_graph.passes.graph.fake_values import argument_values
-from amp_graph.passes.torch_compat.fake import concrete_size
-from amp_graph.passes.torch_compat.symbolic_sizes import is_number
+from amp_graph.passes.torch_compat.fake import concrete_size, is_number
 
 TELL_NUMBERS = ("pow", "dropout", "attention")  # in the names of functions
 LAYS_OUT = frozenset({"contiguous", "ravel"})

@@ -31,7 +31,7 @@ from amp_graph.passes.layout.memory_format import (
 )
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.inductor import ConvolutionArgs, lays_out_channels_last
 

@@ -18,8 +18,7 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
-from amp_graph.passes.torch_compat.fake import concrete_size
-from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+from amp_graph.passes.torch_compat.fake import concrete_size, is_contiguous
 
 SCHEMA = torch.ops.aten.conv2d.default
 CALLS = frozenset({torch.conv2d, torch.nn.functional.conv2d, torch.ops.aten.conv2d.default, torch.ops.aten.conv2d})

@@ -17,7 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.layout.memory_format import averages_places, is_channels_last
-from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import leaves_to_torch
 
 
 @dataclass(frozen=True)

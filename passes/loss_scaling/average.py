@@ -26,6 +26,7 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     refuse_behind,
     set_gradients,
 )
+from amp_graph.passes.torch_compat.operators import collectives
 
 BUCKET = 25 * 2**20  # bytes, as DDP's
 
@@ -39,7 +40,7 @@ def average(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype |
     buckets = _buckets(grads)
     started = [_start([grads[i] for i in bucket], group, size, dtype) for bucket in buckets]
     for bucket, flat in zip(buckets, started, strict=True):
-        done = torch.ops._c10d_functional.wait_tensor(flat)
+        done = collectives.wait_tensor(flat)
         parts = done.split([grads[i].numel() for i in bucket])
         for i, part in zip(bucket, parts, strict=True):
             made[i] = laid_out_as(grads[i], part.view(grads[i].shape).to(grads[i].dtype))
@@ -48,7 +49,7 @@ def average(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype |
 
 def _start(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None) -> Tensor:
     flat = torch.cat([g.reshape(-1) for g in grads]) / size
-    return torch.ops._c10d_functional.all_reduce(flat.to(dtype or flat.dtype), "sum", group)
+    return collectives.all_reduce(flat.to(dtype or flat.dtype), "sum", group)
 
 
 def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
@@ -101,7 +102,7 @@ def start_early(gm: GraphModule) -> None:
     """Move each all-reduce, and what only feeds it, right behind the last value that it needs."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
-        if node.target is torch.ops._c10d_functional.all_reduce.default:
+        if node.target is collectives.all_reduce.default:
             _raise(node, place)
 
 

@@ -17,20 +17,21 @@ from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import UPDATES, joint_of, record_done, refuse_behind
 from amp_graph.passes.loss_scaling.unscale import own_gradients
+from amp_graph.passes.torch_compat.operators import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
 
 
 def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into: Tensor | None = None) -> None:
     """Clip ``grads`` in place, by their norm first; None leaves one of both out. into: 0-d, gets the norm as it was."""
     grads = list(grads)
     if norm is not None:
-        norms = torch._foreach_norm(grads, 2.0)
+        norms = foreach_norm(grads, 2.0)
         total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-        torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+        foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
         if into is not None:
             into.copy_(total)
     if value is not None:
-        torch._foreach_clamp_min_(grads, -value)
-        torch._foreach_clamp_max_(grads, value)
+        foreach_clamp_min_(grads, -value)
+        foreach_clamp_max_(grads, value)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
+from torch.utils._pytree import tree_map_only
 
 from amp_graph.passes.base import PassError
 from amp_graph.passes.graph.fake_values import tensors, value
@@ -264,7 +265,7 @@ def _one_mode(gm: GraphModule) -> None:
     mode = found[0].fake_mode
     for node in gm.graph.nodes:
         if tensors(value(node)):
-            made = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: like_in(mode, t), value(node))
+            made = tree_map_only(torch.Tensor, lambda t: like_in(mode, t), value(node))
             node.meta["val"] = made
     gm.meta[APART] = True
 

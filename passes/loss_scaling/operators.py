@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_graph.passes.native.operator_library import LIBRARY, define_operator
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
+from amp_graph.passes.torch_compat.operators import unscale_and_check_finite_, update_scale_
 
 OPTIONS = (
     "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "
@@ -35,7 +36,7 @@ def check_finite_and_unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf:
         parts = torch.view_as_real(grad) if grad.is_complex() else grad  # torch's kernel knows no complex numbers
         kinds[parts.dtype].append(parts)
     for alike in kinds.values():  # one fused call for each dtype
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inv_scale)
+        unscale_and_check_finite_(alike, found_inf, inv_scale)
 
 
 def _check_finite_and_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -67,7 +68,7 @@ def update_loss_scale_(
     ones it backs off, and at every further bad one; it is kept within ``floor`` and ``ceiling``.
     """
     bad, before = found_inf > 0, scale.clone()
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     if hysteresis > 1:
         left = torch.clamp_min(hysteresis_left - bad.int(), 0)
         scale.copy_(torch.where(bad & (left > 0), before, scale))

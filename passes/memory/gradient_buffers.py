@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
-from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.storage import storage_holders, storage_of
 
 # Elements of the gradients of embedding bags below which one call per position of a bag costs more than it saves.

@@ -20,7 +20,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.layout.conv_args import pair
-from amp_graph.passes.torch_compat.double_backward import leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import leaves_to_torch
 
 POOL = torch.ops.aten.max_pool2d.default
 FEWEST = 1 << 17  # pixels of all channels; of fewer, four calls take longer than one

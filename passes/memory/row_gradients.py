@@ -22,7 +22,7 @@ from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, set_gradients
 from amp_graph.passes.memory.gradient_buffers import TABLE_GRADIENT
 from amp_graph.passes.step.add_rows import ADD_ROWS
-from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+from amp_graph.passes.torch_compat.fake import is_contiguous
 
 ATEN: Any = torch.ops.aten
 EMBEDDINGS = (ATEN.embedding_dense_backward.default, TABLE_GRADIENT)

@@ -12,6 +12,8 @@ import stat
 import uuid
 from pathlib import Path
 
+from amp_graph.lists.errors import Undo
+
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Replace the file ``path`` by ``content``, UTF-8 text. On failure: OSError, and the old file is unchanged.
@@ -30,7 +32,12 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 def replace_file(target: Path, data: bytes, mode: int | None = None) -> None:
     """Replace whatever is called ``target`` by a file with ``data`` and ``mode``. Raises OSError."""
     part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
-    try:
+
+    def undo() -> None:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+    with Undo(undo):
         with open(part, "xb") as out:
             out.write(data)
             out.flush()
@@ -38,10 +45,6 @@ def replace_file(target: Path, data: bytes, mode: int | None = None) -> None:
         if mode is not None:
             os.chmod(part, stat.S_IMODE(mode))
         os.replace(part, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
     sync_folder(target.parent)
 
 

@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 
 from amp_graph.passes.native.jit_compiler import load_if_possible
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
 DOT_PRODUCTS = ("-mavx512bf16",)
 MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from amp_graph.passes.native.jit_compiler import has_openmp, threads_for
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16, multiplies_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
 # Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).
 LEAST_MAPPED = 1 << 25

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from amp_graph.lists import AmpGraphError
+from amp_graph.lists.errors import Undo
 
 SECONDS = 60  # seconds that a compilation may take; it needs half a second
 QUOTED = 2000  # bytes of compiler output
@@ -79,11 +80,8 @@ def _ran(whole: list[str]) -> tuple[int, str]:
     said = bytearray()
     reader = threading.Thread(target=_read, args=(process.stderr, said), name="amp_graph reads", daemon=True)
     reader.start()
-    try:
+    with Undo(lambda: _end(process)):  # of KeyboardInterrupt, too, which a separate session does not receive
         status = process.wait(SECONDS)
-    except BaseException:  # KeyboardInterrupt among them, which a separate session does not receive
-        _end(process)
-        raise
     reader.join(1)  # longer only if a child process lives on
     return status, bytes(said).decode("utf-8", "replace").strip()
 

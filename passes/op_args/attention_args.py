@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.torch_compat.symbolic_sizes import same
+from amp_graph.passes.torch_compat.fake import same
 
 ATEN: Any = torch.ops.aten
 # Names in captured graphs. All of them return views, for any dimensions.

@@ -19,11 +19,10 @@ from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.identify_ops import Identity, Inner, Operation, identify_for, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
-from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
+from amp_graph.passes.torch_compat.devices import ONEDNN_RNN, onednn_takes_bf16
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.dynamo_capture import allow_in_graph
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
-from amp_graph.passes.torch_compat.onednn import ONEDNN_RNN
 
 # These methods and operations only convert. A dtype that a user passes to one is kept.
 CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.lists import OpList
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.decompositions import ADDING
 from amp_graph.passes.graph.edit import set_identity
@@ -87,9 +88,9 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
     It is not possible if the result is a structure that is read as a whole, or if tracing fails on symbolic sizes. If
     ``node`` is planned, its operations are planned as it was.
     """
-    try:
+    with Attempt() as tried:
         small = trace_node(node, mode, decompose, symbolic=True)
-    except Exception:  # torch cannot trace some symbolic sizes; the caller reports the node as skipped
+    if tried.error is not None:  # torch cannot trace some symbolic sizes; the caller reports the node as skipped
         return None
     taken_apart = all(u.op == "call_function" and u.target is operator.getitem for u in node.users)
     result = small.graph.output_node().args[0]

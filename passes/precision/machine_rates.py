@@ -15,9 +15,9 @@ from typing import Any
 
 from amp_graph.lists import ListError
 from amp_graph.lists.errors import shortened
-from amp_graph.lists.files import FOLDER
+from amp_graph.lists.load import FOLDER
 from amp_graph.lists.read_toml import read_text, read_toml
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
 MACHINES = FOLDER / "machines"
 VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the built-in ones

@@ -16,7 +16,7 @@ from amp_graph.passes.graph.aliasing import observe
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import only_views
 from amp_graph.passes.precision.classify import Classification
-from amp_graph.passes.torch_compat.symbolic_sizes import same
+from amp_graph.passes.torch_compat.fake import same
 
 WHY = "a view of a weight that only low-precision kernels read: cast before or after the view, the bits are equal"
 

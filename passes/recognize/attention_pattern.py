@@ -28,7 +28,7 @@ from amp_graph.passes.graph.match import (
 )
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.op_args.dropout_args import given_to
-from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+from amp_graph.passes.torch_compat.fake import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default

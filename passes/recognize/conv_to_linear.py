@@ -24,8 +24,7 @@ from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.op_args.batch_norm_args import has_norm
 from amp_graph.passes.op_args.transposes import TRANSPOSES, swaps_last_two
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.torch_compat.fake import FakeTensorMode
-from amp_graph.passes.torch_compat.symbolic_sizes import same
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, same
 
 # Operations that read [batch, places, channels] of any strides, and return the same result and strides for each.
 TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))

@@ -19,7 +19,7 @@ from amp_graph.passes.graph.edit import put_call
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import Formula, constant_beside, converts_nothing, is_closed, only_reader, operation
-from amp_graph.passes.torch_compat.symbolic_sizes import is_number, same
+from amp_graph.passes.torch_compat.fake import is_number, same
 
 
 @dataclass(frozen=True)

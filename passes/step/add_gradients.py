@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -25,6 +24,7 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     refuse_behind,
     set_outputs,
 )
+from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_zero_
 
 Add = Callable[[list[Tensor], list[Tensor]], None]
 
@@ -32,7 +32,7 @@ Add = Callable[[list[Tensor], list[Tensor]], None]
 def add_in_place(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Add ``grads`` to ``sums``, which are as many."""
     if sums:
-        torch._foreach_add_(list(sums), list(grads))
+        foreach_add_(list(sums), list(grads))
 
 
 def totals_of(sums: Sequence[Tensor], grads: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
@@ -114,5 +114,5 @@ class ZeroSums(Pass):
         sums = add_inputs(gm, self.sums)
         if not sums:
             return PassResult(gm)
-        append(gm, lambda totals: torch._foreach_zero_(totals), sums)
+        append(gm, lambda totals: foreach_zero_(totals), sums)
         return PassResult(gm, (Change("micro-batches", "zero the sums", sums[0].name, "for the next step"),))

@@ -18,6 +18,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, joint_of, parameter_nodes, set_gradients
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 
 TOGETHER = 32  # gradients that one call casts
 
@@ -34,7 +35,7 @@ def upcast_all(grads: Sequence[Tensor]) -> list[Tensor]:
     for start in range(0, len(low), TOGETHER):
         some = low[start : start + TOGETHER]
         wide = [torch.empty_like(found[i], dtype=torch.float32) for i in some]
-        torch._foreach_copy_(wide, [found[i] for i in some])
+        foreach_copy_(wide, [found[i] for i in some])
         for i, grad in zip(some, wide, strict=True):
             found[i] = grad
     return found

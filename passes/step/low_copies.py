@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import input_nodes, parameter_nodes
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 
 
 def write_copies(lows: Sequence[Tensor], fulls: Sequence[Tensor], pointwise: bool) -> None:
@@ -24,7 +24,7 @@ def write_copies(lows: Sequence[Tensor], fulls: Sequence[Tensor], pointwise: boo
         for low, full in zip(lows, fulls, strict=True):
             low.copy_(full)
     elif lows:
-        torch._foreach_copy_(list(lows), list(fulls))
+        foreach_copy_(list(lows), list(fulls))
 
 
 @dataclass(frozen=True)

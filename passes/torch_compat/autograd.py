@@ -1,4 +1,4 @@
-"""Autograd's engine and hooks: private names of torch.
+"""Autograd: its engine, its hooks, and where functions with a backward of their own fall back to torch; private names.
 
 Each states the versions of torch that it was checked on.
 """
@@ -6,15 +6,19 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch.autograd_function import autograd_function_apply as autograd_function_apply  # 2.11 - 2.13
 from torch.autograd.function import BackwardCFunction  # 2.11 - 2.13; public, but in no list of its module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
+from torch.utils._pytree import tree_leaves
 
+from amp_graph.passes.torch_compat.dispatch import dispatched, in_forward_mode, in_transform, is_batched, is_wrapper
 from amp_graph.passes.torch_compat.fake import FakeTensor
+from amp_graph.passes.torch_compat.operators import UNSAFE_VIEW
 from amp_graph.passes.torch_compat.storage import exchange_memory
 
 # C++ backward formulas that use sizes or strides only to choose between two ways to the same gradient: how the operands
@@ -61,7 +65,7 @@ def autograd_inside() -> Iterator[None]:
         yield
 
 
-unsafe_view = torch.ops.aten._unsafe_view.default._op  # 2.11 - 2.13: without the overload's own bookkeeping
+unsafe_view = dispatched(UNSAFE_VIEW)  # 2.11 - 2.13
 
 
 def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -168,3 +172,69 @@ def _user_has_functions() -> bool:
 
 
 _last_seen: list[Any] = [None, False]
+
+
+def keeps_graph() -> bool:
+    """Say whether the running backward keeps its graph (``retain_graph=True``); 2.11 - 2.13."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def what_watches_calls() -> str:
+    """Return what is on that has to see each operation, or each saved tensor, of a call; "" for nothing; 2.11 - 2.13.
+
+    A recording runs no operation that could be seen.
+    """
+    if torch.is_anomaly_enabled():
+        return "anomaly mode"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode"
+    if in_transform() or in_forward_mode() or not saved_tensors_hooks_are_enabled():
+        return "a function transform"
+    if outer_saved_tensors_hooks() is not None:
+        return "saved-tensor hooks"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "another CUDA graph's recording"
+    return ""
+
+
+def leaves_to_torch(*given: Tensor | None) -> bool:
+    """Say whether a forward on ``given`` must use torch's own operations.
+
+    That is so inside ``torch.func`` transforms, in forward-mode differentiation, and for tensors without memory of
+    their own: those of ``vmap``, and wrapper subclasses.
+    """
+    if in_transform() or in_forward_mode():
+        return True
+    return any(t is not None and (is_batched(t) or is_wrapper(t)) for t in given)
+
+
+def is_plain(*grads: Tensor | None) -> bool:
+    """Say whether a backward of ``grads`` must use torch's own operations.
+
+    That is so if they are differentiated again (``create_graph=True``), or are batched (``is_grads_batched=True``).
+    """
+    return torch.is_grad_enabled() or any(g is not None and is_batched(g) for g in grads)
+
+
+def gradients_by_torch(
+    function: Callable[..., Any], given: Sequence[Any], need: Sequence[bool], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Return the gradients of ``function(*given)`` for those of ``given`` that ``need`` them, None for the others.
+
+    Uses torch's own operations, given the gradients ``grads`` of the results; builds a graph if gradients are recorded.
+    Each of ``given`` counts separately, even if two are the same tensor.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        apart = [_alone(t) if needed else t for t, needed in zip(given, need, strict=True)]
+        results = [r for r in tree_leaves(function(*apart)) if isinstance(r, Tensor)]
+        pairs = [(r, g) for r, g in zip(results, grads, strict=False) if g is not None and r.requires_grad]
+        wanted = [t for t, needed in zip(apart, need, strict=True) if needed]
+        outs, seeds = [r for r, _ in pairs], [g.to(r.dtype) for r, g in pairs]
+        found = iter(torch.autograd.grad(outs, wanted, seeds, create_graph=again, allow_unused=True))
+    return [next(found) if needed else None for needed in need]
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as an alias if gradients go through it, else as a detached leaf that requires them."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

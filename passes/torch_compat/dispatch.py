@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11 - 2.13
 from torch._ops import OpOverload as OpOverload  # 2.11 - 2.13
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # 2.11 - 2.13
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._python_dispatch import (  # 2.11 - 2.13
+    TorchDispatchMode as TorchDispatchMode,
+)
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_in_any_mode_without_ignore_compile_internals,
+    is_traceable_wrapper_subclass,
+)
 
 from amp_graph.passes.torch_compat.versions import torch_version
 
 # Tensor types without a subclass's own handling.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+
+
+SET_GRAD: Any = torch._C._set_grad_enabled  # what a graph calls at both ends of ``no_grad``; 2.11 - 2.13
 
 
 def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
@@ -26,20 +37,19 @@ def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
 
 def dispatched(operator: Any) -> Callable[..., Any]:
     """Return the dispatcher's function of an operator overload, all that calling the overload calls. 2.11 - 2.13."""
-    plain = type(operator) is torch._ops.OpOverload
+    plain = type(operator) is OpOverload
     found: Callable[..., Any] = getattr(operator, "_op", operator) if plain else operator
     return found
 
 
 # Looked up once, because every call of a converted model asks; 2.11 - 2.13.
-_compiler = torch.compiler
 jit_trace: Callable[[], Any] = torch._C._get_tracing_state  # the state of ``torch.jit.trace``; None without one
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # of ``torch.func``
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording the current call."""
-    return jit_trace() is not None or _compiler._is_exporting_flag
+    return jit_trace() is not None or torch.compiler.is_exporting()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:
@@ -76,9 +86,9 @@ def mode_without_capture() -> str:
 
     FLOP counters and memory trackers are such modes. Dynamo would skip the frames that it meets there for good.
     """
-    if not torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals():
+    if not is_in_any_mode_without_ignore_compile_internals():
         return ""
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    modes = _get_current_dispatch_mode_stack()
     return type(modes[-1]).__name__ if modes else ""
 
 
@@ -94,8 +104,7 @@ def is_in_mode(tensor: torch.Tensor) -> bool:
 
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Say whether operators on ``tensor`` are recorded into a graph; not if a mode counts them; 2.11 - 2.13."""
-    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    return type(tensor) not in PLAIN or proxy is not None
+    return type(tensor) not in PLAIN or (has_modes() > 0 and get_proxy_mode() is not None)
 
 
 def is_wrapper(given: Any) -> bool:
@@ -103,7 +112,7 @@ def is_wrapper(given: Any) -> bool:
     return type(given) not in PLAIN and is_traceable_wrapper_subclass(given)
 
 
-# Each transform of functorch, as its interpreter calls it, and what leaves it; 2.11 and 2.12.
+# Goes with torch 2.12: each transform of functorch, as its interpreter calls it, and what leaves it.
 _LEAVE = {
     "Vmap": "_vmap_decrement_nesting",
     "Grad": "_grad_decrement_nesting",
@@ -115,7 +124,7 @@ _LEAVE = {
 def _leave_transforms(depth: int) -> None:
     """Leave functorch's transforms (``vmap``, ``grad``) that are on, down to ``depth``; 2.11 - 2.13.
 
-    Torch's own function for it leaves one too many in 2.11, or fails where there is none left.
+    Goes with torch 2.12: in 2.11, torch's own function for it leaves one too many, or fails where there is none left.
     """
     functorch: Any = torch._C._functorch
     if torch_version() >= (2, 13):

@@ -6,7 +6,6 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -14,7 +13,9 @@ from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
+from torch._dynamo import lookup_backend as lookup_backend  # 2.11 - 2.13
 from torch._dynamo.convert_frame import compile_lock  # 2.11 - 2.13: held by each of Dynamo's captures
+from torch._guards import TracingContext  # 2.11 - 2.13
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import (
     ConstraintViolationError,  # 2.11 - 2.13
@@ -22,19 +23,23 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.fx.experimental.validator import ValidationException  # 2.11 - 2.13
 
-from amp_graph.passes.torch_compat.dynamo_frames import has_compiled, is_whole
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.torch_compat.dynamo_entries import has_compiled, is_whole
 from amp_graph.passes.torch_compat.dynamo_patches import masks_heard, mended
 from amp_graph.passes.torch_compat.dynamo_settings import (
     NO_LIMIT,
     NO_RECORDS,
     NO_TAGS,
+    collector_waits,
     errors_not_logged,
     ignored_logging,
 )
 from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.passes.torch_compat.versions import torch_version
 
 Runner = Callable[..., Any]  # runs what was captured
+dynamo_errors: Any = torch._dynamo.exc  # 2.11 - 2.13
+dynamo_types: Any = torch._dynamo.types  # exports its names, but not explicitly; 2.11 - 2.13
 
 
 def _with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +95,12 @@ def failed_guards(frame: Any) -> list[tuple[str, Any]]:
     entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
     found = []
     for entry in entries(frame.f_code) if entries is not None else ():
-        try:
+        with Attempt():  # what a guard reads may be freed: then there is nothing to report
             info = entry.guard_manager.check_verbose(frame.f_locals)
             parts = [] if info.result else list(info.verbose_code_parts)
             if len(parts) > 1:  # the guards on sizes, which are checked as one
                 parts = [part for part in parts if _is_false(part, entry.guard_manager, frame.f_locals)]
-        except Exception:  # what a guard reads may be freed: then there is nothing to report
-            continue
-        found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
+            found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
     return found
 
 
@@ -115,11 +118,11 @@ def _is_false(part: str, manager: Any, local: dict[str, Any]) -> bool:
 # Errors of Dynamo's own tracing that running the code might not raise: of fake tensors, of unbacked sizes, of a dynamic
 # mark that does not hold. Other errors come from a backend, or are requested by a Dynamo setting; 2.11 - 2.13.
 _TRACING_FAILED = (
-    torch._dynamo.exc.TorchRuntimeError,
-    torch._dynamo.exc.InternalTorchDynamoError,
-    torch._dynamo.exc.Unsupported,
-    torch._dynamo.exc.UserError,
-    torch._dynamo.exc.UncapturedHigherOrderOpError,
+    dynamo_errors.TorchRuntimeError,
+    dynamo_errors.InternalTorchDynamoError,
+    dynamo_errors.Unsupported,
+    dynamo_errors.UserError,
+    dynamo_errors.UncapturedHigherOrderOpError,
     ConstraintViolationError,
     GuardOnDataDependentSymNode,
     ValidationException,
@@ -160,7 +163,7 @@ class _CompileTimeConfig:
                     raise
                 if has_compiled(frame.f_code):
                     return _as_written_once()
-                return torch._dynamo.types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
+                return dynamo_types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
         for reason in break_reasons()[known:]:
             self._heard.broke(str(reason.reason), reason.user_stack)
         if getattr(result, "guarded_code", None) is not None:
@@ -192,7 +195,7 @@ class _CompileTimeConfig:
     @contextlib.contextmanager
     def _settings(self, chosen: dict[str, Any]) -> Iterator[None]:
         with (
-            compile_lock,  # before 2.13, Dynamo's settings are shared by all threads
+            compile_lock,  # up to torch 2.12, Dynamo's settings are shared by all threads
             errors_not_logged(),
             collector_waits(self._collector_waits),
             dynamo_config.patch(
@@ -217,9 +220,8 @@ class _CompileTimeConfig:
 
 def _as_written_once() -> Any:
     """Return what runs a frame as written once, while its calls still use compiled code; 2.11 - 2.13."""
-    types_of: Any = torch._dynamo.types  # exports these names, but not explicitly
-    run = types_of.FrameExecStrategy(types_of.FrameAction.SKIP, types_of.FrameAction.RUN_ONLY)
-    return types_of.ConvertFrameReturn(frame_exec_strategy=run, apply_to_code=False)
+    run = dynamo_types.FrameExecStrategy(dynamo_types.FrameAction.SKIP, dynamo_types.FrameAction.RUN_ONLY)
+    return dynamo_types.ConvertFrameReturn(frame_exec_strategy=run, apply_to_code=False)
 
 
 def capture_with_dynamo(
@@ -250,9 +252,8 @@ def capture_with_dynamo(
         run: Callable[..., Any] = backend(gm, example_inputs)
         return run
 
-    known = inspect.signature(torch._dynamo.eval_frame._optimize).parameters
-    extra = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    context: Any = torch._dynamo.optimize(take, nopython=fullgraph, dynamic=dynamic, **extra)
+    isolated = {"isolate_recompiles": True} if torch_version() >= (2, 13) else {}  # always, with torch 2.12 gone
+    context: Any = torch._dynamo.optimize(take, nopython=fullgraph, dynamic=dynamic, **isolated)
     callback = context.callback
     context.callback = _CompileTimeConfig(
         callback, function.__code__, heard, collector_waits, choice or CaptureChoice()
@@ -267,7 +268,7 @@ def _leave_out_guard_of_hooks() -> None:
     call saves. AOTAutograd traces hooks into a graph, which is why there is such a guard. It is the only one in Python:
     2 us of a call, with cold caches.
     """
-    guards = torch._guards.TracingContext.get().guards_context.dynamo_guards.inner
+    guards = TracingContext.get().guards_context.dynamo_guards.inner
     for guard in [guard for guard in guards if guard.create_fn_name() == "AUTOGRAD_SAVED_TENSORS_HOOKS"]:
         guards.remove(guard)
 

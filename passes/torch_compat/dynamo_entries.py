@@ -1,4 +1,4 @@
-"""Runs the code that Dynamo compiled for a function, found by the guards of its cache entries: private names of torch.
+"""The code that Dynamo compiled for a function, and the guards by which a call finds it: private names of torch.
 
 Each states the versions of torch that it was checked on.
 """
@@ -6,6 +6,7 @@ Each states the versions of torch that it was checked on.
 from __future__ import annotations
 
 import contextvars
+import itertools
 import types
 import weakref
 from collections.abc import Callable
@@ -14,10 +15,95 @@ from typing import Any
 import torch
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 
-from amp_graph.passes.torch_compat.dynamo_frames import dynamo_listens, is_whole
+_SERIAL = itertools.count()
+
+
+def own_code_object(function: types.FunctionType) -> types.FunctionType:
+    """Return ``function`` with a code object of its own.
+
+    Dynamo's cache belongs to the code object, which every closure of one ``def`` shares: without this, models converted
+    one after the other fill each other's cache.
+    """
+    # The name is part of the key under which Dynamo remembers which sizes have changed.
+    name = f"{function.__name__}_{next(_SERIAL)}"
+    return types.FunctionType(
+        function.__code__.replace(co_name=name),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def is_whole(compiled: types.CodeType) -> bool:
+    """Say whether code that Dynamo made calls one graph, and no code behind a graph break."""
+    graphs = [name for name in compiled.co_names if name.startswith("__compiled_fn")]
+    return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
+
+
+def has_compiled(code: types.CodeType) -> bool:
+    """Say whether Dynamo has compiled code for ``code``; 2.11 - 2.13."""
+    return bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method without keeping its object alive.
+
+    Dynamo's compiled code stays in a module's globals as long as the code object of the captured function: if it
+    referenced that function's owner, neither would ever be freed.
+    """
+    bound = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = bound()
+        assert found is not None, "a captured graph outlived its owner, through which alone it is called"
+        return found(*args, **kwargs)
+
+    return call
+
+
+dynamo_listens = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None without a compiler; 2.11 - 2.13
+
+
+def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep an outer ``torch.compile`` out of ``function``; return a runner of it, and of its calls, without Dynamo.
+
+    ``function`` still captures itself as usual: the outer compiler would otherwise inline it. ``function`` is marked,
+    not wrapped, because an extra call is measurable in small models: it has to call the runner where ``dynamo_listens``
+    is not None, which then calls it again with Dynamo off.
+    """
+    disabled = torch._dynamo.disable(function, reason="a converted model captures itself, as a graph of its own")
+    vars(function).update({k: v for k, v in vars(disabled).items() if k.startswith("_torchdynamo_disable")})
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return disabled
+
+
+def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that ``torch._dynamo.disable`` wrapped as ``function``, for callers with Dynamo off."""
+    found: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(function)
+    return found
+
+
+def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Return one fast C++ check of whether a tensor is like ``tensor``, a plain one; 2.11 - 2.13.
+
+    Compares type, dtype, device, sizes, strides, and dispatch state: autocast on its kind of device, tracing, functorch
+    transforms, dispatch modes, inference mode. Must not be given a nested tensor of the strided layout: it has no
+    strides, and the error ends the process.
+    """
+    guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
+    guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
+    check: Callable[[torch.Tensor], bool] = guard.check
+    return check
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Say whether ``nn.Module.compile`` installed a compiled call on ``module``."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
 
 Find = Callable[[dict[str, Any]], Callable[..., Any] | None]
-SETTLED = "settled"  # of a function that Dynamo calls for a graph: what returns the one that later calls come down to
+FAST_PATH = "fast_path"  # of a function that Dynamo calls for a graph: what returns the one that later calls may call
 
 FRAMES: Any = torch._dynamo.eval_frame
 CALLS: Any = torch._dynamo.mutation_guard.GenerationTracker  # CUDA graphs distinguish calls by it
@@ -27,20 +113,28 @@ _switch: Any = torch._C  # of torch functions
 class Entry:
     """What runs one of Dynamo's cache entries directly: references to its guards and code, and the code's globals.
 
-    ``space`` is None if the code is no whole frame. ``settled``: the code with what its graph comes down to, once that
-    is known. Everything goes when Dynamo drops the entry, and so its guards and its code.
+    ``space`` is None if the code is no whole frame. ``fast_path``: the code with what later calls of its graph may
+    call, once that is known. Everything goes when Dynamo drops the entry, and so its guards and its code.
 
-    A caller to whom a call of ``CompiledFrames.find`` takes too long may call ``settled`` without a compiler: where
+    A caller to whom a call of ``CompiledFrames.find`` takes too long may call ``fast_path`` without a compiler: where
     ``stance`` is current, autograd is not compiled, the guards still have their entry, and ``check(local)`` is true.
     """
 
     __slots__ = (
-        "__weakref__", "check", "code", "compiles_autograd", "functions", "guards", "settled", "space", "stance",
+        "__weakref__",
+        "check",
+        "code",
+        "compiles_autograd",
+        "fast_path",
+        "functions",
+        "guards",
+        "space",
+        "stance",
     )  # fmt: skip
 
     def __init__(self, guards: Any, compiled: types.CodeType, space: dict[str, Any]) -> None:
         self.space = _calling_directly(compiled, space) if is_whole(compiled) else None
-        self.settled: types.FunctionType | None = None
+        self.fast_path: types.FunctionType | None = None
         self.check: Any = guards.root.check
         self.stance: Any = None
         self.compiles_autograd: Callable[[], Any] = bool
@@ -49,7 +143,7 @@ class Entry:
 
         def forget(_: Any) -> None:
             if (found := own()) is not None:
-                found.space = found.settled = found.check = None
+                found.space = found.fast_path = found.check = None
 
         self.guards = weakref.ref(guards, forget)
         self.code = weakref.ref(compiled, forget)
@@ -59,16 +153,16 @@ class Entry:
         _switch._set_torch_function_state(self.functions)
         return False
 
-    def settle(self, like: types.FunctionType) -> None:
-        """Let ``settled`` run what the graph comes down to, if that is known; ``like``: the captured function."""
-        if self.settled is not None or self.space is None or (compiled := self.code()) is None:
+    def learn_fast_path(self, like: types.FunctionType) -> None:
+        """Let ``fast_path`` run what later calls of the graph may call, if known; ``like``: the captured function."""
+        if self.fast_path is not None or self.space is None or (compiled := self.code()) is None:
             return
         (name,) = (name for name in compiled.co_names if name.startswith("__compiled_fn"))
-        asked = getattr(self.space[name], SETTLED, None)
+        asked = getattr(self.space[name], FAST_PATH, None)
         graph = None if asked is None else asked()
         if graph is not None:
             space = {**self.space, name: graph}
-            self.settled = types.FunctionType(compiled, space, like.__code__.co_name, None, like.__closure__)
+            self.fast_path = types.FunctionType(compiled, space, like.__code__.co_name, None, like.__closure__)
 
 
 def _calling_directly(compiled: types.CodeType, space: dict[str, Any]) -> dict[str, Any]:
@@ -122,15 +216,15 @@ class CompiledFrames:
         """Look at all entries again in the next call."""
         self._last = None
 
-    def settled(self) -> Entry | None:
-        """Return the entry whose code was found last, if it is known what its graph comes down to: see ``Entry``."""
+    def fast_path(self) -> Entry | None:
+        """Return the entry whose code was found last, if its fast path is known: see ``Entry``."""
         last = self._last
         if last is None or self._is_unusual():
             return None
-        last.settle(self._function)
+        last.learn_fast_path(self._function)
         last.stance, last.compiles_autograd = FRAMES._stance, self._compiles_autograd
         last.functions = _switch._get_torch_function_state()
-        return None if last.settled is None else last
+        return None if last.fast_path is None else last
 
     def _is_unusual(self) -> bool:
         stance = FRAMES._stance

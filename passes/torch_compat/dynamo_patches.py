@@ -2,6 +2,7 @@
 
 Before: Dynamo unrolls a loop whose end a value decides. After ``mended()``: it does not, until the block ends. Each
 was checked on torch 2.11 - 2.13; tests/passes/torch_compat/test_dynamo_patches.py fails once torch needs one no longer.
+Substitutes are functions with the same results as torch functions that read values while they are traced.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.convert_frame import compile_lock  # held by each of Dynamo's captures
 from torch.nn.modules import transformer
 
-from amp_graph.passes.torch_compat import capture_substitutes as instead
 from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
 from amp_graph.passes.torch_compat.versions import torch_version
 
@@ -93,7 +95,7 @@ def _to_the_end_of_loops(plain: Plain) -> Plain:
 
 
 def _with_the_reason(plain: Plain) -> Plain:
-    """Let Dynamo tell that it cannot trace a ``raise``, so that the user's own error arrives; only 2.11 needs it.
+    """Let Dynamo tell that it cannot trace a ``raise``, so that the user's own error arrives; goes with torch 2.11.
 
     It asks for the exception that it traced in a ``finally``, which fails where there is none, as for an exception that
     the model keeps in an attribute: an AssertionError hides the graph break.
@@ -131,27 +133,22 @@ def _calling_others(plain: Plain) -> Plain:
 
 
 def _substitute(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
-    if function in _ASK_IF_COMPILED:
-        return None if _is_told_of_capture(tx) else instead.is_compiling
+    if getattr(function, "__name__", "") in _ASK_IF_COMPILED and function.__module__ in _ASKED:
+        return None if _is_told_of_capture(tx) else is_compiling
     if function is transformer._detect_is_causal_mask:
-        return instead.mask_as_given
+        return mask_as_given
     if function is torch.masked_select and "out" not in kwargs:
-        return instead.masked_select_of_broadcast
+        return masked_select_of_broadcast
     if function is torch.nn.functional.batch_norm and any(map(_is_number_of_tensor, (*args, *kwargs.values()))):
-        return instead.batch_norm_of_averages
+        return batch_norm_of_averages
     return None
 
 
-# What models ask whether they are compiled.
-_ASK_IF_COMPILED = (
-    torch.compiler.is_compiling,
-    torch.compiler.is_dynamo_compiling,
-    torch._dynamo.external_utils.is_compiling,
-    torch._utils.is_compiling,
-)
-# Modules with helpers that ask for the code that calls them, and what wraps such helpers.
-_ASK_FOR_OTHERS = {"transformers.utils.import_utils", "torch._dynamo.external_utils", "torch._utils", "torch.compiler"}
-_ASK_FOR_OTHERS |= {"typing_extensions", "warnings"}  # of ``@deprecated``
+# What models ask whether they are compiled: these functions of these modules, of which two are deprecated names.
+_ASK_IF_COMPILED = ("is_compiling", "is_dynamo_compiling")
+_ASKED = ("torch.compiler", "torch._dynamo.external_utils", "torch._utils")
+# Modules with helpers that ask for the code that calls them, and what wraps such helpers: ``@deprecated``.
+_ASK_FOR_OTHERS = {*_ASKED, "transformers.utils.import_utils", "typing_extensions", "warnings"}
 
 
 def _is_told_of_capture(tx: Any) -> bool:
@@ -187,3 +184,51 @@ MENDS: tuple[tuple[Any, str, Callable[[Plain], Plain]], ...] = (
 )
 if torch_version() < (2, 12):
     MENDS += ((symbolic_convert.ExceptionStack, "get_current_exception", _with_the_reason),)
+
+
+def is_compiling() -> bool:
+    """Return what ``torch.compiler.is_compiling`` returns in eager mode."""
+    return False
+
+
+def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return whether the caller says that a mask is causal; if unspecified, torch compares it to a causal one.
+
+    A mask known to be causal is not applied: a faster kernel computes the same result.
+    """
+    return is_causal is True
+
+
+def masked_select_of_broadcast(input: Tensor, mask: Tensor) -> Tensor:
+    """Return ``torch.masked_select`` of tensors of one shape.
+
+    torch/_subclasses/fake_impls.py bounds the count by the tensor's own elements, and Dynamo asserts this in the graph:
+    a mask larger than its tensor fails there.
+    """
+    input, mask = torch.broadcast_tensors(input, mask)
+    selected: Tensor = torch.ops.aten.masked_select.default(input, mask)
+    return selected
+
+
+def batch_norm_of_averages(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``F.batch_norm`` for a ``momentum`` that is one over a tensor's count: ``nn.BatchNorm2d(momentum=None)``.
+
+    The kernel needs it as a number, which a graph does not know; the graph averages in the batch's statistics itself.
+    """
+    if running_mean is None or running_var is None or not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
+    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+    result = F.batch_norm(input, mean, var, weight, bias, True, 1.0, eps)
+    factor = torch.scalar_tensor(momentum, dtype=running_mean.dtype, device=running_mean.device)
+    running_mean.lerp_(mean, factor)
+    running_var.lerp_(var, factor)
+    return result

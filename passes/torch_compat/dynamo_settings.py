@@ -1,11 +1,12 @@
-"""Dynamo's settings during a capture: names and defaults.
+"""What is set while a graph is captured: Dynamo's settings, what torch logs, and Python's garbage collector.
 
-Each states the versions of torch that it was checked on.
+Each name states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def _said_once() -> set[Any]:
 
 
 class _AsWord(str):
-    """A set of functions that is a word to JSON: torch 2.11 and 2.12 log an error if settings cannot be written."""
+    """A set of functions that is a word to JSON. Goes with torch 2.12, which logs an error if settings are not JSON."""
 
     functions: set[Any]
 
@@ -60,8 +61,8 @@ NO_RECORDS: dict[str, Any] = (
     {"record_runtime_overhead": False} if hasattr(dynamo_config, "record_runtime_overhead") else {}
 )
 
-# Before 2.13, guards do not recheck parameters while no module attribute was assigned: frozen parameters, or parameters
-# in another layout or precision, would be missed.
+# Goes with torch 2.12: guards do not recheck parameters while no module attribute was assigned: frozen parameters, or
+# parameters in another layout or precision, would be missed.
 _TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching_dict_tags")
 NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if torch_version() < (2, 13) else {}
 
@@ -94,3 +95,19 @@ def errors_not_logged() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(is_kept)
+
+
+@contextlib.contextmanager
+def collector_waits(asked: bool = True) -> Iterator[None]:
+    """Switch the collector off inside, if it is on and if ``asked``.
+
+    It is shared by all threads: the first of two captures to end switches it on again.
+    """
+    was_on = asked and gc.isenabled()
+    if was_on:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,18 +1,48 @@
-"""Swapped and sharded parameters of modules, and which modules other parts of torch made: private names of torch.
+"""Modules: what they store, swapped and sharded parameters, and which ones other parts of torch made.
 
-Each states the versions of torch that it was checked on.
+Each name states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn import Module
 from torch.nn.modules import module as modules
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
+
+
+def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
+    """Return the value that ``module``, or its class, stores under ``name``; ``default`` if code computes it."""
+    if name in module.__dict__:
+        return module.__dict__[name]
+    kind = next((kind for kind in type(module).__mro__ if name in kind.__dict__), None)
+    if kind is None or hasattr(type(kind.__dict__[name]), "__get__"):
+        return default
+    return kind.__dict__[name]
+
+
+def is_uninitialized(tensor: Tensor) -> bool:
+    """Say whether ``tensor`` has no shape yet: a parameter or buffer of a lazy module before its first call."""
+    return is_lazy(tensor)
+
+
+def weights_of(module: Module) -> Iterator[Tensor]:
+    """Yield the stored parameters in ``module`` with two or more dimensions, also if parametrized or pruned."""
+    for parameter in module.parameters():
+        if not is_uninitialized(parameter) and parameter.dim() >= 2:
+            yield parameter
+
+
+def uninitialized(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the uninitialized parameters and buffers."""
+    return [name for name, tensor in named if is_uninitialized(tensor)]
 
 
 def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -> Any:
@@ -67,8 +97,8 @@ def is_exported(gm: GraphModule) -> bool:
 def registration_hooks_as_before() -> Iterator[None]:
     """Remove torch's own hooks of all modules' registrations that an inner call adds.
 
-    torch.export on 2.11 and 2.12 leaves one behind if it fails: from then on Dynamo breaks the graph of every forward
-    that assigns to a buffer. torch/nn/modules/module.py, 2.11 - 2.13.
+    Goes with torch 2.12, whose torch.export leaves one behind if it fails: from then on Dynamo breaks the graph of each
+    forward that assigns to a buffer. torch/nn/modules/module.py, 2.11 - 2.13.
     """
     every = [getattr(modules, f"_global_{kind}_registration_hooks", {}) for kind in ("buffer", "module", "parameter")]
     before = [set(hooks) for hooks in every]

@@ -57,8 +57,3 @@ def is_dense_fp32(tensor: torch.Tensor) -> bool:
     """Say whether ``tensor`` is an ordinary fp32 CPU tensor without gaps in memory."""
     kind = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
     return kind and tensor.dtype == torch.float32 and tensor.is_contiguous()
-
-
-def unflatten(piece: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return consecutive views of a one-dimensional ``piece`` with the shapes of ``like``; 2.11 - 2.13."""
-    return list(torch._C._nn.unflatten_dense_tensors(piece, like))

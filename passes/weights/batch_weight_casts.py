@@ -28,6 +28,7 @@ from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.dispatch import is_batched, is_wrapper
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import bytes_of
 from amp_graph.passes.weights.cast_weights import casts_of_parameters
 
@@ -208,7 +209,7 @@ def _copy_all(into: list[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
         second.append(b.as_strided(b.shape, a.stride()) if same and a.stride() != b.stride() else b)
     for part in (alike, others):
         if part[0]:
-            torch._foreach_copy_(*part)
+            foreach_copy_(*part)
     return into
 
 

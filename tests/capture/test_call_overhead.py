@@ -30,7 +30,7 @@ class Breaks(nn.Module):
 def found(model, *args, **kwargs):
     """What the model finds for a call: the compiled code, or None for the long way."""
     conversion = conversion_of(model)
-    return conversion.runners.find({"args": args, "kwargs": kwargs, "forward": conversion._wide})
+    return conversion.captured.find({"args": args, "kwargs": kwargs, "forward": conversion._wide})
 
 
 def test_a_call_like_the_last_one_finds_its_code_and_another_does_not():
@@ -201,9 +201,9 @@ def trained():
 
 def test_a_call_like_the_last_is_counted_and_right():
     model = trained()
-    runs, calls = conversion_of(model).runs, conversion_of(model).limits.budget.calls
+    runs, calls = conversion_of(model).runs, conversion_of(model).captured.limits.budget.calls
     found = model(X)
-    assert (conversion_of(model).runs, conversion_of(model).limits.budget.calls) == (runs + 1, calls + 1)
+    assert (conversion_of(model).runs, conversion_of(model).captured.limits.budget.calls) == (runs + 1, calls + 1)
     weight, bias = model.weight.bfloat16(), model.bias.bfloat16()
     assert torch.equal(found, nn.functional.linear(X.bfloat16(), weight, bias).float())
 

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 import amp_graph
-from amp_graph.capture import missing_kernels
-from amp_graph.capture.capture_fixes import ELSE, fix_of
+from amp_graph.capture import precompile_kernels
+from amp_graph.capture.diagnostics import ELSE, fix_of
 from amp_graph.errors import AmpGraphWarning
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -24,8 +24,8 @@ def _on(monkeypatch):
 
 @pytest.fixture
 def _tells_of_kernels(monkeypatch):
-    monkeypatch.setattr(missing_kernels, "TELLS", True)
-    monkeypatch.setattr(missing_kernels, "_told", set())
+    monkeypatch.setattr(precompile_kernels, "WARNS", True)
+    monkeypatch.setattr(precompile_kernels, "_warned", set())
 
 
 def said(policy, *, steps=2, scale=1.0, scaler=None):

@@ -12,7 +12,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture import dynamo_backend
 from amp_graph.capture.fp32_accumulation import HELD, accumulating_in_fp32
-from amp_graph.passes.torch_compat.cuda import set_sums_of_products, sums_of_products
+from amp_graph.passes.torch_compat.devices import set_sums_of_products, sums_of_products
 
 OWN = ((True, True), (True, True), True)  # what a process may have set for itself
 

@@ -372,7 +372,7 @@ def test_a_call_that_is_whole_is_captured_whole_after_one_that_was_not():
         model.eval()(X)
         assert len(conversion_of(model).graphs) == graphs + 1
         assert not amp_graph.report(model).graphs[-1].break_reason
-        found = conversion_of(model).runners.find({"args": (X,), "kwargs": {}, "forward": conversion_of(model)._wide})
+        found = conversion_of(model).captured.find({"args": (X,), "kwargs": {}, "forward": conversion_of(model)._wide})
         assert found is not None
         model.eval()(X)
     model.train()(X)

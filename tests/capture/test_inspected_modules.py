@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
-from amp_graph.passes.torch_compat import module_attributes
+from amp_graph.passes.torch_compat import modules
 from amp_graph.passes.torch_compat.versions import torch_version
 from tests.capture.test_failing_conversions import state_of
 
@@ -215,7 +215,7 @@ class Branches(nn.Module):
 def test_what_stays_lazy_after_a_call_does_no_harm():
     model = amp_graph.convert(Branches(), "bf16")
     model(X).sum().backward()
-    assert module_attributes.uninitialized(model.named_parameters()) == ["two.weight", "two.bias"]
+    assert modules.uninitialized(model.named_parameters()) == ["two.weight", "two.bias"]
     assert amp_graph.report(model).text()
     model(X, second=True).sum().backward()
     assert conversion_of(model).runs == 2
@@ -251,20 +251,16 @@ def test_levels_that_change_parameters_want_them_initialized(policy):
 def test_plain_attributes():
     module = Hidden()
     module.option = 3
-    found = [
-        module_attributes.plain_attribute(module, n, "-") for n in ("option", "weight", "stored", "none", "forward")
-    ]
+    found = [modules.plain_attribute(module, n, "-") for n in ("option", "weight", "stored", "none", "forward")]
     assert found == [3, "-", "-", "-", "-"]
-    assert module_attributes.plain_attribute(module, "training") is True
-    assert module_attributes.plain_attribute(
-        amp_graph.precision("full")(type("Kept", (nn.Module,), {}))(), "amp_precision"
-    )
+    assert modules.plain_attribute(module, "training") is True
+    assert modules.plain_attribute(amp_graph.precision("full")(type("Kept", (nn.Module,), {}))(), "amp_precision")
 
 
 def test_weights_are_read_as_they_are_stored():
-    shapes = [[tuple(w.shape) for w in module_attributes.weights_of(KINDS[kind](nn.Linear(16, 4)))] for kind in KINDS]
+    shapes = [[tuple(w.shape) for w in modules.weights_of(KINDS[kind](nn.Linear(16, 4)))] for kind in KINDS]
     assert shapes == [[(4, 16)], [(4, 1), (4, 16)], [(4, 16)], [(4, 16)], [(4, 16)], [(4, 16)]]
-    assert [*module_attributes.weights_of(nn.LazyLinear(4))] == []
+    assert [*modules.weights_of(nn.LazyLinear(4))] == []
 
 
 def test_state_of_sees_a_change():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.capture.new_objects import RETURN_ANOTHER, Watched
+from amp_graph.capture.diagnostics import RETURN_ANOTHER, Watched
 from amp_graph.errors import AmpGraphWarning
 
 

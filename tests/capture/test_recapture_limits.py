@@ -15,7 +15,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.recapture_limits import EARNS, FREE, MOST, NODES, PAUSE, Bare, Budget
+from amp_graph.capture.recapture_limits import EARNS, FREE, MOST, NODES, PAUSE, Backoff, Budget
 from amp_graph.errors import AmpGraphWarning, CaptureError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -254,7 +254,7 @@ def test_graphs_that_are_kept_go_on_being_used():
 @pytest.mark.parametrize("kind", [UntilSmall, StopsEarly, Dropped])
 def test_loops_and_branches_on_values_are_not_tried_for_ever(kind, monkeypatch):
     tried = []
-    runners = amp_graph.capture.capture_runners.CaptureRunners
+    runners = amp_graph.capture.captured_graphs.CapturedGraphs
     plain = runners.start
     monkeypatch.setattr(runners, "start", lambda self: tried.append(1) or plain(self))
     conversion, _ = called(kind(), [(X * (n + 1),) for n in range(40)])
@@ -365,7 +365,7 @@ def test_a_budget_is_nodes_and_then_calls_twice_as_many_each_time():
 
 
 def test_pauses_between_looks_at_guards_double_up_to_a_limit_and_end_with_a_hit():
-    bare = Bare()
+    bare = Backoff()
     assert not bare.passes(True)
     lengths = []
     for _ in range(6):

@@ -8,7 +8,7 @@ import amp_graph
 from amp_graph.capture import unprofitable_calls
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_compat.dynamo_frames import tensor_guard
+from amp_graph.passes.torch_compat.dynamo_entries import tensor_guard
 from tests.passes.planning import machine
 
 PLAN = "amp_graph.passes.precision.plan_precision.machine_for"

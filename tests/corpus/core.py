@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
+from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 
 Inputs = tuple[tuple, dict]
 

@@ -12,7 +12,7 @@ from typing import Any
 from amp_graph.cli.input_spec import SpecError, make_inputs, parse_inputs
 from amp_graph.errors import CalibrationError, ListError, PolicyError
 from amp_graph.lists import dump, effective
-from amp_graph.lists.files import FOLDER
+from amp_graph.lists.load import FOLDER
 from amp_graph.lists.parse import parse
 from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from amp_graph.integrations.outermost_calls import outermost_calls
+from amp_graph.integrations.lightning_precision import outermost_calls
 from amp_graph.integrations.packages import missing
 
 PACKAGES = {

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from amp_graph.lists import files, load
+from amp_graph.lists import load
+from amp_graph.lists.load import _parsed
 
 KEYS = {"autocast_cuda": "AutocastCUDA", "autocast_cpu": "AutocastCPU"}
 COUNTS = {
@@ -100,9 +101,9 @@ def test_classes_match_what_autocast_does(policy):
 )
 def test_since_and_until_are_honoured(monkeypatch, version, since, until):
     monkeypatch.setattr(torch, "__version__", version)
-    files._parsed.cache_clear()
+    _parsed.cache_clear()
     rules = load("autocast_cuda", dtype="float16", device="cuda").rules
-    files._parsed.cache_clear()
+    _parsed.cache_clear()
     assert ("aten.rms_norm.default" in rules) is since
     assert ("aten.cumsum.dimname" in rules) is until
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_graph.lists import builtin_names, load
-from amp_graph.lists.files import find, read
+from amp_graph.lists.load import find, read
 from amp_graph.lists.operators import check_op_exists, check_rules
 
 OF_OTHERS = {"transformers.grouped_mm_fallback"}  # of a library that may not be imported

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from amp_graph.lists import AmpGraphError, ListError, ModuleRule, check_op_exists, effective, load, merge, operators
-from amp_graph.lists.dump import dump
 from amp_graph.lists.operators import overloads_of
+from amp_graph.lists.parse import dump
 
 HEAD = '[list]\nname = "mine"\n\n'
 

@@ -8,7 +8,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.casts import share_casts
-from amp_graph.passes.torch_compat.cpu import cpu_has_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_bf16
 
 pytestmark = pytest.mark.by_profit
 needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="no rewrite without bf16 instructions")

@@ -11,7 +11,7 @@ from tests.versions.plain_cpu import plain_environment
 STATE = """
 import torch
 from amp_graph.passes.native.run_compiler import CompilerError, compiler
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 try:
     found = compiler()
 except CompilerError:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from amp_graph.errors import CaptureError, warn
+from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.numerics.overflow.locate import located, task_of
 from amp_graph.numerics.overflow.restore import random_state
 from amp_graph.numerics.overflow.result import Located
@@ -163,11 +164,11 @@ class Locator:
             self._explain(kept, f"not located: {self.limit} skipped steps were")
             return
         self.replays += 1
-        try:
+        with Attempt() as tried:  # the training goes on
             found = next((one for task in kept.tasks(kept.scale) if (one := located(task, try_fix=True))), None)
-        except Exception as error:  # the training goes on
-            told = (str(error).strip().splitlines() or [""])[0]
-            self._explain(kept, f"not located: {type(error).__name__}: {told}")
+        if tried.error is not None:
+            told = first_line(tried.error)
+            self._explain(kept, f"not located: {tried.reason}")
             warn(f"amp_graph: Locator: step {kept.number} was skipped and could not be run again: {told}")
             return
         if found is None:

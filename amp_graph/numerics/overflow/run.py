@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from amp_graph.capture.as_written import in_words, region_of
 from amp_graph.capture.conversion import conversion_of
@@ -28,15 +28,15 @@ from amp_graph.numerics.overflow.restore import as_before
 from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
 from amp_graph.numerics.run_bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo
-from amp_graph.passes.torch_compat.dynamo_frames import own_code_object
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_entries import own_code_object
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
 
 # What a graph is not captured for; the code then runs as it is, and raises errors of its own.
-NOT_CAPTURED = (torch._dynamo.exc.TorchDynamoException, *DEPENDS_ON_DATA)
+NOT_CAPTURED = (dynamo_errors.TorchDynamoException, *DEPENDS_ON_DATA)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
         if isinstance(leaf, Tensor):
             first = getattr(path[0], "idx", 0)
             what = "input" if first == 0 or task.loss_fn is None else "target"
-            watch.give(f"{what} batch{torch.utils._pytree.keystr(path)}", leaf)
+            watch.give(f"{what} batch{keystr(path)}", leaf)
     for name, p in _parameters(task):
         watch.give(f"parameter {name}", p)
     for name, b in task.model.named_buffers():

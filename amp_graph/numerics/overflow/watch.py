@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, is_view, schema_arguments, written_arguments
 from amp_graph.passes.torch_compat.autograd import number_of_backward
-from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 # They return memory that nothing has written yet.
@@ -216,9 +216,9 @@ class Watch(TorchDispatchMode):
             return leaf.detach().float() if leaf.dtype in HALVES else leaf.detach().clone()
 
         args, kwargs = tree_map(widened, given)
-        try:
+        with Attempt() as tried:
             made = [t for t in _tensors(func(*args, **kwargs)) if t.is_floating_point()]
-        except Exception:  # a kernel without fp32, or an argument that names a dtype otherwise
+        if tried.error is not None:  # a kernel without fp32, or an argument that names a dtype otherwise
             return None
         found = [largest(t) for t in (made or _tensors(args))]
         bad = [f for f in found if not math.isfinite(f)]

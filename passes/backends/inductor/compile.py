@@ -18,7 +18,7 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.product_precision import Lowered
 from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.torch_compat.dynamo_frames import undisabled
+from amp_graph.passes.torch_compat.dynamo_entries import undisabled
 
 HOOK = "post_grad_custom_pre_pass"
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from amp_graph.passes.graph.node_info import FLOATS
 from amp_graph.passes.native.operator_library import OPS, define_operator
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 
 ATEN = torch.ops.aten
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -117,7 +118,7 @@ def _backward(
     )
     # Weight gradients are parts of one buffer: separate tensors here, as operators must return them, by one call.
     made = [torch.empty_like(g) for g in dparams]
-    torch._foreach_copy_(made, dparams)
+    foreach_copy_(made, dparams)
     return [dx, dh0, *([dc0] if dc else []), *made]
 
 

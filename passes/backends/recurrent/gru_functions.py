@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
-from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, multiplies_bf16, pack_linear_weight
 
 SIGMOID, TANH = torch.ops.aten.sigmoid_backward.grad_input, torch.ops.aten.tanh_backward.grad_input
 

@@ -22,9 +22,8 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import IDENTITY
-from amp_graph.passes.torch_compat.cpu import cpu_has_amx
-from amp_graph.passes.torch_compat.fake import concrete_size
-from amp_graph.passes.torch_compat.symbolic_sizes import same
+from amp_graph.passes.torch_compat.devices import cpu_has_amx
+from amp_graph.passes.torch_compat.fake import concrete_size, same
 
 ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
 # Multiplications of a trained LSTM layer, all steps, from which on it outweighs the calls of our function; the second

@@ -18,8 +18,8 @@ from torch.fx import GraphModule
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
-from amp_graph.passes.torch_compat.cpu import onednn_takes_bf16
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 from amp_graph.passes.torch_compat.fake import outside_modes
 from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 

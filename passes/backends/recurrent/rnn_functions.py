@@ -20,8 +20,7 @@ from amp_graph.passes.backends.recurrent.cudnn_rnn import CudnnLayers, runs_by_c
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer, onednn_trains
 from amp_graph.passes.native.operator_library import OPS, define_operator
-from amp_graph.passes.torch_compat.autograd import autograd_inside
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain
+from amp_graph.passes.torch_compat.autograd import autograd_inside, gradients_by_torch, is_plain
 
 KINDS: dict[str, Any] = {
     "lstm": torch.lstm,

@@ -12,7 +12,7 @@ from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
 LAST = torch.channels_last

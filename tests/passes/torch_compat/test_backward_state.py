@@ -8,7 +8,7 @@ from torch.autograd.forward_ad import dual_level
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_graph.passes.torch_compat.backward_state import what_watches_calls
+from amp_graph.passes.torch_compat.autograd import what_watches_calls
 
 
 class Mode(TorchDispatchMode):

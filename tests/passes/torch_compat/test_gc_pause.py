@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.torch_compat.gc_pause import collector_waits
+from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from amp_graph.passes.backends.cpu.attention import dropout_bits as bits
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.op_args.attention_args import attention_kernel_is_profitable
 from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.dispatch import in_forward_mode, is_seen
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.operators import scaled_dot_product_attention_math
 
 own_functions(__name__)
 
@@ -62,7 +63,7 @@ def attention_low(
 
 def by_formula(*given: Any, **options: Any) -> Tensor:
     """``F.scaled_dot_product_attention`` by separate operations in fp32, rounded once."""
-    found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
+    found: Tensor = scaled_dot_product_attention_math(*given, **options)[0]
     return found
 
 

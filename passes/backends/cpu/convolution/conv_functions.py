@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
 from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 
 own_functions(__name__)
 

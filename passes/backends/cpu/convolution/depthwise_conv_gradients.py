@@ -23,7 +23,7 @@ from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution, depthwise_call, padding_of
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import concrete_size
 
 SEQUENCES = torch.ops.aten.conv1d.default

@@ -18,7 +18,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.op_args.batch_norm_args import has_norm
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import concrete_size
 
 

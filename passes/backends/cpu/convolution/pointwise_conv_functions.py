@@ -14,8 +14,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.registry import declare, own_functions
-from amp_graph.passes.torch_compat.autograd import takes_fp32
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch, takes_fp32
 
 own_functions(__name__)
 

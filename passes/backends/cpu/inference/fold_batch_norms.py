@@ -25,8 +25,8 @@ from amp_graph.passes.graph.node_info import calls_torch
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
-from amp_graph.passes.torch_compat.symbolic_sizes import alike
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
+from amp_graph.passes.torch_compat.fake import alike
 
 CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
 CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

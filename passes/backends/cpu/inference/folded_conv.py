@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.inference.activations import activated, relu_in_place
 from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.onednn import convolution_pointwise, pack_convolution_weight
+from amp_graph.passes.torch_compat.devices import convolution_pointwise, pack_convolution_weight
 from amp_graph.passes.torch_compat.storage import all_bytes_of, is_dense_fp32
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 

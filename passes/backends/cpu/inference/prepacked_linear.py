@@ -17,8 +17,8 @@ from amp_graph.passes.backends.cpu.inference.activations import activated, relu_
 from amp_graph.passes.backends.cpu.linear.panel_gemm import dense_of, linear_by_panels, panels_of
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.torch_compat.dispatch import is_in_mode, is_seen
-from amp_graph.passes.torch_compat.onednn import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 own_functions(__name__, frozen_weights=True)

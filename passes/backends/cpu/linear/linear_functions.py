@@ -24,10 +24,9 @@ from amp_graph.passes.native.gemm_thresholds import (
 )
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.registry import declare
-from amp_graph.passes.torch_compat.autograd import takes_fp32, unsafe_view
+from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch, takes_fp32, unsafe_view
+from amp_graph.passes.torch_compat.devices import linear_pointwise
 from amp_graph.passes.torch_compat.dispatch import is_recorded, is_seen
-from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
-from amp_graph.passes.torch_compat.onednn import linear_pointwise
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_kernel import losses_of_ro
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.double_backward import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 
 own_functions(__name__)
 

@@ -25,7 +25,7 @@ from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_i
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")

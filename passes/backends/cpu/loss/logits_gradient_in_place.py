@@ -17,7 +17,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.symbolic_sizes import is_contiguous
+from amp_graph.passes.torch_compat.fake import is_contiguous
 
 # Operators of a gradient of logits, their second argument, and those that write it over them: another device adds its.
 IN_PLACE: dict[OpOverload, OpOverload] = {OPS.cross_entropy_backward.default: OPS.cross_entropy_backward_.default}

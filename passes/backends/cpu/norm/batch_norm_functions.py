@@ -21,8 +21,8 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
     batch_norm_relu_backward,
 )
 from amp_graph.passes.registry import own_functions
+from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.dispatch import is_seen
-from amp_graph.passes.torch_compat.double_backward import is_plain, leaves_to_torch
 
 own_functions(__name__)
 

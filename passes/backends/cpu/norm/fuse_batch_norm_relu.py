@@ -28,8 +28,7 @@ from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
-from amp_graph.passes.torch_compat.fake import numel
-from amp_graph.passes.torch_compat.symbolic_sizes import same
+from amp_graph.passes.torch_compat.fake import numel, same
 
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
 

@@ -16,7 +16,7 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.op_args import attention_args
-from amp_graph.passes.torch_compat import double_backward
+from amp_graph.passes.torch_compat import autograd
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs a CPU with AVX512_BF16, and a C compiler")
@@ -336,7 +336,7 @@ def test_inductor_runs_it():
 def test_tensors_that_stand_for_others_go_to_torch(monkeypatch):
     """Wrapper subclasses have no memory of their own; calls inside of transforms are torch's, too."""
     seen = []
-    monkeypatch.setattr(double_backward, "is_wrapper", lambda t: True)
+    monkeypatch.setattr(autograd, "is_wrapper", lambda t: True)
     monkeypatch.setattr(attention_functions.kernel, "forward", lambda *a: seen.append(a))
     given = [t.bfloat16() for t in operands("plain")]
     assert torch.equal(attention_low(*given), F.scaled_dot_product_attention(*given))

@@ -10,7 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import fold_batch_norms, folded_conv
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16"),

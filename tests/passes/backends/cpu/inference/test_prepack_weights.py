@@ -13,7 +13,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library
-from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from tests.threads import in_threads
 
 pytestmark = [

@@ -1,7 +1,7 @@
-"""Falls back to the captured graph when the rewritten graph raises.
+"""The ladder on which a captured graph runs: rewritten; as captured, under the policy's autocast; as captured, in fp32.
 
-Before: one of our kernels raises on its first call. After: this call and all later ones run as captured, under
-autocast, or in full precision where that fails as well, and the report names the error.
+Before: one of our kernels raises on its first call. After: this call and all later ones run on the next rung, and the
+report names the error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_graph.capture.dynamo_backend import lower
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.graph.grad_regions import switches_modes
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.torch_compat.dynamo_entries import SETTLED
+from amp_graph.passes.torch_compat.dynamo_entries import FAST_PATH
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, read_values
 
@@ -42,21 +42,22 @@ def rungs_below(gm: GraphModule, policy: Policy, device: str) -> list[Rung]:
     return [under_autocast, in_full] if casts else [in_full]
 
 
-def or_as_captured(first: Rung, rungs: Sequence[Rung], tell: Callable[[Exception], None], *, always: bool) -> Runner:
-    """Run what ``first`` returns; once it raises, the first of ``rungs`` that does not, from then on.
+def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None], *, always: bool) -> Runner:
+    """Run the first of ``rungs`` that does not raise, from then on.
 
     A call that wrote its inputs before it raised is not run again; its error propagates. ``always``: guard every call
-    (for graphs with varying sizes), not only calls until the first success. ``tell`` receives the error and may raise.
+    (for graphs with varying sizes), not only calls until the first success. ``warn`` receives the error and may raise.
 
-    If all fail, the error of the captured graph is raised. Once the callable in use is known, ``settled`` names it.
+    If all fail, the error of the last is raised. Once the callable in use is known, ``fast_path_of`` names it.
     """
-    found: Runner | None = None  # the callable in use, once known
-    ladder: list[Rung] = [functools.cache(first), *rungs]  # with a graph, which is freed once that is known
+    in_use: Runner | None = None
+    # With a graph, which is freed once the callable in use is known.
+    ladder: list[Rung] = [functools.cache(rungs[0]), *rungs[1:]]
 
     def call(*args: Any) -> Any:
-        nonlocal found
-        if found is not None:
-            return found(*args)
+        nonlocal in_use
+        if in_use is not None:
+            return in_use(*args)
         versions, failed = _versions(args), None
         for one in [*ladder]:
             try:
@@ -69,27 +70,25 @@ def or_as_captured(first: Rung, rungs: Sequence[Rung], tell: Callable[[Exception
                 failed = failed or error
                 traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
         if failed is not None:
-            tell(failed)
+            warn(failed)
         if failed is not None or not always:
-            found = run
+            in_use = run
             ladder.clear()
         return result
 
-    if not always:
-        settling(call, lambda: found)
-    return call
+    return call if always else with_fast_path(call, lambda: in_use)
 
 
-def settling(wrapper: Runner, asked: Callable[[], Runner | None]) -> Runner:
-    """Let ``settled`` find through ``wrapper``: ``asked`` returns what its later calls come down to, None before."""
-    setattr(wrapper, SETTLED, asked)
+def with_fast_path(wrapper: Runner, fast_path: Callable[[], Runner | None]) -> Runner:
+    """Let ``fast_path_of`` look through ``wrapper``: ``fast_path`` returns what later calls may call, None before."""
+    setattr(wrapper, FAST_PATH, fast_path)
     return wrapper
 
 
-def settled(run: Runner) -> Runner | None:
-    """Return what later calls of ``run`` come down to: ``run`` itself if it is no wrapper; None while that is open."""
-    asked = getattr(run, SETTLED, None)
-    return run if asked is None else asked()
+def fast_path_of(run: Runner) -> Runner | None:
+    """Return what later calls of ``run`` may call instead: ``run`` itself if it is no wrapper; None while open."""
+    fast_path = getattr(run, FAST_PATH, None)
+    return run if fast_path is None else fast_path()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -2,10 +2,9 @@
 
     python -m tests.failing_calls --count 200 --seed 0
 
-A draw is a model of the corpus, a place (before capture, a pass, a kernel that cannot be built, a rewritten graph in its
-first or second call, before or behind its writes), a half dtype, and whether gradients are recorded. Two calls are
-compared with those of a copy in fp32: results and gradients within 1.5 of autocast's error, buffers, random state and
-the number of warnings.
+A draw is a model of the corpus, a place (capture, a pass, a kernel that cannot be built, a rewritten graph in its first
+or second call, before or behind its writes), a half dtype, and whether gradients are recorded. Two calls are compared
+with those of a copy in fp32: results and gradients within 1.5 of autocast's error, buffers, random state and warnings.
 """
 
 import argparse
@@ -76,7 +75,7 @@ def calls_of(case: Case, draw: Draw, convert: Callable[[nn.Module], nn.Module] |
     torch.manual_seed(7)
     values: list[torch.Tensor] = []
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         for _ in range(2):
             given = copy.deepcopy((positional, keyword))
             model.zero_grad()
@@ -88,7 +87,7 @@ def calls_of(case: Case, draw: Draw, convert: Callable[[nn.Module], nn.Module] |
                 if loss.requires_grad:
                     loss.backward()
                     values += [p.grad.double() for p in model.parameters() if p.grad is not None]
-    ours = [str(w.message) for w in said if issubclass(w.category, AmpGraphWarning)]
+    ours = [f"{w.filename}:{w.lineno}: {w.message}" for w in said if issubclass(w.category, AmpGraphWarning)]
     return Calls(values, [b.detach().clone() for b in model.buffers()], torch.rand(3), ours)
 
 

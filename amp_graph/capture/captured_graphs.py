@@ -29,7 +29,6 @@ from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.base import Pass
-from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
@@ -149,7 +148,7 @@ class CapturedGraphs:
             rungs = [lambda: run, *rungs]
         if tried.error is not None:
             self._warn_of_failure(tried.error)
-        call = on_ladder(rungs, weakly(self._warn_of_failure), always=has_symbols(gm))
+        call = on_ladder(rungs, weakly(self._warn_of_failure))
         if rewritten is None:
             return self._counted(call)
         if self.replays is not None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
+from amp_graph.model_state import Contents, RandomState
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.graph.grad_regions import switches_modes
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
@@ -42,41 +44,114 @@ def rungs_below(gm: GraphModule, policy: Policy, device: str) -> list[Rung]:
     return [under_autocast, in_full] if casts else [in_full]
 
 
-def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None], *, always: bool) -> Runner:
-    """Run the first of ``rungs`` that does not raise, from then on.
+def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runner:
+    """Run the first of ``rungs`` that does not raise; one that raises later has that call, and all after it, run below.
 
-    A call that wrote its inputs before it raised is not run again; its error propagates. ``always``: guard every call
-    (for graphs with varying sizes), not only calls until the first success. ``warn`` receives the error and may raise.
+    The state is as after one call: what the first run wrote or drew is undone, and later ones where they only drew. A
+    later run that wrote to its inputs before it raised is not repeated; its error propagates. ``warn`` receives the
+    first error and may raise. If all fail, the error of the last is raised.
 
-    If all fail, the error of the last is raised. Once the callable in use is known, ``fast_path_of`` names it.
+    Once the first call has run, ``fast_path_of`` names what later ones may call.
     """
-    in_use: Runner | None = None
-    # With a graph, which is freed once the callable in use is known.
-    ladder: list[Rung] = [functools.cache(rungs[0]), *rungs[1:]]
+    ladder: list[Rung] = [functools.cache(rung) for rung in rungs]
+    run: Runner | None = None
+    later: Callable[..., Any] | None = None
+
+    def below(error: Exception, args: tuple[Any, ...], before: Before) -> Any:
+        """Run a call that raised ``error`` on the rungs below the one in use."""
+        nonlocal run
+        failed = error
+        for rung in ladder[1:]:
+            if is_of_others(error) or not before.restore():
+                break
+            traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
+            try:
+                result = rung()(*args)
+            except Exception as another:
+                error = another
+                continue
+            warn(failed)
+            del ladder[: ladder.index(rung)]
+            run = rung()
+            return result
+        try:
+            raise error
+        finally:
+            del error, failed  # its frames, of which this is one, hold the user's regions open
 
     def call(*args: Any) -> Any:
-        nonlocal in_use
-        if in_use is not None:
-            return in_use(*args)
-        versions, failed = _versions(args), None
-        for one in [*ladder]:
-            try:
-                run = one()
-                result = run(*args)
-                break
-            except Exception as error:
-                if one is ladder[-1] or is_out_of_memory(error) or versions is None or _versions(args) != versions:
-                    raise
-                failed = failed or error
-                traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
-        if failed is not None:
-            warn(failed)
-        if failed is not None or not always:
-            in_use = run
-            ladder.clear()
+        nonlocal run, later
+        if later is not None:
+            return later(*args)
+        random, written = torch.get_rng_state(), Written(range(len(args)), args, draws=False)
+        before = Copies(args)
+        try:
+            run = ladder[0]()
+            result = run(*args)
+        except Exception as error:
+            result = below(error, args, before)
+        changed, draws = written.changed(), not torch.equal(random, torch.get_rng_state())
+        later = partial(watched, changed, draws) if changed or draws else plain
         return result
 
-    return call if always else with_fast_path(call, lambda: in_use)
+    def plain(*args: Any) -> Any:
+        try:
+            return run(*args)  # type: ignore[misc]  # it is known by now
+        except Exception as error:
+            return below(error, args, Before())
+
+    def watched(places: Sequence[int], draws: bool, *args: Any) -> Any:
+        before = Written(places, args, draws=draws)
+        try:
+            return run(*args)  # type: ignore[misc]
+        except Exception as error:
+            return below(error, args, before)
+
+    return with_fast_path(call, lambda: later)
+
+
+class Before:
+    """The state before a call of a graph that neither writes to its inputs nor draws random numbers."""
+
+    def restore(self) -> bool:
+        """Restore the state; False if that is not possible."""
+        return True
+
+
+class Written(Before):
+    """The state before a call of a graph that writes or draws: what it wrote cannot be undone, what it drew can."""
+
+    def __init__(self, places: Iterable[int], args: Sequence[Any], *, draws: bool = True) -> None:
+        """Read the random state if the graph ``draws``, and the version counters of the tensors at ``places``."""
+        given = [(i, args[i]) for i in places if isinstance(args[i], Tensor) and not args[i].is_inference()]
+        self.versions = [(i, t, t._version) for i, t in given]
+        self.random = torch.get_rng_state() if draws else None
+
+    def changed(self) -> list[int]:
+        """Return the places of what was written to since."""
+        return [i for i, tensor, version in self.versions if tensor._version != version]
+
+    def restore(self) -> bool:
+        """Restore the random state, unless an input was written to."""
+        if self.random is not None:
+            torch.set_rng_state(self.random)
+        return not self.changed()
+
+
+class Copies(Before):
+    """The state before the first call of a graph: copies of its inputs, parameters apart, and random states."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        """Take them."""
+        self.random, self.contents = RandomState(), Contents(list(args), weights=False)
+
+    def restore(self) -> bool:
+        """Restore inputs and random states."""
+        if self.contents.is_lost():
+            return False
+        self.contents.restore()
+        self.random.restore()
+        return True
 
 
 def with_fast_path(wrapper: Runner, fast_path: Callable[[], Runner | None]) -> Runner:
@@ -91,12 +166,6 @@ def fast_path_of(run: Runner) -> Runner | None:
     return run if fast_path is None else fast_path()
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device is out of memory: the captured graph would need more."""
-    return type(error).__name__ == "OutOfMemoryError"
-
-
-def _versions(args: Sequence[Any]) -> list[int] | None:
-    """Return the version counters of the tensors in ``args``; None if one has none."""
-    given = [a for a in args if isinstance(a, Tensor)]
-    return None if any(a.is_inference() for a in given) else [a._version for a in given]
+def is_of_others(error: Exception) -> bool:
+    """Say whether an error is none of ours: a device is out of memory, or a checkpoint has recomputed enough."""
+    return type(error).__name__ in ("OutOfMemoryError", "_StopRecomputationError")

@@ -1,0 +1,79 @@
+"""A sample of ``python -m tests.failing_calls``: calls that fail inside of amp_graph are as plain ones, and say so."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.capture import ladder
+from amp_graph.errors import AmpGraphWarning
+from tests.failing_calls import PLACES, Draw, drawn, failing, faults_of
+
+MODELS = ("resnet_basic", "vae_random", "mutates_input", "bert_sdpa")
+
+
+@pytest.fixture(autouse=True)
+def _not_strict(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_STRICT", "0")
+
+
+@pytest.mark.sampled(25)
+@pytest.mark.parametrize("seed", range(200))
+def test_a_call_that_fails_inside_is_as_a_plain_one(seed):
+    faults, _ = faults_of(draw := drawn(seed))
+    assert not faults, draw
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("place", PLACES[2:4])
+@pytest.mark.parametrize("case", ["resnet_basic", "vae_random"])
+def test_what_the_first_run_wrote_and_drew_is_undone(case, place, trains):
+    faults, reached = faults_of(Draw(case, place, "bf16", trains))
+    assert reached
+    assert not faults
+
+
+@pytest.mark.parametrize("case", ["resnet_basic", "vae_random"])
+def test_control_without_the_copies_that_would_be_seen(case, monkeypatch):
+    monkeypatch.setattr(ladder.Copies, "restore", lambda self: True)
+    assert faults_of(Draw(case, "behind call 1", "bf16", True))[0]
+
+
+class Halves(nn.Module):
+    """Calls a converted part in a checkpoint, which stops its recomputation by an exception."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "bf16")
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_the_end_of_a_checkpoints_recomputation_is_no_failure(recwarn):
+    model, x = Halves(), torch.randn(4, 8)
+    for _ in range(3):
+        model(x).square().sum().backward()
+    assert not [w for w in recwarn if issubclass(w.category, AmpGraphWarning)]
+
+
+def test_a_users_error_in_a_later_call_is_that_of_the_plain_model():
+    table = amp_graph.convert(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8)), "bf16")
+    table(torch.tensor([1, 2]))
+    with pytest.raises(IndexError, match="index out of range"):
+        table(torch.tensor([1, 7]))
+    assert table(torch.tensor([1, 2])).isfinite().all()
+    assert not amp_graph.report(table).notes
+
+
+def test_a_later_call_that_wrote_to_its_input_is_not_repeated():
+    seen = []
+    with failing("behind call 2", seen):
+        model = amp_graph.convert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "bf16")
+        model(x := torch.randn(8, 4))
+        before = int(model[1].num_batches_tracked)
+        with pytest.raises(KeyError, match="made to fail"):
+            model(x)
+    assert int(model[1].num_batches_tracked) == before + 1

@@ -26,7 +26,3 @@ class CaptureError(AmpGraphError):
 
 class ScaleError(AmpGraphError, RuntimeError):
     """Loss scaling called out of order, with invalid options, or with the state of another object."""
-
-
-class AllocatorError(AmpGraphError, ValueError):
-    """An invalid threshold for the memory allocator."""

@@ -48,7 +48,7 @@ def widen_parameters(model: Module) -> Iterator[dict[str, torch.dtype]]:
             hold_as(parameter, parameter.data.float())
             setattr(parameter, WIDENED, True)
         _hold_buffers(buffers, dict.fromkeys(buffers, torch.float32))
-        on_every_optimizer_step(_after_step, _before_step)
+        on_every_optimizer_step(_before_step)
         try:
             yield before
         except BaseException:
@@ -78,10 +78,6 @@ def widen_states(optimizer: Optimizer) -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     widen_states(optimizer)
-
-
-def _after_step(*_: Any) -> None:
-    """Nothing: hooks before a step are registered with one after it."""
 
 
 def _buffers_beside(model: Module, halves: Mapping[str, Parameter]) -> dict[str, Tensor]:

@@ -143,7 +143,8 @@ class TrainStep:
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
             make_equal(model, process_group)
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.model, self.loss_fn = model, loss_fn
+        self.optimizer: Optimizer = optimizer
         lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
         with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
             self._make(ranks)

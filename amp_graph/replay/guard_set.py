@@ -21,16 +21,12 @@ from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.backward_state import what_watches_calls
 from amp_graph.passes.torch_compat.cuda import stream_of
 from amp_graph.passes.torch_compat.fp32_precision import kernel_settings
-from amp_graph.replay.behind_autograd import arranged, outputs_of
-from amp_graph.replay.eligibility import why_not_captured, why_not_flat
-from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
+from amp_graph.replay.eligibility import partly_reached, who_notices, why_not_captured, why_not_flat, why_not_partly
+from amp_graph.replay.flat_call import FlatGraphs, Key, TapedGraphs, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
-from amp_graph.replay.ranks import why_not_partly
 from amp_graph.replay.recorder import CannotRecord
-from amp_graph.replay.replayed_call import ReplayedCall
+from amp_graph.replay.replayed_call import ReplayedCall, arranged, outputs_of
 from amp_graph.replay.slots import Slot, Wrap
-from amp_graph.replay.taped_graphs import TapedGraphs
-from amp_graph.replay.unreached_arguments import partly_reached, who_notices
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays

@@ -125,7 +125,7 @@ class Row:
     """One pass in the table of all passes.
 
     cls: the pass; its name and its law come from there. stage: its subject. grade: how exact it is.
-    phases: the graphs that it runs over; in ``JOINT``, ``amp_graph.step.step_passes.appended_passes`` builds it.
+    phases: the graphs that it runs over; in ``JOINT``, ``amp_graph.step.step_table.appended_passes`` builds it.
     devices: those for which it changes anything; it asks by itself, of each node.
     needs: what must hold for it to be in a pipeline. joins: names of passes without which it is left out.
     after, before: names of passes that it must stand behind, or before.

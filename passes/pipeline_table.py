@@ -32,7 +32,6 @@ from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradie
 from amp_graph.passes.memory.max_pool import MaxPoolByHalves
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
-from amp_graph.passes.memory.row_gradients import RowGradients
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
@@ -61,6 +60,7 @@ from amp_graph.passes.recognize.einsum_to_matmul import EinsumToMatmul
 from amp_graph.passes.recognize.gelu import FuseGelu
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
+from amp_graph.passes.step.row_gradients import RowGradients
 from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
 from amp_graph.passes.weights.cast_weights import CastWeights
 from amp_graph.passes.weights.frozen_weights import FreezeWeights

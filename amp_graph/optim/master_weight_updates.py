@@ -170,7 +170,7 @@ def steps_on_masters(optimizer: Optimizer) -> bool:
 
 def let_optimizers_update_masters() -> None:
     """Make ``step()`` of every torch optimizer, built before or after this call, update masters."""
-    on_every_optimizer_step(_after_step, _before_step)
+    on_every_optimizer_step(_before_step, _after_step)
 
 
 def keep_loaded_states() -> None:

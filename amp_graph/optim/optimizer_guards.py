@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_graph.errors import warn
 from amp_graph.optim.check_optimizer import refuse_hooks, refuse_state_of_another_model
@@ -69,7 +70,7 @@ class WatchedOptimizer:
     def __init__(self, optimizer: Optimizer, forget: Callable[[], None]) -> None:
         """Record the options, and drop graphs at each load of state; a load with wrong shapes is refused.
 
-        Each ``step()`` by others is shown by version counters from now on.
+        Each ``step()`` by others is shown by version counters. The optimizer's hooks go when this object does.
         """
         self.optimizer = optimizer
         self.why_outside = why_not_fused(optimizer)
@@ -77,8 +78,9 @@ class WatchedOptimizer:
         self._changes = 0  # consecutive calls with changed options
         self._read: dict[int, State] = {}
         self._objects: Objects | None = None
-        _forget_when_loaded(optimizer, weakref.WeakMethod(forget))
-        optimizer.register_step_post_hook(show_update)
+        hooks = [*_forget_when_loaded(optimizer, weakref.WeakMethod(forget))]
+        hooks.append(optimizer.register_step_post_hook(show_update))
+        weakref.finalize(self, _remove, hooks).atexit = False
 
     def has_changed(self) -> bool:
         """Return whether options changed since the last call, or the state was replaced; reset the flag.
@@ -204,8 +206,15 @@ def load_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]
     return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
 
 
-def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call ``forget``, if it is still alive, after a matching state was loaded into the optimizer."""
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _forget_when_loaded(
+    optimizer: Optimizer, forget: weakref.WeakMethod[Callable[[], None]]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Call ``forget``, if it is still alive, after a matching state was loaded into the optimizer; return the hooks."""
 
     def before(optimizer: Optimizer, given: dict[str, Any]) -> None:
         if forget() is not None:
@@ -215,5 +224,4 @@ def _forget_when_loaded(optimizer: Optimizer, forget: weakref.WeakMethod[Callabl
         if (alive := forget()) is not None:
             alive()
 
-    optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(after)
+    return optimizer.register_load_state_dict_pre_hook(before), optimizer.register_load_state_dict_post_hook(after)

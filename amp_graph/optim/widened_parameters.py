@@ -16,7 +16,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from amp_graph.errors import CaptureError
-from amp_graph.lists.errors import Undo
 from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises, updated_master
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.policy_words import HALVES
@@ -49,15 +48,14 @@ def widen_parameters(model: Module) -> Iterator[dict[str, torch.dtype]]:
             hold_as(parameter, parameter.data.float())
             setattr(parameter, WIDENED, True)
         _hold_buffers(buffers, dict.fromkeys(buffers, torch.float32))
-        on_every_optimizer_step(_after_step, _before_step)
-
-        def undo() -> None:
+        on_every_optimizer_step(_before_step)
+        try:
+            yield before
+        except BaseException:
             _hold_buffers(buffers, before)
             for parameter in halves.values():
                 parameter.__dict__.pop(WIDENED, None)
-
-        with Undo(undo):
-            yield before
+            raise
 
 
 def narrow_parameters(model: Module, before: Mapping[str, torch.dtype]) -> None:
@@ -80,10 +78,6 @@ def widen_states(optimizer: Optimizer) -> None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     widen_states(optimizer)
-
-
-def _after_step(*_: Any) -> None:
-    """Nothing: hooks before a step are registered with one after it."""
 
 
 def _buffers_beside(model: Module, halves: Mapping[str, Parameter]) -> dict[str, Tensor]:

@@ -2,6 +2,14 @@
 
 A recording repeats kernels with the addresses, sizes and numbers of one call. What asks the device for a value, what
 copies between host and device, and what Python decides anew at each call would be repeated as it was.
+
+Several processes: the hooks of DistributedDataParallel run when the gradient of a parameter arrives, thus after a
+recorded backward, as after any other: no recording holds a call between ranks. What communicates inside of forward or
+backward, or moves parameters between them, is not recorded.
+
+One node of autograd stands for a recorded call, so that autograd goes on to all of its arguments, to some with no
+gradient: hooks are called with None, and a Python function upstream makes zeros of it. Where somebody would notice,
+nothing is recorded.
 """
 
 from __future__ import annotations
@@ -10,12 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.node_info import calls_torch, is_higher_order, schema_arguments
+from amp_graph.passes.graph.node_info import calls_torch, is_higher_order, is_mutable, schema_arguments
 from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload
+from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
+from amp_graph.passes.weights.batch_weight_casts import has_process_group
 from amp_graph.replay.flat_graph import Flat, is_draw
 
 KNOWN = frozenset(("aten", "prims", "amp_graph", "mkldnn", "torchvision"))  # operators that only launch kernels
@@ -129,3 +139,84 @@ def why_no_second_order(flat: Flat) -> Iterator[str]:
             name = getattr(getattr(user.target, "_schema", None), "name", str(user.target))
             if "batch_norm" not in name and not name.endswith("add_"):
                 yield f"it reads a buffer that it writes ({name})"
+
+
+OUTSIDE = (
+    "a process group exists, and the call is not one of DistributedDataParallel: who reduces gradients, and when "
+    "parameters move, is unknown"
+)
+STATIC = "static_graph=True: DistributedDataParallel counts the gradients of each parameter, and a recording has others"
+UNUSED = (
+    "find_unused_parameters=True, and some of its outputs do not lead to all trained inputs: DistributedDataParallel "
+    "would take all of them as used"
+)
+MIXED = "DistributedDataParallel casts the parameters itself (mixed_precision), and frees the casts between calls"
+
+
+def why_not_with_ranks(model: nn.Module | None) -> str:
+    """Return why nothing of ``model`` is recorded in this process; "" if something may be."""
+    if model is None or not has_process_group():
+        return ""
+    for name, part in model.named_modules():
+        if is_fsdp(part) or getattr(part, "_is_fsdp_managed_module", False):
+            return f"FSDP shards {name or 'the model'}: its parameters come and go"
+        if isinstance(part, nn.SyncBatchNorm):
+            return f"{name or 'the model'} communicates between ranks: SyncBatchNorm"
+    ddp = surrounding_ddp()
+    if ddp is None:
+        return OUTSIDE
+    if getattr(ddp, "static_graph", False):
+        return STATIC
+    return MIXED if getattr(ddp, "mixed_precision", None) is not None else ""
+
+
+def why_not_partly(partly: Sequence[int]) -> str:
+    """Return why a graph is not recorded some of whose outputs do not reach the arguments ``partly``; "" if it may be.
+
+    DistributedDataParallel looks from the outputs which parameters have gradients, and a recorded call is one node.
+    """
+    return UNUSED if partly and getattr(surrounding_ddp(), "find_unused_parameters", False) else ""
+
+
+NOTICED = "a loss may reach an input through some of its outputs only, where {} must not hear of the others"
+
+
+def partly_reached(flat: Flat) -> tuple[int, ...]:
+    """Return the numbers of the arguments that some outputs with gradients reach, and others do not."""
+    count = sum(steps is not None for steps in flat.pattern)
+    if flat.backward is None or count < 2:
+        return ()
+    reached = _seeds_reached(flat.backward.graph, count)
+    found: dict[int, int] = {}
+    for i, grad in zip(flat.routes, _results(flat.backward.graph), strict=True):
+        found[i] = found.get(i, 0) | (reached[grad] if isinstance(grad, Node) else 0)
+    return tuple(i for i, seeds in found.items() if seeds not in (0, 2**count - 1))
+
+
+def who_notices(args: Sequence[Any], numbers: Sequence[int]) -> str:
+    """Return who would notice that autograd goes on to one of these arguments with no gradient."""
+    for a in [args[i] for i in numbers]:
+        if a._backward_hooks or getattr(a, "_post_accumulate_grad_hooks", None):
+            return NOTICED.format("the hooks of that input")
+        if a.grad_fn is not None:
+            return NOTICED.format("what computed that input")
+    return ""
+
+
+def _seeds_reached(graph: Graph, count: int) -> dict[Node, int]:
+    """Return for each node the outputs' gradients that it depends on, as a bit mask."""
+    seeds = graph.find_nodes(op="placeholder")[-count:]
+    found = {node: 1 << n for n, node in enumerate(seeds)}
+    for node in graph.nodes:
+        if node not in found:
+            found[node] = 0
+            for given in node.all_input_nodes:
+                found[node] |= found[given]
+            if isinstance(node.target, OpOverload) and is_mutable(node.target):
+                found |= dict.fromkeys(node.all_input_nodes, found[node])
+    return found
+
+
+def _results(graph: Graph) -> Sequence[Any]:
+    results: Any = graph.output_node().args[0]
+    return results if isinstance(results, Sequence) else (results,)

@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
-from amp_graph.replay.behind_autograd import arranged, outputs_of
-from amp_graph.replay.eligibility import why_not_captured, why_not_flat
-from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
+from amp_graph.replay.eligibility import partly_reached, who_notices, why_not_captured, why_not_flat, why_not_partly
+from amp_graph.replay.flat_call import FlatGraphs, Key, TapedGraphs, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
-from amp_graph.replay.ranks import why_not_partly
 from amp_graph.replay.recorder import CannotRecord
-from amp_graph.replay.replayed_call import ReplayedCall
+from amp_graph.replay.replayed_call import ReplayedCall, arranged, outputs_of
 from amp_graph.replay.slots import Slot, Wrap
-from amp_graph.replay.taped_graphs import TapedGraphs
-from amp_graph.replay.unreached_arguments import partly_reached, who_notices
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays
@@ -162,14 +157,14 @@ class GuardSet:
         own = self.replays.own_tensors()
         tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
-        with Attempt() as tried:
+        try:
             graphs = FlatGraphs(self.gm, args)
             self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
             why = why_not_flat(graphs.flat, args, entry.by_copy)
             entry.partly = partly_reached(graphs.flat) if self.eager else ()
             why = why or why_not_partly(entry.partly)
-        if tried.error is not None:
-            why = _told(tried)
+        except Exception as error:
+            why = _told(error)
         if why:
             entry.decline(why)
         else:
@@ -178,11 +173,12 @@ class GuardSet:
 
     def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
         assert entry.graphs is not None, "traced before"
-        with Attempt() as tried, torch.no_grad():
+        try:
             recorder = self.replays.new_recorder(args[entry.graphs.flat.tensors[0]].device)
-            slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
-        if tried.error is not None:
-            entry.decline(_told(tried))
+            with torch.no_grad():
+                slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
+        except Exception as error:
+            entry.decline(_told(error))
             return None
         entry.slots.append(slot)
         return slot
@@ -200,7 +196,7 @@ class GuardSet:
         return outputs_of(call, found, args)
 
 
-def _told(failed: Attempt) -> str:
+def _told(error: Exception) -> str:
     """Return the first line of an error, with its type unless the text is a reason already."""
-    is_reason = isinstance(failed.error, (CannotRecord, CannotBeFlat))
-    return first_line(failed.error) if is_reason else failed.reason
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, (CannotRecord, CannotBeFlat)) else f"{type(error).__name__}: {line}"

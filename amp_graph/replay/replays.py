@@ -6,10 +6,11 @@ Before: a Conversion whose policy says ``replay=true``. After: ``replays.wrap(gm
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,8 @@ from torch.fx import GraphModule
 
 from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.torch_compat.dynamo_entries import CALLS
+from amp_graph.replay.eligibility import why_not_with_ranks
 from amp_graph.replay.guard_set import Entry, GuardSet
-from amp_graph.replay.pace import Pace
-from amp_graph.replay.ranks import why_not_with_ranks
 from amp_graph.replay.recorder import RECORDERS, Recorder
 from amp_graph.replay.slots import Slot, Wrap
 
@@ -152,3 +152,57 @@ class Replays:
             for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
                 kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
                 yield f"replay: graph {i} is not recorded{kinds}: {why}"
+
+
+SLOWER = 1.2  # the device is the bottleneck if it takes this many times the host's time
+
+
+class Timed(Protocol):
+    """Calls that are timed: for each, the events around it, and the seconds of the host."""
+
+    timings: list[tuple[Any, Any, float]]
+
+
+class Pace:
+    """Times warm-up calls on CUDA, if ``asked``."""
+
+    def __init__(self, asked: bool) -> None:
+        """Nothing is timed yet."""
+        self.asked = asked
+
+    def begin(self, entry: Timed, args: Sequence[Any]) -> Callable[[], None]:
+        """Time a call that begins now; the returned function ends it."""
+        if not self.asked or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
+            return _nothing
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        start = time.perf_counter()
+
+        def end() -> None:
+            seconds = time.perf_counter() - start
+            last.record()
+            entry.timings.append((first, last, seconds))
+
+        return end
+
+    def why_not(self, entry: Timed) -> str:
+        """Return why a recording would gain nothing; "" if it would, or if nothing was timed.
+
+        The first call is left out, as it loads and chooses kernels. The device's time is between events that it
+        reaches in its own time: where it lags behind Python, they tell its time alone.
+        """
+        if not self.asked or len(entry.timings) < 2:
+            return ""
+        behind = [timing for timing in entry.timings[1:] if not timing[1].query()]
+        done = [(a.elapsed_time(b) / 1e3, host) for a, b, host in entry.timings[1:] if b.query()]
+        entry.timings.clear()
+        if not done:
+            return f"the device is the bottleneck: it has not finished {len(behind)} earlier calls"
+        device, host = min(device for device, _ in done), min(host for _, host in done)
+        if device <= SLOWER * host:
+            return ""
+        return f"the device is the bottleneck: {device * 1e3:.2f} ms of a forward, where Python takes {host * 1e3:.2f}"
+
+
+def _nothing() -> None:
+    """End nothing."""

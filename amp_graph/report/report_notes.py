@@ -21,14 +21,14 @@ from amp_graph.report.graph_facts import size_text
 from amp_graph.report.metrics import metrics
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.step.traced_step import CapturedStep, PlainCaptured
+from amp_graph.step.traced_step import CapturedStep
 from amp_graph.step.train_step import TrainStep
 
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
     yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
-    if isinstance(captured, PlainCaptured):
+    if not captured.traced:
         yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
         return
     for traced in captured.steps.values():

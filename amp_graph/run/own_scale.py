@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp_graph.passes.loss_scaling.unscale import unscale
+from amp_graph.passes.loss_scaling.scale_loss import unscale
 from amp_graph.scaling.loss_scale import LossScale
 
 MOST_DOUBLINGS = 12  # the first scale is at least 16: gradients that overflow at 1 end the scaling

@@ -16,12 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
-from amp_graph.lists.errors import Undo
-from amp_graph.optim.check_optimizer import refuse_closures
-from amp_graph.optim.load_state import load_or_refuse
+from amp_graph.optim.check_optimizer import load_or_refuse, refuse_closures
 from amp_graph.optim.master_weight_updates import gradient_of_master, groups_kept_where_it_raises
 from amp_graph.optim.master_weights import make_master, master_of, share_master, write_back
-from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.policy_words import HALVES
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
@@ -279,34 +276,33 @@ class MixedPrecisionOptimizer(Optimizer):
 
         A state without masters (of level O1, with fp32 parameters) keeps the model's current values.
         """
-        masters = self._masters_in(state_dict)
         scale = self.scaler.state_dict()
-        self.scaler.load_state_dict(state_dict["loss_scale"])
-        with Undo(lambda: self.scaler.load_state_dict(scale)):
+        try:
+            masters = self._masters_in(state_dict)
+            self.scaler.load_state_dict(dict(state_dict["loss_scale"]))
             load_or_refuse("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
+        except BaseException as error:
+            self.scaler.load_state_dict(scale)
+            if isinstance(error, ScaleError) or not isinstance(error, Exception):
+                raise
+            raise ScaleError(
+                f"MixedPrecisionOptimizer: the state is none of this class: {type(error).__name__}: {error}\n"
+                "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
+                "  fix:   load the checkpoint of this model"
+            ) from error
         with torch.no_grad():
             for (_, full), master in zip(self._pairs, masters, strict=False):
                 full.copy_(master)
         if masters:
             write_back([p for p, _ in self._pairs])
 
-    def _masters_in(self, state: Any) -> Sequence[Tensor]:
-        """Return the masters in ``state``, possibly none; ScaleError if it is not a ``state_dict`` result."""
-        shapes = [tuple(full.shape) for _, full in self._pairs]
-        wrong = _no_state(state)
-        masters = [] if wrong else state.get("masters", [])
-        if not wrong and masters and ([tuple(m.shape) for m in masters] != shapes or self._has_complex(masters)):
-            wrong = f"the state has {len(masters)} masters, and this optimizer {len(shapes)}, or other shapes"
-        if wrong:
-            raise ScaleError(
-                f"MixedPrecisionOptimizer: {wrong}\n"
-                "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
-                "  fix:   load the checkpoint of this model"
-            )
+    def _masters_in(self, state: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Return the masters in ``state``, possibly none; ValueError where they are not those of this optimizer."""
+        masters: Sequence[Tensor] = state.get("masters", [])
+        fulls = [full for _, full in self._pairs]
+        if len(masters) and not (len(masters) == len(fulls) and all(map(_is_like, masters, fulls))):
+            raise ValueError(f"it has {len(masters)} masters of other kinds than the {len(fulls)} of this optimizer")
         return masters
-
-    def _has_complex(self, masters: Sequence[Tensor]) -> bool:
-        return any(m.is_complex() != full.is_complex() for m, (_, full) in zip(masters, self._pairs, strict=True))
 
     def __repr__(self) -> str:
         """Name the inner optimizer."""
@@ -343,27 +339,10 @@ def _apex_scale(options: Any) -> LossScale:
     return LossScale(**ours, **back)
 
 
-def _no_state(given: Any) -> str:
-    """Return why ``given`` is not a ``state_dict`` result, or ""."""
-    if not isinstance(given, Mapping):
-        return f"expected a state dict, got a {type(given).__name__}"
-    kinds: dict[str, type] = {"optimizer": Mapping, "loss_scale": Mapping, "masters": Sequence}
-    for name, kind in kinds.items():
-        if name not in given and name != "masters":
-            return f"the state has no {name!r}; it has {', '.join(map(repr, given)) or 'nothing'}"
-        if not isinstance(given.get(name, []), kind) and name in given:
-            return f"the state's {name!r} is a {type(given[name]).__name__}"
-    if "param_groups" not in given["optimizer"]:
-        return "the state's 'optimizer' has no 'param_groups'"
-    others = {type(m).__name__ for m in given.get("masters", []) if not isinstance(m, Tensor)}
-    others |= {type_text(m) for m in given.get("masters", []) if isinstance(m, Tensor) and not _holds_numbers(m)}
-    return f"the state's 'masters' has a {min(others)}" if others else ""
-
-
-def _holds_numbers(master: Tensor) -> bool:
-    """Say whether ``copy_`` can copy a tensor into a master."""
-    known = master.is_floating_point() or master.is_complex()
-    return known and master.layout is torch.strided and not master.is_meta
+def _is_like(master: Any, full: Tensor) -> bool:
+    """Say whether ``copy_`` copies ``master`` into ``full`` as it is."""
+    numbers = master.is_complex() if full.is_complex() else master.is_floating_point()
+    return bool(numbers and master.layout is torch.strided and not master.is_meta and master.shape == full.shape)
 
 
 def _as_full(value: Any) -> Any:

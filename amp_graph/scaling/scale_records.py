@@ -30,36 +30,33 @@ class ScaleRecords:
         self.causes: dict[int, str] = {}
         self._ring: tuple[Tensor, Tensor] | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # of the ring
-        self._early: list[tuple[float, int]] = []  # of steps before there was a device
 
     def note(self, state: Sequence[Any]) -> None:
         """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
         scale, skipped = state[0], state[3]
-        if isinstance(scale, Tensor):
-            if self._ring is None:
-                self._begin(scale, skipped)
-            foreach_copy_(self._places[self.count % self.most], (scale, skipped))
-        else:
-            self._early = [*self._early[1 - self.most :], (scale, skipped)]
+        on_device = isinstance(scale, Tensor)
+        if self._ring is None or (on_device and self._ring[0].device != scale.device):
+            self._place_on(scale.device if on_device else torch.device("cpu"))
+        into = self._places[self.count % self.most]
+        if on_device:
+            foreach_copy_(into, (scale, skipped))
+        else:  # before there was a device
+            into[0].fill_(scale)
+            into[1].fill_(skipped)
         self.count += 1
 
-    def _begin(self, scale: Tensor, skipped: Tensor) -> None:
-        self._ring = scale.new_zeros(self.most), skipped.new_zeros(self.most)
+    def _place_on(self, device: torch.device) -> None:
+        scales, counts = self._ring or (torch.zeros(self.most), torch.zeros(self.most, dtype=torch.int32))
+        self._ring = scales.to(device), counts.to(device)
         self._places = list(zip(*(ring.unbind() for ring in self._ring), strict=True))
-        for place, numbers in enumerate(self._early, self.count - len(self._early)):
-            for into, number in zip(self._places[place % self.most], numbers, strict=True):
-                into.fill_(number)
-        self._early = []
 
     def undo(self) -> None:
         """Drop the last row: its step has raised."""
         self.count -= 1
-        if self._ring is None:
-            self._early.pop()
 
-    def last(self) -> tuple[Any, Any]:
-        """Return the scale of the last step, and the number skipped before it: 0-d tensors, or numbers."""
-        return self._early[-1] if self._ring is None else self._places[(self.count - 1) % self.most]
+    def last(self) -> tuple[Tensor, Tensor]:
+        """Return the scale of the last step, and the number skipped before it: 0-d tensors."""
+        return self._places[(self.count - 1) % self.most]
 
     def first(self) -> int:
         """Return the number of the oldest row, from 1."""
@@ -67,7 +64,7 @@ class ScaleRecords:
 
     def rows(self, skipped_now: int) -> list[tuple[int, float, bool]]:
         """Return (number, scale, skipped) of each step, oldest first; ``skipped_now``: how many were skipped so far."""
-        read = self._early if self._ring is None else self._copied(self._ring)
+        read = [] if self._ring is None else self._copied(self._ring)
         counts = [skipped for _, skipped in read] + [skipped_now]
         bad = [after > before for before, after in pairwise(counts)]
         return [(self.first() + i, scale, bad[i]) for i, (scale, _) in enumerate(read)]
@@ -80,9 +77,7 @@ class ScaleRecords:
     def skipped_before(self, steps: int) -> Tensor | int:
         """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""
         place = max(self.count - min(steps, self.most), 0)
-        if self._ring is None:
-            return self._early[place - (self.first() - 1)][1] if self._early else 0
-        return self._ring[1][place % self.most]
+        return 0 if self._ring is None else self._ring[1][place % self.most]
 
     def explain(self, number: int, cause: str) -> None:
         """Note why step ``number`` was skipped; causes of steps that are no longer kept are dropped."""

@@ -1,41 +1,45 @@
-"""Chooses how a ``TrainStep`` runs a batch: a whole traced step, a forward with symbolic sizes, or uncaptured.
+"""Chooses how a ``TrainStep`` runs a batch: a whole traced step, a forward with symbolic sizes, or as written.
 
 Before: batches of thirty lengths, and a traced step for each. After: the first two are traced, a forward with symbolic
-sizes serves all others, and batches without a graph run as code that escapes capture.
+sizes serves all others. Batches without a graph run as the user wrote them, under the policy's autocast, and in fp32
+where that fails. Over several ranks all are traced, and a warning names what has them captured again and again.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from amp_graph.capture.as_written import Region, in_words, widened
-from amp_graph.capture.capture_log import MIXED
+from amp_graph.capture.as_written import AsWritten
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.capture.recapture_limits import Backoff, NoGraph, Variants
 from amp_graph.capture.recapture_reasons import call_site
-from amp_graph.errors import warn
+from amp_graph.errors import AmpGraphError, CaptureError, warn
+from amp_graph.model_state import ModelState
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
-from amp_graph.step.recapture_warning import Recaptures
+from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
+from amp_graph.policy import Policy
 from amp_graph.step.step_arguments import (
     call_model,
     forward_of,
     loss_of,
     refuse_gradients_beyond,
     refuse_what_is_no_loss,
+    set_up_outside,
 )
 from amp_graph.step.step_cache import CapturedSteps
-from amp_graph.step.step_graph import mark_loss
+from amp_graph.step.step_graph import NoSize, mark_loss
 
 OWN = "amp_graph_step"  # the name of the function that is captured
 TRACED = 2  # whole traced steps; further sizes and numbers get forwards with symbols
+NOT_CAPTURED = (dynamo_errors.TorchDynamoException, *DEPENDS_ON_DATA, NoSize)
 
 
 @dataclass(eq=False)
@@ -43,22 +47,22 @@ class StepRuns:
     """Runs batches through ``model``, with its loss, and into ``steps``.
 
     learns: whether other steps may take the place of traced ones. Not over several ranks, whose gradients are to
-    travel in the same order.
+    travel in the same order: what is not one graph is refused there.
     """
 
     model: torch.nn.Module
     loss_fn: Callable[..., Any] | None
     outputs: bool
     steps: CapturedSteps
-    region: Region | None  # of autocast, in which steps without a graph run
+    policy: Policy
     max_graphs: int
     learns: bool
     collector_waits: bool
-    notes: list[str] = field(default_factory=list)  # for the report
 
     def __post_init__(self) -> None:
         """Start with no captures."""
         self._recaptures = Recaptures()
+        self.diagnostics = Diagnostics(self.model, strict=False)
         self.capture()
 
     def capture(self) -> None:
@@ -76,7 +80,10 @@ class StepRuns:
         self.find: Find = CompiledFrames(function, has_backward=False).find
         self._find_plain: Find = CompiledFrames(again).find
         self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # the function's closure
-        self._forward, self._backoff = amp_graph_step, Backoff()
+        policy = replace(self.policy, keep_outputs=True)
+        self._plain_forward = AsWritten(self.model, amp_graph_step, policy, self.diagnostics)
+        self._backoff = Backoff()
+        self._failed: set[bool] = set()  # the modes, train or eval, in which a capture has failed
         budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
         named = call_site(self.model.forward)
         self._traced = Variants(OWN, traced, False, budget, of=named)
@@ -98,40 +105,75 @@ class StepRuns:
         )
 
     def __call__(self, batch: Sequence[Any]) -> Any:
-        """Run one step: traced whole, else its forward captured with symbolic sizes, else uncaptured."""
-        if self._backoff.passes(self.model.training):
+        """Run one step: traced whole, else its forward captured with symbolic sizes, else as written."""
+        mode = self.model.training
+        if self._backoff.passes(mode):
             return self._as_written(batch)
         known, local = len(self.steps.captured), {"batch": tuple(batch), **self.free}
-        found = self.find(local) or (self._find_plain(local) if self._traced.is_full else None)
-        for run in (found,) if found else (self.run, self._run_plain):
+        no_more = mode in self._failed
+        found = self.find(local) or (self._find_plain(local) if no_more or self._traced.is_full else None)
+        failed: Exception | None = None
+        for run in (found,) if found else () if no_more else (self.run, self._run_plain):
             try:
                 result = run(*batch)
             except NoGraph as stopped:
                 if stopped.owner not in (self._traced, self._plain):
                     raise
                 continue
-            except dynamo_errors.TorchRuntimeError as error:
-                if not (self.region and MIXED.search(str(error))):
-                    raise
-                self._say(f"an operation has operands of two dtypes: such steps run {self.how}, uncaptured")
+            except NOT_CAPTURED as error:
+                failed = error
                 break
             if len(self.steps.captured) > known and not self.learns:
                 self._recaptures.note(batch)
-            self._backoff.hit(self.model.training)
+            self._backoff.hit(mode)
             return result
-        self._backoff.missed(self.model.training)
+        if failed is not None:  # outside of the handler, so that the user's errors are not chained to Dynamo's
+            return self._after_failed_capture(failed, batch)
+        self._backoff.missed(mode)
         self._say_what_varies()
         return self._as_written(batch)
+
+    def _after_failed_capture(self, failed: Exception, batch: Sequence[Any]) -> Any:
+        """Run a step as written, which raises the user's own errors; the model is then as it was before."""
+        inner = getattr(failed, "inner_exception", None)
+        if isinstance(inner, AmpGraphError):
+            raise inner from None
+        if set_up_outside(self.model, failed):
+            return self(batch)
+        before = ModelState(self.model, list(batch))
+        if not self.learns:
+            self._refuse_with_ranks(failed, before, batch)
+        try:
+            result = self._as_written(batch)
+        except BaseException:
+            before.restore()
+            raise
+        self._failed.add(self.model.training)
+        told = f"{type(self.model).__name__} and its loss are not one graph: steps like this one run {self.how}"
+        fix = "change that line, or amp_graph.convert(model) with amp_graph.GradScaler, which has graphs between breaks"
+        self.diagnostics.warn(f"TrainStep: {told}", str(failed).strip(), fix=fix)
+        return result
+
+    def _refuse_with_ranks(self, failed: Exception, before: ModelState, batch: Sequence[Any]) -> None:
+        """Raise the user's own error, if there is one, else CaptureError."""
+        try:
+            self._plain_forward.forward(*batch)
+        finally:
+            before.restore()
+        raise CaptureError(
+            f"TrainStep: {type(self.model).__name__} and its loss are not one graph, as they must be with several "
+            f"ranks: {str(failed).strip()}\n"
+            "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
+        ) from failed
 
     def _as_written(self, batch: Sequence[Any]) -> Any:
         """Run a step with an uncaptured forward: under autocast, or in fp32 by policies that it does not know."""
         refuse_gradients_beyond(tree_leaves(list(batch)))
 
         def compute() -> tuple[Any, ...]:
-            with torch.autocast(*self.region) if self.region else nullcontext():
-                found = self._forward(*batch)
+            found = self._plain_forward.run(tuple(batch), {})
             refuse_what_is_no_loss(found[0] if self.outputs else found)
-            return tree_map_only(torch.Tensor, widened, found if self.outputs else (found,))
+            return found if self.outputs else (found,)
 
         found = self.steps.run_as_written(compute)
         return tuple(found) if self.outputs else found[0]
@@ -139,19 +181,46 @@ class StepRuns:
     @property
     def how(self) -> str:
         """How steps without a graph run, in words."""
-        return in_words(self.region)
+        return self._plain_forward.how
 
     def _say_what_varies(self) -> None:
         """Report once which value differs between steps, so that captures stopped."""
         why = self._plain.why or self._traced.why
-        if why is not None:
-            self._say(
+        if why is not None and not any(note.startswith("captured ") for note in self.diagnostics.notes):
+            self.diagnostics.warn(
                 f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
-                f"{self.how} from now on; they differ in {why}\n"
-                f"  fix:   {why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept"
+                f"{self.how} from now on; they differ in {why}",
+                fix=f"{why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept",
             )
 
-    def _say(self, told: str) -> None:
-        if not self.notes:
-            self.notes.append(told)
-            warn(f"amp_graph: TrainStep of {type(self.model).__name__}: {told}")
+
+WARNED_AT = 16  # captures: variants of a batch, train and eval take some
+
+
+class Recaptures:
+    """The values, or shapes of tensors, in the batch at each capture of a step."""
+
+    def __init__(self) -> None:
+        """Start with no captures."""
+        self.given: dict[str, set[Any]] = {}
+        self.count = 0
+
+    def note(self, batch: Sequence[Any]) -> None:
+        """Record the batch of another capture; warn once if there were many."""
+        for path, value in tree_flatten_with_path(tuple(batch))[0]:
+            seen = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)[:200]
+            self.given.setdefault(f"batch{keystr(path)}", set()).add(seen)
+        self.count += 1
+        if self.count == WARNED_AT:
+            warn(self._told())
+
+    def _told(self) -> str:
+        place, seen = max(self.given.items(), key=lambda item: len(item[1]), default=("batch", set()))
+        text = f"TrainStep: captured {self.count} times; each takes as long as the first, and all graphs are kept"
+        if len(seen) < WARNED_AT // 2:
+            return f"{text}\n  fix:   look for what changes from step to step: TORCH_LOGS=recompiles"
+        if all(isinstance(one, tuple) for one in seen):
+            return f"{text}: {place} came in {len(seen)} shapes\n  fix:   pad it to a few sizes"
+        return (
+            f"{text}: {place} had {len(seen)} values\n  fix:   torch.tensor(value), which may change without a capture"
+        )

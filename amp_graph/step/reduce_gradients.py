@@ -5,16 +5,13 @@ Before: a process group, or None. After: ``Ranks``, the group name and size for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.loss_scaling.average import average
 
 
 @dataclass(frozen=True)
@@ -24,10 +21,6 @@ class Ranks:
     group: str
     size: int
     dtype: torch.dtype | None = None
-
-    def average(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the averages of ``grads`` over the ranks."""
-        return average(grads, self.group, self.size, self.dtype)
 
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:

@@ -5,7 +5,6 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -19,13 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.model_state import unchanged
+from amp_graph.errors import CaptureError
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
 from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
-from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.passes.torch_compat.modules import plain_attribute
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
@@ -173,16 +170,6 @@ def refuse_complex(model: torch.nn.Module, clip_value: float | None) -> None:
         )
 
 
-def refuse_loss(error: BaseException) -> None:
-    """Raise CaptureError if ``error`` says that the loss is not a tensor."""
-    if found := re.search(r"amp_graph::loss\(\).*found type '(\w+)'", str(error), re.DOTALL):
-        kind = {"SymFloat": "float", "SymInt": "int", "SymBool": "bool"}.get(found[1], found[1])
-        raise CaptureError(
-            f"TrainStep: the loss is a {kind}\n  legal: a tensor of one floating-point number\n"
-            "  fix:   return it from loss_fn without .item() or float(), and without other values"
-        ) from None
-
-
 def refuse_what_is_no_loss(loss: Any, who: str = "TrainStep") -> None:
     """Raise CaptureError if an uncaptured ``loss`` cannot be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -206,40 +193,6 @@ def refuse_surroundings() -> None:
             f"TrainStep: called under torch.{mode}(), which disables gradients\n"
             "  fix:   call it outside; for inference call model(inputs)"
         )
-
-
-def refuse_what_is_ours(error: BaseException) -> None:
-    """Raise our own error that Dynamo's ``error`` wraps, if any."""
-    if isinstance(error, dynamo_errors.TorchRuntimeError):
-        refuse_loss(error)
-    if isinstance(error, dynamo_errors.BackendCompilerFailed) and isinstance(error.inner_exception, AmpGraphError):
-        raise error.inner_exception from None
-
-
-# How Dynamo tells that the code raises: an exception that it traced, or one that it cannot trace; 2.11 - 2.13.
-RAISES = ("Observed exception", "Failed to raise exception")
-
-
-def raise_what_the_code_raises(model: torch.nn.Module, call: Callable[[], Any], error: BaseException) -> None:
-    """If ``error`` says that the user's code raised, run ``call`` eagerly so that its own error arrives.
-
-    The model's state and the random state are restored.
-    """
-    raises = isinstance(error, dynamo_errors.Unsupported) and any(text in str(error) for text in RAISES)
-    if not raises and not isinstance(error, dynamo_errors.TorchRuntimeError):
-        return
-    with unchanged(model):
-        call()
-
-
-def refuse_what_is_no_graph(model: torch.nn.Module, error: BaseException) -> None:
-    """Translate a known Dynamo ``error`` into a CaptureError of the step."""
-    kinds = dynamo_errors
-    if isinstance(error, (kinds.Unsupported, kinds.UserError, kinds.TorchRuntimeError, *DEPENDS_ON_DATA)):
-        raise CaptureError(
-            f"TrainStep: {type(model).__name__} and its loss are not one graph: {str(error).strip()}\n"
-            "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
-        ) from error
 
 
 def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from amp_graph.passes.torch_compat.dynamo_entries import weakly
 from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
 from amp_graph.step.step_graph import StepGraph
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import CapturedStep, PlainCaptured, takes_symbols
+from amp_graph.step.traced_step import CapturedStep, takes_symbols
 from amp_graph.step.untraced_step import PlainStep
 
 
@@ -36,7 +36,7 @@ class CapturedSteps:
         self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
-        self._written: tuple[tuple[int, ...], PlainCaptured] | None = None  # uncaptured steps, by their parameters
+        self._written: tuple[tuple[int, ...], CapturedStep] | None = None  # uncaptured steps, by their parameters
 
     def _all(self) -> list[CapturedStep]:
         return [*self.captured, *(() if self._written is None else self._written[1:])]
@@ -58,7 +58,7 @@ class CapturedSteps:
         if self._written is None or self._written[0] != key:
             names = {id(p): name for name, p in self._builder.model.named_parameters()}
             own = [names.get(id(p), f"parameter {n}") for n, p in enumerate(weights)]
-            self._written = key, PlainCaptured(None, 0, names=own)
+            self._written = key, CapturedStep(None, 0, own, traced=False)
         written = self._written[1]
         written.forward = lambda *args: compute()
         try:
@@ -103,7 +103,7 @@ class CapturedSteps:
         return found
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph | PlainStep:
-        if isinstance(captured, PlainCaptured):
+        if not captured.traced:
             made = PlainStep(self._builder, captured, self.last, weakly(self._laid_out))
             captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
             return made

@@ -23,17 +23,16 @@ from amp_graph.passes.graph.graph_text import SHORT, type_text
 from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outputs, set_outputs
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
-from amp_graph.passes.memory.peak_memory import most_bytes
+from amp_graph.passes.memory.saved_tensors import most_bytes
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, dispatch_for_data, make_fx
+from amp_graph.step.step_arguments import refuse_what_is_no_loss
 from amp_graph.step.step_parts import StepParts
-from amp_graph.step.step_passes import appended_passes, names_of_trained
 from amp_graph.step.step_state import Copy
+from amp_graph.step.step_table import appended_passes, names_of_trained
 
-NO_SIZE = (
-    "TrainStep: backward needs a data-dependent size and cannot be traced into one graph: {}\n"
-    "  legal: data-dependent sizes on which neither forward nor backward branches\n"
-    "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, or a static size (a mask instead of a selection)"
-)
+
+class NoSize(Exception):
+    """Backward needs a data-dependent size, so that it cannot be traced."""
 
 
 @dataclass
@@ -53,7 +52,6 @@ class StepGraph:
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
     absent: dict[int, Tensor] = field(default_factory=dict)  # further trained parameters, by number
     most_bytes: int = 0  # peak bytes of its intermediates
-    parts: StepParts | None = None  # what it was traced from, without a batch
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -87,7 +85,7 @@ def trace_step(
     parts.args = ()  # do not keep the first batch alive
     told = (*done[: len(passes)], *(timed for timed in done[len(passes) :] if timed.failure))
     found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, told)
-    found.absent, found.most_bytes, found.parts = parts.absent, most, parts
+    found.absent, found.most_bytes = parts.absent, most
     return found
 
 
@@ -97,7 +95,8 @@ def trace_joint(parts: StepParts) -> GraphModule:
         with dispatch_for_data(parts.by_data):
             gm = _traced(parts.forward_and_backward, [*parts.args, *parts.copies.values()])
     except DEPENDS_ON_DATA as error:
-        raise CaptureError(NO_SIZE.format((str(error).strip().splitlines() or [""])[0])) from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise NoSize(f"backward needs a data-dependent size, such as that of a selection by a mask: {line}") from error
     inputs = gm.graph.find_nodes(op="placeholder")
     copies = [f"{parts.names[i]} in {SHORT[dtype]}" for i, dtype in parts.copies]
     for node, name in zip(inputs, [*parts.names, *copies], strict=True):
@@ -107,7 +106,7 @@ def trace_joint(parts: StepParts) -> GraphModule:
     names, own = names_of_trained(parts), parts.own()
     count = len(outs) - len(own)
     gradients = {names[i]: count + n for n, i in enumerate(own)}
-    name_joint(gm, gradients, loss=parts.options.loss, seed=seed, parameters={names[i]: inputs[i] for i in own})
+    name_joint(gm, gradients, loss=parts.loss, seed=seed, parameters={names[i]: inputs[i] for i in own})
     return gm
 
 
@@ -132,6 +131,8 @@ def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
 
 def mark_loss(loss: Tensor) -> Tensor:
     """Mark a tensor as the loss of the graph that is being captured: ``amp_graph::loss``."""
+    if not isinstance(loss, Tensor):
+        refuse_what_is_no_loss(loss)
     return OPS.loss(loss)
 
 

@@ -1,14 +1,14 @@
 """The parts of a training step: the captured forward with its loss, the trained inputs, state of update and scale.
 
 Before: a rewritten graph that returns the loss. After: ``forward_and_backward``, which is traced; passes append the
-rest to that graph (``step_passes.py``).
+rest to that graph (``step_table.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
 from amp_graph.passes.step.lay_out_gradients import upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
-from amp_graph.passes.weights.hoist_weight_casts import Hoisted
+from amp_graph.passes.weights.cast_weights import Hoisted
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.reduce_gradients import Ranks
 
@@ -39,19 +39,6 @@ class NoGradient(Exception):
         self.inputs = frozenset(inputs)
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """The options of a step's update."""
-
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    micro_batches: int = 1
-    last: bool = True  # whether this graph is the last micro-batch's, which updates
-    loss: int = 0  # index of the captured graph's output that is the loss
-    outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
-    pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
-
-
 @dataclass
 class StepParts:
     """The captured forward, the trained inputs, and the state of update and scale.
@@ -66,7 +53,6 @@ class StepParts:
     learning_rates: list[Tensor]
     accumulators: list[Tensor]
     scale: LossScale | None
-    options: StepOptions
     names: Sequence[str] = ()  # of the captured graph's inputs
     hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
@@ -76,6 +62,14 @@ class StepParts:
     absent_names: Mapping[int, str] = field(default_factory=dict)
     by_data: bool = False  # whether the captured graph has data-dependent sizes
     norm: Tensor | None = None  # gets the norm of the gradients where they are clipped by it
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    micro_batches: int = 1
+    last: bool = True  # whether this graph is the last micro-batch's, which updates
+    loss: int = 0  # index of the captured graph's output that is the loss
+    outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
+    pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
+    gradients_given: bool = False  # whether inputs are what is trained, then the gradients of that, then the loss
 
     def tensor_of(self, i: int) -> Any:
         """Return the tensor of number ``i``."""
@@ -91,14 +85,17 @@ class StepParts:
 
     def keeps(self) -> tuple[torch.dtype, ...]:
         """Return the low dtypes in which gradients may stay, as the update casts them itself."""
-        options = self.options
-        alone = self.ranks is None and options.last and not self.accumulators
-        return LOWS if alone and not options.pointwise and not options.outside else ()
+        alone = self.ranks is None and self.last and not self.accumulators
+        return LOWS if alone and not self.pointwise and not self.outside else ()
 
     # -- forward and backward, traced -----------------------------------------------------------------
 
     def forward_and_backward(self, *given: Any) -> list[Any]:
         """Return outputs, gradients of ``own()``, and the loss's gradient, from inputs and copies; this is traced."""
+        if self.gradients_given:
+            *_, loss = given
+            count = len(self.own())
+            return [loss.detach(), *(grad.detach() for grad in given[count : 2 * count]), torch.ones_like(loss)]
         count = len(self.args)
         copies = dict(zip(self.copies, given[count:], strict=True))
         return [part for parts in self.gradients(given[:count], copies) for part in parts]
@@ -113,26 +110,18 @@ class StepParts:
             for h, low in zip(self.hoisted, lows, strict=True):
                 low.requires_grad_(h.source in own)
             outputs = self.forward(*args, *lows)
-            loss = outputs[self.options.loss]
             sources = [(i, args[i]) for i in own]
             sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
-            if sources and not loss.requires_grad:
-                raise CaptureError(DETACHED)
-            seed = torch.ones_like(loss, memory_format=torch.preserve_format)
-            start = seed if scale is None else scaled_seed(seed, scale, self.options.micro_batches)
-            with any_branch_of_backward(loss):
-                leaves = [leaf for _, leaf in sources]
-                found = torch.autograd.grad(loss, leaves, start, allow_unused=True) if sources else ()
-        made = self._summed([i for i, _ in sources], found)
-        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], made, [seed]
+            parts = 1 if scale is None else self.micro_batches
+            outputs, found, seed = differentiate(outputs, self.loss, [s for _, s in sources], scale, parts)
+        return outputs, self._summed([i for i, _ in sources], found), [seed]
 
     def _summed(self, numbers: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the gradient of each input: a single one, or the fp32 sum of several."""
         parts: dict[int, list[Tensor]] = {}
         for i, grad in zip(numbers, found, strict=True):
             if grad is not None:
-                if grad.layout is not torch.strided:
-                    refuse_sparse(self.names[i])
+                refuse_sparse(self.names[i], grad)
                 parts.setdefault(i, []).append(grad)
         own = self.own()
         if len(parts) < len(own):
@@ -145,28 +134,40 @@ class StepParts:
         scale = self.scale.scale if self.scale is not None else None
         with torch.random.fork_rng():
             _, grads, _ = self.gradients(given, self.copies, scale)
-        bad = [i for i, grad in zip(self.own(), grads, strict=True) if not grad.isfinite().all()]
-        return f"{self.names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+        return first_bad(self.names, dict(zip(self.own(), grads, strict=True)))
 
 
-@dataclass
-class UpdateParts(StepParts):
-    """The parts of an update alone: the inputs are what is trained, then the gradients of that, then the loss."""
+def differentiate(
+    outputs: Sequence[Any], loss: int, sources: Sequence[Tensor], scale: Tensor | None, micro_batches: int
+) -> tuple[list[Any], Sequence[Tensor | None], Tensor]:
+    """Return the outputs without history, the gradients of ``sources``, and that of the loss, unscaled.
 
-    def forward_and_backward(self, *given: Any) -> list[Any]:
-        """Return the loss, the gradients, and the loss's gradient; this is traced."""
-        *_, loss = given
-        count = len(self.own())
-        return [loss.detach(), *(grad.detach() for grad in given[count : 2 * count]), torch.ones_like(loss)]
+    Gradients are those of ``loss * scale / micro_batches``; None for what the loss does not depend on.
+    """
+    start = outputs[loss]
+    if sources and not start.requires_grad:
+        raise CaptureError(DETACHED)
+    seed = torch.ones_like(start, memory_format=torch.preserve_format)
+    given = scaled_seed(seed, scale, micro_batches)
+    with any_branch_of_backward(start):
+        found = torch.autograd.grad(start, sources, given, allow_unused=True) if sources else ()
+    return [o.detach() if isinstance(o, Tensor) else o for o in outputs], found, seed
 
 
-def refuse_sparse(name: str) -> NoReturn:
-    """Raise CaptureError for the parameter ``name``, whose gradient is sparse."""
-    raise CaptureError(
-        f"TrainStep: the gradient of {name} is sparse, which no fused update supports\n"
-        "  legal: dense gradients\n"
-        "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
-    )
+def first_bad(names: Sequence[str], grads: Mapping[int, Tensor]) -> str:
+    """Return the name of the first input whose gradient is not finite."""
+    bad = [i for i, grad in grads.items() if not grad.isfinite().all()]
+    return f"{names[bad[0]]}, of shape {tuple(grads[bad[0]].shape)}" if bad else "a gradient that is gone"
+
+
+def refuse_sparse(name: str, grad: Tensor | None = None) -> None:
+    """Raise CaptureError if ``grad``, the gradient of the parameter ``name``, is sparse; None: it will be."""
+    if grad is None or grad.layout is not torch.strided:
+        raise CaptureError(
+            f"TrainStep: the gradient of {name} is sparse, which no fused update supports\n"
+            "  legal: dense gradients\n"
+            "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
+        )
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ that only accumulates gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -39,9 +39,9 @@ from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.reduce_gradients import Ranks
 from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
-from amp_graph.step.step_parts import NoGradient, StepOptions, StepParts, UpdateParts, refuse_sparse
+from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
 from amp_graph.step.step_state import Copy, StepState
-from amp_graph.step.traced_step import CapturedStep, PlainCaptured, names_of
+from amp_graph.step.traced_step import CapturedStep, names_of
 
 # Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
 Who = tuple[list[int], dict[int, Tensor]]
@@ -77,15 +77,16 @@ class StepBuilder:
         rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
         if not eager:
             run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
-        return CapturedStep(rewritten, take_loss_mark(gm))
+        return CapturedStep(rewritten, take_loss_mark(gm), names_of(gm))
 
-    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> PlainCaptured:
+    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CapturedStep:
         """Rewrite a captured forward with its loss to run untraced: with symbolic sizes, followed by autograd."""
         name_nodes(gm, self.model, self.model.forward)
         policy = replace(self.policy, keep_outputs=True)
         rewritten = rewrite_in_place(gm, policy, None if device_of(gm) == "cpu" else device_of(gm))
         loss, names = take_loss_mark(gm), names_of(gm)
-        return PlainCaptured(rewritten, loss, names=names, forward=lower(gm, example_inputs, "eager", policy))
+        forward = lower(gm, example_inputs, "eager", policy)
+        return CapturedStep(rewritten, loss, names, traced=False, forward=forward)
 
     def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
         """Trace the whole step for these inputs: with the update, or only up to the gradient sums."""
@@ -125,13 +126,12 @@ class StepBuilder:
         who: the numbers of what is updated, and what has only gradients of other micro-batches, as of ``trained``.
         """
         plain = replace(self, compile="eager", options={}, cuda_graph=False)
-        alone = PlainCaptured(None, 0, names=[*weights], forward=lambda *args: args)
+        alone = CapturedStep(None, 0, [*weights], traced=False, forward=lambda *args: args)
         parts, how, _ = plain._parts(alone, list(weights.values()), *who, last)
-        given = {one.name: getattr(parts, one.name) for one in fields(parts)}
-        given["args"] = [*weights.values(), *grads, loss]
-        given["names"] = [*weights, *(f"gradient of {name}" for name in weights), "loss"]
+        names = [*weights, *(f"gradient of {name}" for name in weights), "loss"]
+        given = replace(parts, args=[*weights.values(), *grads, loss], names=names, gradients_given=True)
         with one_capture_at_a_time():
-            step = trace_step(UpdateParts(**given), plain._lower)
+            step = trace_step(given, plain._lower)
         step.update, step.after = how if last else "", self.outside() if last else None
         return step
 
@@ -166,7 +166,7 @@ class StepBuilder:
     ) -> tuple[StepParts, str, list[Copy]]:
         """Return a step's parts, the description of its update, and the weight copies that it reads."""
         state = self.state
-        names = captured.input_names()[: len(args)]
+        names = captured.names
         for i in captured.sparse_tables():  # tracing fails on data-dependent sizes before it finds this
             if i in trained:
                 refuse_sparse(names[i])
@@ -185,24 +185,37 @@ class StepBuilder:
         masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
         how = "torch's fused kernels" if self.compile == "eager" else "pointwise operations, for the compiler"
         how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
-        rates = [state.rate_of(u.group) for u in updates]
-        options = self._options(captured.loss, last)
-        own = (trained, updates, rates, sums, self.loss_scale, options)
-        beside = (absent, self._names_of(absent))
-        run, by_data = captured.computed(), captured.depends_on_data()
-        norm = None if self.clip_norm is None or not parameters else state.norm_on(parameters[0].device)
-        parts = StepParts(run, args, *own, names, hoisted, copies, masters, self.ranks, *beside, by_data, norm)
+        parts = StepParts(
+            forward=captured.computed(),
+            args=args,
+            trained=trained,
+            updates=updates,
+            learning_rates=[state.rate_of(u.group) for u in updates],
+            accumulators=sums,
+            scale=self.loss_scale,
+            names=names,
+            hoisted=hoisted,
+            copies=copies,
+            masters=masters,
+            ranks=self.ranks,
+            absent=absent,
+            absent_names=self._names_of(absent),
+            by_data=captured.depends_on_data(),
+            norm=None if self.clip_norm is None or not parameters else state.norm_on(parameters[0].device),
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            micro_batches=self.micro_batches,
+            last=last,
+            loss=captured.loss,
+            outside=bool(self.watched.why_outside),
+            pointwise=self.compile != "eager",
+        )
         return parts, how, list(kept.values())
 
     def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:
         """Return the names under which the model has these parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()} if absent else {}
         return {i: names.get(id(p), f"parameter {-i}") for i, p in absent.items()}
-
-    def _options(self, loss: int, last: bool) -> StepOptions:
-        clips = self.clip_norm, self.clip_value
-        pointwise = self.compile != "eager"
-        return StepOptions(*clips, self.micro_batches, last, loss, bool(self.watched.why_outside), pointwise)
 
     def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return the inputs of a captured graph that are not tensors of the model."""

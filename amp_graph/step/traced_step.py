@@ -21,7 +21,7 @@ from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.torch_compat.fake import depends_on_data
-from amp_graph.passes.weights.hoist_weight_casts import Hoisted, hoist_weight_casts
+from amp_graph.passes.weights.cast_weights import Hoisted, hoist_weight_casts
 
 # Kind of step: one that only accumulates gradients, one that updates, or one that also updates these parameters, by id,
 # whose gradients come from other micro-batches only.
@@ -48,10 +48,17 @@ class Bound:
 
 @dataclass
 class CapturedStep:
-    """One captured forward with its loss, and the whole steps traced from it."""
+    """One captured forward with its loss, and the whole steps traced from it.
+
+    forward: computes the outputs of steps that are not ``traced``, captured with symbolic sizes or as written; it casts
+    weights itself, and autograd runs after it.
+    """
 
     rewritten: Any  # a Rewritten; None if the forward is not captured
     loss: int  # index of the loss among the graph's outputs
+    names: list[str]  # of the inputs
+    traced: bool = True
+    forward: Callable[..., Any] | None = None
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
@@ -59,14 +66,12 @@ class CapturedStep:
 
     def computed(self) -> Callable[..., Any]:
         """Return what computes the outputs from the inputs."""
-        return self.rewritten.gm.forward
-
-    def input_names(self) -> list[str]:
-        """Return the names of the inputs."""
-        return names_of(self.rewritten.gm)
+        return self.forward or self.rewritten.gm.forward
 
     def sparse_tables(self) -> Collection[int]:
-        """Return the inputs that embeddings read whose gradients are sparse."""
+        """Return the inputs of a traced step that embeddings read whose gradients are sparse."""
+        if not self.traced:
+            return ()
         graph = self.rewritten.gm.graph
         inputs = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         calls = [(f, n) for f in EMBEDDINGS for n in graph.find_nodes(op="call_function", target=f)]
@@ -74,8 +79,8 @@ class CapturedStep:
         return [inputs[one["weight"]] for one in given if one.get("sparse") is True and one["weight"] in inputs]
 
     def depends_on_data(self) -> bool:
-        """Return whether sizes or numbers in the graph depend on data."""
-        return any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
+        """Return whether sizes or numbers in the graph of a traced step depend on data."""
+        return self.traced and any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
 
     @property
     def bound(self) -> Bound:
@@ -103,43 +108,12 @@ class CapturedStep:
         return len(self.bounds) > 1
 
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
-        """Turn weight casts into graph inputs, at the first call; return the indices of inputs that are weights."""
-        gm = self.rewritten.gm
-        self.numbers = _weights_among(args, owned)
-        self.hoisted = hoist_weight_casts(gm, [i for i in self.numbers if isinstance(args[i], torch.nn.Parameter)])
-        outline_checkpoints(gm, traced=True)
-        return self.numbers
-
-
-@dataclass
-class PlainCaptured(CapturedStep):
-    """A forward with its loss whose steps are not traced: captured with symbolic sizes, or uncaptured.
-
-    It casts weights itself, and autograd runs after it.
-    """
-
-    names: list[str] = field(default_factory=list)
-    forward: Callable[..., Any] | None = None
-
-    def computed(self) -> Callable[..., Any]:
-        """Return what computes the outputs from the inputs."""
-        assert self.forward is not None, "set at its creation"
-        return self.forward
-
-    def input_names(self) -> list[str]:
-        """Return the names of the inputs."""
-        return self.names
-
-    def sparse_tables(self) -> Collection[int]:
-        """Return none: autograd computes gradients of tables."""
-        return ()
-
-    def depends_on_data(self) -> bool:
-        """Return False: autograd runs the forward, nothing is traced."""
-        return False
-
-    def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
-        self.numbers = _weights_among(args, owned)
+        """Return the indices of inputs that are weights; turn casts of those of a traced step into inputs."""
+        parameters = {i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)}
+        self.numbers = tuple(i for i, a in enumerate(args) if i in parameters or id(a) in owned)
+        if self.traced:
+            self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters)
+            outline_checkpoints(self.rewritten.gm, traced=True)
         return self.numbers
 
 
@@ -153,7 +127,3 @@ def takes_symbols(gm: GraphModule) -> bool:
     given = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     sizes = [size for one in given for size in (one.shape if isinstance(one, Tensor) else (one,))]
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
-
-
-def _weights_among(args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
-    return tuple(i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter) or id(a) in owned)

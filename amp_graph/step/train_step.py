@@ -6,7 +6,6 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.capture.as_written import region_of
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.precompile_kernels import compile_ahead
@@ -22,35 +20,26 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.lists.errors import Undo
-from amp_graph.optim.check_optimizer import refuse_hooks
+from amp_graph.optim.check_optimizer import refuse_hooks, unwrapped
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
 from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
-from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
-from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import LossScale, check_at_floor
+from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.choose_step import StepRuns
 from amp_graph.step.cuda_graph import check_cuda_graph
 from amp_graph.step.reduce_gradients import Ranks, default_group, make_equal, ranks_of
 from amp_graph.step.step_arguments import (
-    call_model,
-    forward_of,
-    loss_of,
     make_loss_scale,
     policy_of,
-    raise_what_the_code_raises,
     refuse,
     refuse_complex,
     refuse_options,
     refuse_surroundings,
-    refuse_what_is_no_graph,
-    refuse_what_is_ours,
-    set_up_outside,
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
@@ -58,7 +47,6 @@ from amp_graph.step.step_graph import StepGraph
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import CapturedStep
-from amp_graph.step.wrapped_optimizers import unwrapped
 
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
@@ -96,15 +84,16 @@ class TrainStep:
     the results of a step are copies, its temporaries stay allocated.
 
     max_graphs: the limit of graphs. The first two kinds of batches are traced whole; then the forward is captured with
-    symbolic sizes and numbers, followed by autograd and the same update. Steps without a graph run as code that
-    escapes capture, with a warning that says what changes. With several ranks all steps are traced.
+    symbolic sizes and numbers, followed by autograd and the same update. Steps without a graph, and models that are not
+    one graph, run as they are written, under ``torch.autocast`` by the policy, with a warning that says why; in fp32
+    where that fails. With several ranks all steps are traced, and what is not one graph is refused.
 
     Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
     parameters themselves (O2, which converts ``model`` and updates fp32 masters).
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
     eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.
-    Raises CaptureError (not one graph, a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
+    Raises CaptureError (a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
     PolicyError.
     """
 
@@ -134,7 +123,7 @@ class TrainStep:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             process_group = model.process_group if process_group is None else process_group
             model = model.module
-        optimizer = unwrapped(optimizer)
+        optimizer = optimizer if isinstance(optimizer, MixedPrecisionOptimizer) else unwrapped(optimizer)
         self.policy = policy_of(model, policy)
         refuse(model, loss_fn, optimizer, self.policy)
         refuse_options(micro_batches, clip_norm, clip_value, reduce_dtype, outputs)
@@ -154,7 +143,8 @@ class TrainStep:
         check_cuda_graph(cuda_graph, model, ranks)
         if ranks is not None:
             make_equal(model, process_group)
-        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+        self.model, self.loss_fn = model, loss_fn
+        self.optimizer: Optimizer = optimizer
         lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
         with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
             self._make(ranks)
@@ -183,7 +173,7 @@ class TrainStep:
         how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
-        own = (model, self.loss_fn, self.outputs, self._steps, region_of(model, self.policy), self.max_graphs)
+        own = (model, self.loss_fn, self.outputs, self._steps, self.policy, self.max_graphs)
         self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
 
     # -- the loop -------------------------------------------------------------------------------------
@@ -194,7 +184,7 @@ class TrainStep:
         batch: the model's inputs, then what ``loss_fn`` gets after the outputs. With ``micro_batches``, dimension 0 of
         each tensor is split. The loss is in the unscaled unit, and the mean over micro-batches.
 
-        Raises CaptureError if the model is not one graph, and ScaleError at the floor with ``at_floor="error"``.
+        Raises CaptureError if nothing can be trained, and ScaleError at the floor with ``at_floor="error"``.
         """
         if is_autocast_on():  # the plan decides precision
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -224,33 +214,19 @@ class TrainStep:
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
-        with Undo(self._state.drop_sums):
+        try:
             found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+        except BaseException:
+            self._state.drop_sums()
+            raise
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
 
     def _once(self, batch: Sequence[Any], last: bool) -> Any:
         self._steps.last = last
-        failed: BaseException | None = None
-        try:
-            result = self._runs(batch)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
-            return result
-        except (dynamo_errors.TorchDynamoException, *DEPENDS_ON_DATA) as error:
-            if not set_up_outside(self.model, error):
-                failed = error
-        if failed is not None:  # outside of the handler, so that the user's errors are not chained to Dynamo's
-            refuse_what_is_ours(failed)
-            raise_what_the_code_raises(self.model, functools.partial(self._as_written, *batch), failed)
-            refuse_what_is_no_graph(self.model, failed)
-            raise failed
-        return self._once(batch, last)
-
-    def _as_written(self, *batch: Any) -> Any:
-        """Compute outputs and loss with the user's code, to get its own errors."""
-        model, loss_fn = forward_of(self.model), self.loss_fn
-        out = call_model(model, batch[0]) if loss_fn is not None else call_model(model, *batch)
-        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+        result = self._runs(batch)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
+        return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse changes of options that the graphs depend on."""
@@ -330,7 +306,7 @@ class TrainStep:
     @property
     def notes(self) -> list[str]:
         """The report's notes on steps that were not captured."""
-        return self._runs.notes
+        return self._runs.diagnostics.notes
 
     @property
     def skipped_steps(self) -> Tensor:

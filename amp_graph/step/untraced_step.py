@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
-from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
 from amp_graph.passes.step.lay_out_gradients import laid_out
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.step.step_graph import StepGraph
-from amp_graph.step.step_parts import DETACHED
+from amp_graph.step.step_parts import differentiate, first_bad, refuse_sparse
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import PlainCaptured
+from amp_graph.step.traced_step import CapturedStep
 
 
 @dataclass(eq=False)
@@ -33,7 +31,7 @@ class PlainStep:
     """
 
     builder: StepBuilder
-    captured: PlainCaptured
+    captured: CapturedStep
     last: bool
     made: Callable[[Sequence[GroupUpdate]], None]
     known: dict[tuple[Any, ...], StepGraph] = field(default_factory=dict)
@@ -52,7 +50,7 @@ class PlainStep:
     def __call__(self, *args: Any) -> Any:
         """Run the step on the forward's inputs and return what the forward returned."""
         outputs, grads = self._gradients(args)
-        names = self.captured.input_names()
+        names = self.captured.names
         weights = {f"{names[i]} ({i})": args[i] for i in grads}
         with torch.no_grad():
             given = [laid_out(g, self.builder.state.target_of(args[i]), ()) for i, g in grads.items()]
@@ -71,9 +69,7 @@ class PlainStep:
         """Return the name of the first input whose gradient is not finite; runs the forward once more."""
         with torch.random.fork_rng():
             _, grads = self._gradients(args)
-        bad = [i for i, grad in grads.items() if not grad.isfinite().all()]
-        names = self.captured.input_names()
-        return f"{names[bad[0]]}, of shape {tuple(args[bad[0]].shape)}" if bad else "a gradient that is gone"
+        return first_bad(self.captured.names, grads)
 
     def _gradients(self, args: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
         """Return the outputs, and the existing gradients of the scaled loss by input number."""
@@ -81,24 +77,13 @@ class PlainStep:
         if scale is not None and own:
             scale.to(args[own[0]].device)
         with torch.enable_grad():
-            outputs = self.captured.computed()(*args)
-            loss = outputs[self.captured.loss]
-            if own and not loss.requires_grad:
-                raise CaptureError(DETACHED)
-            seed = scaled_seed(
-                torch.ones_like(loss), None if scale is None else scale.scale, self.builder.micro_batches
-            )
-            found = torch.autograd.grad(loss, [args[i] for i in own], seed, allow_unused=True) if own else ()
-        self._refuse_sparse(found)
-        grads = {i: grad for i, grad in zip(own, found, strict=True) if grad is not None}
-        return [o.detach() if isinstance(o, Tensor) else o for o in outputs], grads
-
-    def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            raise CaptureError(
-                "TrainStep: a gradient is sparse, which no fused update supports\n  legal: dense gradients\n"
-                "  fix:   sparse=False in its embedding, or amp_graph.convert(model) with amp_graph.GradScaler"
-            )
+            outputs, given = self.captured.computed()(*args), None if scale is None else scale.scale
+            parts = self.builder.micro_batches
+            found = differentiate(outputs, self.captured.loss, [args[i] for i in own], given, parts)
+        grads = {i: grad for i, grad in zip(own, found[1], strict=True) if grad is not None}
+        for i, grad in grads.items():
+            refuse_sparse(self.captured.names[i], grad)
+        return found[0], grads
 
     def _graph_for(
         self, args: Sequence[Any], grads: Mapping[int, Tensor], weights: Mapping[str, Tensor], given: Sequence[Tensor]

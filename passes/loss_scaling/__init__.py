@@ -4,12 +4,9 @@ Contains the contract of such a graph (``joint_graph``), the passes, and their o
 no optimizer, no model, nothing of ``amp_graph``'s own files outside of ``passes``.
 """
 
-from amp_graph.passes.loss_scaling.average import AverageOverRanks
-from amp_graph.passes.loss_scaling.clip import ClipGradients
+from amp_graph.passes.loss_scaling.average import AverageOverRanks, ClipGradients
 from amp_graph.passes.loss_scaling.joint_graph import JointGraph, joint_of, name_exported, name_joint
-from amp_graph.passes.loss_scaling.scale_loss import ScaleLoss
-from amp_graph.passes.loss_scaling.unscale import CheckFiniteAndUnscale
-from amp_graph.passes.loss_scaling.update_scale import UpdateLossScale
+from amp_graph.passes.loss_scaling.scale_loss import CheckFiniteAndUnscale, ScaleLoss, UpdateLossScale
 
 __all__ = [
     "AverageOverRanks",

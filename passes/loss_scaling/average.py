@@ -1,7 +1,8 @@
-"""Average gradients over the ranks inside the graph, in buckets that overlap with backward.
+"""Average gradients over the ranks inside the graph, in buckets that overlap with backward, and clip them.
 
 Before: DDP's hooks, outside of any graph. After: one ``_c10d_functional.all_reduce`` a bucket, started right behind
-the last gradient that it holds, and waited for before the update.
+the last gradient that it holds, and waited for before the update. Gradients are clipped by their norm and by value as
+``torch.nn.utils`` does it, operation by operation.
 Source: torch/nn/parallel/distributed.py (buckets), torch/distributed/_functional_collectives.py.
 """
 
@@ -15,18 +16,26 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Writes
-from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.base import Change, PassError, PassResult
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
     UPDATES,
+    JointPass,
     gradient_nodes,
     joint_of,
     record_done,
     refuse_behind,
     set_gradients,
 )
-from amp_graph.passes.torch_compat.operators import collectives
+from amp_graph.passes.loss_scaling.scale_loss import own_gradients
+from amp_graph.passes.torch_compat.operators import (
+    collectives,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
+)
 
 BUCKET = 25 * 2**20  # bytes, as DDP's
 
@@ -67,7 +76,7 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class AverageOverRanks(Pass):
+class AverageOverRanks(JointPass):
     """Averages the gradients of a joint graph over the ``size`` ranks of the process group named ``group``.
 
     dtype: what travels; None for the gradients' own.
@@ -81,8 +90,6 @@ class AverageOverRanks(Pass):
     dtype: torch.dtype | None = None
 
     name: ClassVar[str] = "average-over-ranks"
-    required: ClassVar[bool] = True
-    writes: ClassVar[Writes] = Writes.APPENDED
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append the all-reduces, then move each up to where its last gradient is made."""
@@ -120,3 +127,54 @@ def _only_moves(node: Node) -> bool:
     """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
     name = getattr(node.target, "__name__", "").split(".")[0]
     return name in {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
+
+
+def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into: Tensor | None = None) -> None:
+    """Clip ``grads`` in place, by their norm first; None leaves one of both out. into: 0-d, gets the norm as it was."""
+    grads = list(grads)
+    if norm is not None:
+        norms = foreach_norm(grads, 2.0)
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
+        foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+        if into is not None:
+            into.copy_(total)
+    if value is not None:
+        foreach_clamp_min_(grads, -value)
+        foreach_clamp_max_(grads, value)
+
+
+@dataclass(frozen=True)
+class ClipGradients(JointPass):
+    """Clips the gradients of a joint graph in place. norm: of all together; value: of each element; None: not at all.
+
+    into: an input, 0-d, that gets their norm before it is clipped.
+
+    Law: as ``clip_grad_norm_``, then ``clip_grad_value_``. Exactness: bit-exact.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    into: StateInput | None = None
+
+    name: ClassVar[str] = "clip-gradients"
+    adds_inputs: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the clipping."""
+        joint = joint_of(gm)
+        refuse_behind(gm, self.name, *UPDATES)
+        if joint.scale:
+            raise PassError(
+                f"pass clip-gradients: gradients are multiplied by {joint.scale}, and limits are for those of the loss"
+                "\n  fix:   run CheckFiniteAndUnscale() over the graph first"
+            )
+        limits = [
+            f"{name} {limit:g}" for name, limit in (("norm", self.norm), ("value", self.value)) if limit is not None
+        ]
+        if not limits or not joint.gradients:
+            return PassResult(gm)
+        grads = own_gradients(gm)
+        into = add_inputs(gm, [self.into])[0] if self.into is not None else None
+        append(gm, clip_, grads, self.norm, self.value, into)
+        record_done(gm, self.name)
+        return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_map_only
 
-from amp_graph.passes.base import PassError
+from amp_graph.passes.base import Pass, PassError, Writes
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import JOINT
@@ -23,6 +23,15 @@ from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode
 from amp_graph.passes.torch_compat.storage import storage_key
 
 UPDATES = ("update-parameters",)  # passes that read the gradients last
+
+
+class JointPass(Pass):
+    """A pass that appends a part of a training step to a joint graph: without it, the step would be another one."""
+
+    required: ClassVar[bool] = True
+    writes: ClassVar[Writes] = Writes.APPENDED
+
+
 APART = "amp_values_apart"  # meta key of a graph: its values do not show which of them share memory
 ONES = (torch.ops.aten.ones_like.default, torch.ops.aten.full_like.default)
 

@@ -1,4 +1,4 @@
-"""The operators of loss scaling, by names that graphs show: ``check_finite_and_unscale``, ``update_loss_scale``.
+"""The operators of loss scaling, by names that graphs show: ``check_finite_and_unscale_``, ``update_loss_scale_``.
 
 Before: ``inf = any(not g.isfinite().all() for g in grads)`` on the host. After: one operator over all gradients, whose
 verdict stays on the device, and one that moves the scale by it.
@@ -10,7 +10,6 @@ Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler (hysteresis).
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,6 @@ from torch import Tensor
 from amp_graph.passes.native.operator_library import LIBRARY, define_operator
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.torch_compat.operators import unscale_and_check_finite_, update_scale_
-
-OPTIONS = (
-    "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, int hysteresis, "
-    "float floor, float ceiling"
-)
 
 
 def check_finite_and_unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -37,13 +31,6 @@ def check_finite_and_unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf:
         kinds[parts.dtype].append(parts)
     for alike in kinds.values():  # one fused call for each dtype
         unscale_and_check_finite_(alike, found_inf, inv_scale)
-
-
-def _check_finite_and_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
-    found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
-    unscaled = [g.clone() for g in grads]
-    check_finite_and_unscale_(unscaled, inv_scale, found_inf)
-    return unscaled, found_inf
 
 
 def update_loss_scale_(
@@ -79,39 +66,18 @@ def update_loss_scale_(
     stuck.add_(1).mul_(bad & (scale <= floor))
 
 
-def _update_loss_scale(*given: Any) -> tuple[Tensor, ...]:
-    state = tuple(tensor.clone() for tensor in given[:5])
-    update_loss_scale_(*state, *given[5:])
-    return state
-
-
-def _fake_unscale(grads: list[Tensor], inv_scale: Tensor) -> tuple[list[Tensor], Tensor]:
-    return [torch.empty_like(g) for g in grads], torch.empty_like(inv_scale)
-
-
-def _define() -> None:
-    state = "Tensor{0} scale, Tensor{1} growth_tracker, Tensor{2} hysteresis_left, Tensor{3} skipped, Tensor{4} stuck"
-    written = state.format("(a!)", "(b!)", "(c!)", "(d!)", "(e!)")
-    read = state.format("", "", "", "", "")
-    # In-place forms write nothing that has a shape of its own: their fakes have nothing to do.
-    define_operator(
-        "check_finite_and_unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
-        check_finite_and_unscale_,
-        lambda *given: None,
-    )
-    define_operator(
-        "check_finite_and_unscale(Tensor[] grads, Tensor inv_scale) -> (Tensor[], Tensor)",
-        _check_finite_and_unscale,
-        _fake_unscale,
-    )
-    define_operator(f"update_loss_scale_({written}, {OPTIONS}) -> ()", update_loss_scale_, lambda *given: None)
-    define_operator(
-        f"update_loss_scale({read}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        _update_loss_scale,
-        lambda *given: tuple(map(torch.empty_like, given[:5])),
-    )
-    # A mark that a captured graph carries: clone, because an output may not be the input itself.
-    LIBRARY.impl(LIBRARY.define("loss(Tensor loss) -> Tensor"), torch.clone, "CompositeImplicitAutograd")
-
-
-_define()
+# In-place operators write nothing that has a shape of its own: their fakes have nothing to do.
+define_operator(
+    "check_finite_and_unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+    check_finite_and_unscale_,
+    lambda *given: None,
+)
+define_operator(
+    "update_loss_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_left, Tensor(d!) skipped, "
+    "Tensor(e!) stuck, Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
+    "int hysteresis, float floor, float ceiling) -> ()",
+    update_loss_scale_,
+    lambda *given: None,
+)
+# A mark that a captured graph carries: clone, because an output may not be the input itself.
+LIBRARY.impl(LIBRARY.define("loss(Tensor loss) -> Tensor"), torch.clone, "CompositeImplicitAutograd")

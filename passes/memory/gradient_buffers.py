@@ -169,4 +169,3 @@ def _fake(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
 
 
 define_operator("table_gradient(Tensor rows, Tensor ids, SymInt count, int padding) -> Tensor", _table_gradient, _fake)
-TABLE_GRADIENT = OPS.table_gradient.default

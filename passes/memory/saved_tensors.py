@@ -1,24 +1,28 @@
-"""Which readers of a value would save it for backward.
+"""Which readers of a value would save it for backward, and how much memory a graph needs for its values.
 
 Before: ``h = relu(z); y = conv2d(h, w); s = h + x``.
-After: ``readers_of(h)``: the convolution saves it, the sum does not.
+After: ``readers_of(h)``: the convolution saves it, the sum does not; ``most_bytes(gm)``, the peak of what is alive at
+the same time, and ``bytes_made(gm)``, the total, as backward may need each value.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from amp_graph.passes.casts.shared_cast import shared_cast
-from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, REGION
 from amp_graph.passes.registry import traits_of
 from amp_graph.passes.torch_compat.fake import concrete_size, numel
+from amp_graph.passes.torch_compat.storage import bytes_of, storage_key
 
 PRODUCTS = frozenset({"aten.linear", "aten.addmm", "aten.matmul", "aten.mm"})
 CONVOLUTIONS = frozenset(f"aten.conv{d}d" for d in (1, 2, 3))
@@ -118,3 +122,42 @@ def _products(reader: Any) -> float:
         return numel(out) * numel(weight) / concrete_size(weight.shape[0])
     wide = value(reader.args[1]) if names == "aten.addmm" else x
     return numel(out) * concrete_size(wide.shape[-1])
+
+
+@dataclass
+class _Storage:
+    size: int
+    made: int  # position in the graph where it is made
+    read: int  # position of its last use
+
+
+def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False) -> int:
+    """Return the peak number of bytes alive at the same time among what ``gm`` makes, ``but`` some results."""
+    added: dict[int, int] = {}  # change at each position
+    for one in _storages(gm, but):
+        added[one.made] = added.get(one.made, 0) + one.size
+        added[one.read + 1] = added.get(one.read + 1, 0) - one.size
+    return max(accumulate(added[place] for place in sorted(added)), default=0)
+
+
+def bytes_made(gm: GraphModule) -> int:
+    """Return how many bytes ``gm`` makes in total."""
+    return sum(one.size for one in _storages(gm, lambda node: False))
+
+
+def _storages(gm: GraphModule, but: Callable[[Node], bool]) -> list[_Storage]:
+    """Return what ``gm`` makes: not its inputs, views of them, or values without storage (sparse, wrapped tensors)."""
+    given: set[int | None] = {None}
+    made: dict[int | None, _Storage] = {}
+    for place, node in enumerate(gm.graph.nodes):
+        own = tensors(value(node))
+        if node.op in ("placeholder", "get_attr") or but(node):
+            given |= {storage_key(t) for t in own}
+            continue
+        for t in own:
+            if (key := storage_key(t)) not in given:
+                made.setdefault(key, _Storage(concrete_size(bytes_of(t)), place, place))
+        for t in (*own, *(t for source in node.all_input_nodes for t in tensors(value(source)))):
+            if (found := made.get(storage_key(t))) is not None:
+                found.read = place
+    return list(made.values())

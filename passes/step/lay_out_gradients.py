@@ -1,24 +1,36 @@
-"""Bring gradients into the precision and the memory layout in which they are added up and read by an update.
+"""Bring gradients into the precision and memory layout in which an update reads them, and add them up.
 
 Before: gradients as backward makes them, in low precision where a weight was read in it, in any strides. After: fp32,
-unless the update reads low precision itself, in the strides of what is updated.
+unless the update reads low precision itself, in the strides of what is updated. With micro-batches they are added to
+sums, new inputs, which are the gradients behind the last one, and zero again once the update has read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.base import Change, Pass, PassResult, Writes
-from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.base import Change, PassResult
+from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
-from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, joint_of, parameter_nodes, set_gradients
-from amp_graph.passes.torch_compat.operators import foreach_copy_
+from amp_graph.passes.loss_scaling.joint_graph import (
+    UPDATES,
+    JointPass,
+    change_joint,
+    gradient_nodes,
+    joint_of,
+    outputs,
+    parameter_nodes,
+    refuse_behind,
+    set_gradients,
+    set_outputs,
+)
+from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_copy_, foreach_zero_
 
 TOGETHER = 32  # gradients that one call casts
 
@@ -47,7 +59,7 @@ def laid_out(grad: Tensor, like: Tensor, keeps: Sequence[torch.dtype]) -> Tensor
 
 
 @dataclass(frozen=True)
-class LayOutGradients(Pass):
+class LayOutGradients(JointPass):
     """Casts gradients of a joint graph to fp32 and lays them out as the inputs that ``JointGraph.parameters`` names.
 
     keeps: low precisions that the update reads. Law: each gradient keeps its elements. Exactness: bit-exact.
@@ -56,8 +68,6 @@ class LayOutGradients(Pass):
     keeps: tuple[torch.dtype, ...] = ()
 
     name: ClassVar[str] = "lay-out-gradients"
-    required: ClassVar[bool] = True
-    writes: ClassVar[Writes] = Writes.APPENDED
 
     @property
     def changes_outputs(self) -> bool:
@@ -80,15 +90,13 @@ class LayOutGradients(Pass):
 
 
 @dataclass(frozen=True)
-class UpcastGradients(Pass):
+class UpcastGradients(JointPass):
     """Casts what is still low among the gradients of a joint graph to fp32, ``TOGETHER`` by one call.
 
     Law: each gradient keeps its elements. Exactness: bit-exact.
     """
 
     name: ClassVar[str] = "upcast-gradients"
-    required: ClassVar[bool] = True
-    writes: ClassVar[Writes] = Writes.APPENDED
 
     @property
     def changes_outputs(self) -> bool:
@@ -102,3 +110,91 @@ class UpcastGradients(Pass):
         set_gradients(gm, made)
         changed = [new for old, new in zip(grads, made, strict=True) if old is not new]
         return PassResult(gm, tuple(Change("gradients", "upcast a gradient", n.name, "to fp32") for n in changed))
+
+
+Add = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def add_in_place(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add ``grads`` to ``sums``, which are as many."""
+    if sums:
+        foreach_add_(list(sums), list(grads))
+
+
+def totals_of(sums: Sequence[Tensor], grads: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
+    """Return the sums with ``grads`` added to those numbered ``own``, one by one, as new tensors."""
+    totals = list(sums)
+    for n, grad in zip(own, grads, strict=True):
+        totals[n] = sums[n] + grad
+    return totals
+
+
+@dataclass(frozen=True)
+class AddGradients(JointPass):
+    """Adds the gradients of a joint graph to ``sums``, by name of parameter; adds an input for each.
+
+    ``add``: how. ``into``: "sums" writes them; "new" leaves them as they were and makes new totals, for each all-reduce
+    to start at its last gradient. ``last``: the totals are the gradients from now on, also those of parameters that
+    have none in this graph; ``copied``: as copies, for a caller who keeps them.
+
+    Law: each total is the sum of the gradients of all micro-batches, in their order. Exactness: bit-exact.
+    """
+
+    sums: Mapping[str, StateInput] = field(default_factory=dict)
+    add: Add = add_in_place
+    into: str = "sums"
+    last: bool = True
+    copied: bool = False
+
+    name: ClassVar[str] = "add-gradients"
+    adds_inputs: ClassVar[bool] = True
+
+    @property
+    def changes_outputs(self) -> bool:
+        """There may be further gradients."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the sums."""
+        joint = joint_of(gm)
+        refuse_behind(gm, self.name, "average-over-ranks", "check-finite-and-unscale", "clip-gradients", *UPDATES)
+        grads = gradient_nodes(gm)
+        sums = add_inputs(gm, list(self.sums.values()))
+        names = list(self.sums)
+        own = [names.index(name) for name in joint.gradients]
+        found = sums
+        if grads and self.into == "new":
+            found = append(gm, totals_of, sums, grads, own)
+        elif grads:
+            append(gm, self.add, [sums[n] for n in own], grads)
+        if self.last and self.copied and sums:
+            found = append(gm, lambda totals: [total.clone() for total in totals], sums)
+        if self.last:
+            outs = outputs(gm)
+            for number in joint.gradients.values():
+                outs[number] = None
+            set_outputs(gm, [*outs, *found])
+            change_joint(gm, gradients={name: len(outs) + i for i, name in enumerate(names)})
+        what = f"{len(own)} gradients to {len(sums)} sums"
+        return PassResult(gm, (Change("micro-batches", "add up gradients", sums[0].name, what),) if sums else ())
+
+
+@dataclass(frozen=True)
+class ZeroSums(JointPass):
+    """Zeroes ``sums``, inputs of a joint graph, behind what read them.
+
+    Law: the sums are those of no gradients. Exactness: bit-exact.
+    """
+
+    sums: Sequence[StateInput] = ()
+
+    name: ClassVar[str] = "zero-sums"
+    adds_inputs: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append one operator for all."""
+        sums = add_inputs(gm, self.sums)
+        if not sums:
+            return PassResult(gm)
+        append(gm, lambda totals: foreach_zero_(totals), sums)
+        return PassResult(gm, (Change("micro-batches", "zero the sums", sums[0].name, "for the next step"),))

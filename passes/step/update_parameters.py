@@ -1,29 +1,34 @@
-"""The optimizer's update as operations of the graph, which change nothing where a gradient was infinite.
+"""The end of a step: name what is updated, update it, write low copies, and return what the caller reads.
 
-Before: gradients, unscaled and clipped. After: parameters, or their masters, and the optimizer's state are written.
-A gradient that is ``add_rows``, which nothing else reads, is not made: the rows are updated apart.
+Before: gradients, unscaled and clipped. After: parameters, or their fp32 masters, and the optimizer's state are
+written, unless a gradient was infinite; the low-precision copies that the next forward reads are written as well. A
+gradient that is ``add_rows``, which nothing else reads, is not made: the rows are updated apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassError, PassResult, Writes
+from amp_graph.passes.base import Change, PassError, PassResult, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import (
+    JointPass,
     change_joint,
     found_inf_node,
+    input_nodes,
     joint_of,
     outputs,
     parameter_nodes,
     record_done,
     set_outputs,
 )
-from amp_graph.passes.step.add_rows import ADD_ROWS, Apply, by_rows
+from amp_graph.passes.step.row_gradients import ADD_ROWS, Apply, by_rows
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def _remove(gm: GraphModule, grads: Sequence[Node]) -> None:
 
 
 @dataclass(frozen=True)
-class UpdateParameters(Pass):
+class UpdateParameters(JointPass):
     """Updates parameters in place by functions of the optimizer, one a group.
 
     Law: what ``apply`` does to tensors; with ``found_inf`` above 0, nothing changes. Exactness: bit-exact, against
@@ -90,8 +95,6 @@ class UpdateParameters(Pass):
     groups: Sequence[GroupInputs] = ()
 
     name: ClassVar[str] = "update-parameters"
-    required: ClassVar[bool] = True
-    writes: ClassVar[Writes] = Writes.APPENDED
     adds_inputs: ClassVar[bool] = True
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -113,3 +116,90 @@ class UpdateParameters(Pass):
             changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
         record_done(gm, self.name)
         return PassResult(gm, tuple(changes))
+
+
+@dataclass(frozen=True)
+class AddUpdateTargets(JointPass):
+    """Lets an update write these ``targets``, by name of parameter; adds an input for each.
+
+    Masters, and parameters that other micro-batches alone have sent gradients. Law: the graph computes what it did.
+    ``WriteLowCopies`` rounds masters into their parameters. Exactness: bit-exact.
+    """
+
+    targets: Mapping[str, StateInput] = field(default_factory=dict)
+
+    name: ClassVar[str] = "add-update-targets"
+    writes: ClassVar[Writes] = Writes.KEPT
+    adds_inputs: ClassVar[bool] = True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Add the inputs."""
+        nodes = add_inputs(gm, list(self.targets.values()))
+        made = {parameter: node.name for parameter, node in zip(self.targets, nodes, strict=True)}
+        change_joint(gm, parameters={**joint_of(gm).parameters, **made})
+        changes = (Change("targets", "update an input", name, f"for {parameter}") for parameter, name in made.items())
+        return PassResult(gm, tuple(changes))
+
+
+def write_copies(lows: Sequence[Tensor], fulls: Sequence[Tensor], pointwise: bool) -> None:
+    """Round ``fulls`` into ``lows``; ``pointwise``: one by one, for a compiler to fuse."""
+    if pointwise:
+        for low, full in zip(lows, fulls, strict=True):
+            low.copy_(full)
+    elif lows:
+        foreach_copy_(list(lows), list(fulls))
+
+
+@dataclass(frozen=True)
+class WriteLowCopies(JointPass):
+    """Rounds what is updated into ``copies``: by name of parameter, the inputs of the graph that hold its copies.
+
+    Law: each copy is the updated parameter, or master, cast to the copy's dtype. Exactness: bit-exact.
+    """
+
+    copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pointwise: bool = False
+
+    name: ClassVar[str] = "write-low-copies"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Append the casts."""
+        known = input_nodes(gm)
+        fulls = dict(zip(self.copies, parameter_nodes(gm, list(self.copies)), strict=True))
+        pairs = [(known[low], fulls[name]) for name, lows in self.copies.items() for low in lows]
+        if not pairs:
+            return PassResult(gm)
+        append(gm, write_copies, [low for low, _ in pairs], [full for _, full in pairs], self.pointwise)
+        return PassResult(gm, (Change("low copies", "write copies", pairs[0][0].name, f"{len(pairs)} casts"),))
+
+
+@dataclass(frozen=True)
+class ReturnOutputs(JointPass):
+    """Returns the first ``count`` outputs of a joint graph, and behind them its ``gradients`` and ``found_inf``.
+
+    Law: what is returned is what it was; what is no longer returned stays computed where something reads it.
+    Exactness: bit-exact.
+    """
+
+    count: int = 1
+    gradients: bool = False
+
+    name: ClassVar[str] = "return-outputs"
+    writes: ClassVar[Writes] = Writes.KEPT
+
+    @property
+    def changes_outputs(self) -> bool:
+        """There are fewer, or in another order."""
+        return True
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Choose among the outputs."""
+        joint, outs, verdict = joint_of(gm), outputs(gm), found_inf_node(gm)
+        found = outs[: self.count]
+        gradients = [outs[number] for number in joint.gradients.values()] if self.gradients else []
+        behind = [verdict] if self.gradients and verdict is not None else []
+        set_outputs(gm, [*found, *gradients, *behind])
+        places = {name: self.count + i for i, name in enumerate(joint.gradients)} if self.gradients else {}
+        change_joint(gm, gradients=places, found_inf=self.count + len(places) if behind else None)
+        output = gm.graph.output_node()
+        return PassResult(gm, (Change("outputs", "return outputs", output.name, f"{len(found)}, and what is read"),))

@@ -120,11 +120,6 @@ def running_sequence_number() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
-def will_run(node: Any) -> bool:
-    """Say whether the running backward runs this node of autograd's graph; 2.11 - 2.13."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Run ``call`` at the end of the backward pass that runs this hook; 2.11 - 2.13.
 

@@ -17,16 +17,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,  # 2.11 - 2.13; two are public, but in no list of its module
 )
 
-_ON_STEP: set[Callable[..., None]] = set()
+_ON_STEP: set[Callable[..., Any]] = set()
 
 
-def on_every_optimizer_step(after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
+def on_every_optimizer_step(before: Callable[..., Any], after: Callable[..., None] | None = None) -> None:
     """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers."""
-    if after not in _ON_STEP:
-        _ON_STEP.add(after)
-        register_optimizer_step_post_hook(after)
-        if before is not None:
-            register_optimizer_step_pre_hook(before)
+    if before not in _ON_STEP:
+        _ON_STEP.add(before)
+        register_optimizer_step_pre_hook(before)
+        if after is not None:
+            register_optimizer_step_post_hook(after)
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:

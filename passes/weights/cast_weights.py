@@ -1,12 +1,13 @@
-"""Let kernels of ours that have the gradient of a weight in fp32 hand it to the parameter as it is.
+"""Casts of weights that are no plain casts: with a gradient in fp32 as a kernel made it, or hoisted out of the graph.
 
 Before: ``w = weight.bfloat16(); y = linear_low(x, w)``: the gradient is rounded to bf16, and cast.
-After: ``w = cast_weight(weight, torch.bfloat16); y = linear_low(x, w)``.
+After: ``w = cast_weight(weight, torch.bfloat16); y = linear_low(x, w)``. In a step, ``w`` becomes an input: a copy that
+the update writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.meta_keys import CAST, TRANSFORM
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, TRANSFORM
 from amp_graph.passes.memory.ops_with_recomputed_inputs import original
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
@@ -104,3 +105,38 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     if plain or not weight.requires_grad or not torch.is_grad_enabled():
         return weight.to(dtype)
     return borrow(weight, weight.detach().to(dtype))
+
+
+@dataclass(frozen=True)
+class Hoisted:
+    """One cast that became an input: the graph input that it casts, and the dtype."""
+
+    source: int
+    dtype: torch.dtype
+
+
+def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[Hoisted]:
+    """Replace the casts of the inputs numbered in ``weights`` with new inputs, appended in order.
+
+    Law: if the copies equal the rounded weights, no output changes by a bit; a weight's gradient is the sum of its own
+    and its copies'. A weight that the graph writes keeps its casts. Exactness: bit-exact.
+    """
+    memory = observe(gm, marks(gm))
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    numbers = {inputs[i]: i for i in weights if not memory.is_written(inputs[i])}
+    found = []
+    for node in list(gm.graph.nodes):
+        source = node.args[0] if CAST in node.meta and node.op == "call_method" else None
+        if isinstance(source, Node) and source in numbers and value(node).dtype.itemsize < 4:
+            found.append(Hoisted(numbers[source], value(node).dtype))
+            inputs.append(_as_input(gm, node, inputs[-1]))
+    return found
+
+
+def _as_input(gm: GraphModule, cast: Node, last: Node) -> Node:
+    with gm.graph.inserting_after(last):
+        made = gm.graph.placeholder(f"{cast.args[0]}_{cast.name}")
+    made.meta = {k: v for k, v in cast.meta.items() if k not in (CAST, CHECKPOINT)}
+    cast.replace_all_uses_with(made)
+    gm.graph.erase_node(cast)
+    return made

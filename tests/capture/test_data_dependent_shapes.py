@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import amp_graph
-from amp_graph.errors import AmpGraphWarning, CaptureError
-from amp_graph.passes.torch_compat import fake
+from amp_graph.errors import AmpGraphWarning
+from amp_graph.passes.torch_compat import symbolic_sizes
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 WIDTH, ROWS = 16, 12
@@ -219,8 +219,8 @@ def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
         assert error(ours(*batch), model(*batch)) < 0.02
     assert "data-dependent" in amp_graph.report(ours).text()
     step = amp_graph.TrainStep(model, lambda out: out.sum(), torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
-    with pytest.raises(CaptureError, match=r"not one graph(.|\n)*amp_graph.convert\(model\)"):
-        step(batch)
+    with pytest.warns(AmpGraphWarning, match=r"not one graph(.|\n)*amp_graph.convert\(model\)"):
+        assert error(step(batch), ours(*batch).sum()) < 0.02
 
 
 class Shared(Listed):
@@ -259,11 +259,11 @@ def test_comparing_sizes_adds_no_guard():
     x, env = symbolic((4, 8), [0])
     with x.fake_mode:
         y, known = x + 1, torch.zeros(4, 8)
-    assert fake.same(x.shape, y.shape)
-    assert fake.alike(x, y)
-    assert not fake.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
-    assert fake.is_contiguous(x)
-    assert not fake.is_contiguous(x.t())
+    assert symbolic_sizes.same(x.shape, y.shape)
+    assert symbolic_sizes.alike(x, y)
+    assert not symbolic_sizes.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
+    assert symbolic_sizes.is_contiguous(x)
+    assert not symbolic_sizes.is_contiguous(x.t())
     assert not env.guards
 
 
@@ -274,7 +274,7 @@ def test_a_size_that_depends_on_data_counts_as_the_most_it_can_be():
     assert concrete_size(rows.shape[0]) == 40
     assert concrete_size(rows.shape[0] * 2 + 1) == 81
     assert concrete_size(env.create_unbacked_symint()) == 4
-    assert fake.depends_on_data(rows)
-    assert not fake.depends_on_data(x)
-    assert fake.is_contiguous(rows)
-    assert not fake.same(rows.shape, x.shape)
+    assert symbolic_sizes.depends_on_data(rows)
+    assert not symbolic_sizes.depends_on_data(x)
+    assert symbolic_sizes.is_contiguous(rows)
+    assert not symbolic_sizes.same(rows.shape, x.shape)

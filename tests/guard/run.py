@@ -41,9 +41,7 @@ WITHOUT_C = {
     "recurrent": "torch's layers",
     "recurrent_backward": "torch's layers",
     "check_finite_and_unscale_": "torch's",
-    "check_finite_and_unscale": "torch's",
     "update_loss_scale_": "torch's",
-    "update_loss_scale": "torch's",
 }
 WITHOUT_OPERATORS = ("amp_graph.integrations",)  # which need packages of their own
 CALLED = 1 << 16  # bytes for the names of what a child has called

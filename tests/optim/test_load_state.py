@@ -8,7 +8,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
-from amp_graph.optim.load_state import load_or_refuse
+from amp_graph.optim.check_optimizer import load_or_refuse
 
 X = torch.ones(2, 3)
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.replay.behind_autograd import outputs_of
 from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import Flat
+from amp_graph.replay.replayed_call import outputs_of
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class FlatCall:
         """The graphs of the call."""
         return self.graphs.flat
 
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None], node: Any) -> Sequence[Tensor | None]:
+    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the flat backward."""
         found = self.graphs.unrecorded(given)
         if found is None:

@@ -258,9 +258,8 @@ def gradient_penalty(word):
     return plain(model, loss=loss, rate=0.01)
 
 
-@declined("differentiated again")
 def a_late_gradient_penalty(word):
-    """Second derivatives that begin after the graph was recorded: the call runs once more."""
+    """Second derivatives that begin after the graph was recorded: the call runs once more. No loop of ``LOOPS``."""
     layers = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
     model = converted(word, nn.Sequential(*layers))
 
@@ -301,30 +300,19 @@ def _for_one_argument(out, extra, x):
     (x.grad,) = torch.autograd.grad(one.square().sum() + extra, x)
 
 
-LATE = _by_the_outputs_own_gradient, _by_penalty_alone, _twice, _for_one_argument
+LATE = _by_the_outputs_own_gradient, _by_penalty_alone, _twice, _a_third_derivative, _for_one_argument
 
 
-@declined("differentiated again")
-def late_second_derivatives(word):
-    """Of graphs that were recorded, each in another way."""
-    return differentiated_late(word, LATE)
-
-
-def a_late_third_derivative(word):
-    """The same sums as autograd's, some of them apart: no loop of ``LOOPS``."""
-    return differentiated_late(word, [_a_third_derivative])
-
-
-def differentiated_late(word, ways):
+def differentiated_late(word, late):
+    """Derivatives of a graph that was recorded: autograd's sums, some of them apart. No loop of ``LOOPS``."""
     found = []
-    for late in ways:
-        model = converted(word, nn.Sequential(nn.Linear(6, 24), nn.Tanh(), TwoResults(nn.Linear(24, 3))))
-        for i in range(6):
-            x = torch.randn(8, 6, device=DEVICE[0], requires_grad=True)
-            model.zero_grad()
-            out, extra = model(x)
-            late(out, extra, x) if i > 4 else (out.sum() + extra).backward()
-            found += seen(model, x.grad)
+    model = converted(word, nn.Sequential(nn.Linear(6, 24), nn.Tanh(), TwoResults(nn.Linear(24, 3))))
+    for i in range(6):
+        x = torch.randn(8, 6, device=DEVICE[0], requires_grad=True)
+        model.zero_grad()
+        out, extra = model(x)
+        late(out, extra, x) if i > 4 else (out.sum() + extra).backward()
+        found += seen(model, x.grad)
     return found
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture import captured_graphs
-from amp_graph.replay import argument_edges
+from amp_graph.replay import trace_flat as tracing
 from amp_graph.replay.flat_graph import CannotBeFlat
 from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
@@ -118,7 +118,7 @@ def test_what_arrives_from_outside_is_added_in_autograds_order(monkeypatch):
     plain = torch.fx.symbolic_trace
     monkeypatch.setattr(torch.fx, "symbolic_trace", lambda module: _tuple_of(plain(module)))
     assert torch.equal(gradient(True), gradient(False))
-    monkeypatch.setattr(argument_edges, "MOST", 0)  # summed inside: other bits
+    monkeypatch.setattr(tracing, "MOST", 0)  # summed inside: other bits
     assert not torch.equal(gradient(True), gradient(False))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.replay import guard_set, replayed_call, second_run, slots
+from amp_graph.replay import guard_set, replayed_call, slots
 from tests.replay import loops, stand_in
 from tests.replay.loops import DECLINED, LOOPS
 
@@ -17,7 +17,6 @@ BY_DEFAULT = {
     "accumulation",
     "two_forwards_one_backward",
     "retain_graph",
-    "late_second_derivatives",
     "outputs_held_for_many_steps",
 }
 CASES = [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in LOOPS]
@@ -56,14 +55,26 @@ def test_a_recorded_loop_has_the_bits_of_one_that_is_not(name, recorders, monkey
         assert "is not recorded" not in notes
 
 
-@pytest.mark.slow
-def test_a_late_third_derivative_is_as_exact(recorders):
-    found = loops.a_late_third_derivative("true")
+@pytest.mark.parametrize("late", loops.LATE, ids=lambda late: late.__name__)
+def test_a_late_derivative_is_as_exact(late, recorders):
+    found = loops.differentiated_late("true", late)
     torch.manual_seed(0)
-    expected = loops.a_late_third_derivative("false")
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() <= 2**-7 * b.abs().max().clamp(min=1)
+    expected = loops.differentiated_late("false", late)
+    assert are_as_exact(found, expected)
     assert differences(found[:-9], expected[:-9]) == []  # all but the last call
+
+
+def test_so_is_a_late_gradient_penalty(recorders):
+    torch.manual_seed(0)
+    found = loops.a_late_gradient_penalty("true")
+    torch.manual_seed(0)
+    expected = loops.a_late_gradient_penalty("false")
+    assert are_as_exact(found, expected)
+    assert len(differences(found, expected)) < len(found) / 10  # what the calls that run again have added to
+
+
+def are_as_exact(found, expected):
+    return all((a - b).abs().max() <= 2**-7 * b.abs().max().clamp(min=1) for a, b in zip(found, expected, strict=True))
 
 
 # -- broken controls: what each rule is for ------------------------------------------------------------
@@ -90,10 +101,6 @@ def _kept_graphs_replayed(monkeypatch):
     monkeypatch.setattr(replayed_call, "keeps_graph", lambda: False)
 
 
-def _ways_apart(monkeypatch):
-    monkeypatch.setattr(second_run.SecondRun, "wait", lambda *_: False)
-
-
 def _anything_recorded(monkeypatch):
     monkeypatch.setattr(guard_set, "why_not_flat", lambda *_: "")
 
@@ -109,7 +116,6 @@ BROKEN = {
     "addresses are not compared": ("moved_parameters", _any_address),
     "one slot serves two forwards": ("two_forwards_one_backward", _one_slot_for_all),
     "a kept graph is replayed": ("retain_graph", _kept_graphs_replayed),
-    "two ways to a late derivative are summed apart": ("late_second_derivatives", _ways_apart),
     "checkpoints draw anew": ("checkpoints_with_random_draws", _anything_recorded),
     "hooks hear of a gradient that does not come": ("a_hook_on_a_head", _nobody_notices),
     "zeros go on where nothing arrives": ("a_head_behind_another_model", _nobody_notices),

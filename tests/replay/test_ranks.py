@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.replay import ranks, recorder, slots
+from amp_graph.replay import eligibility, recorder, slots
 from tests.replay.stand_in import StandIn
 
 STEPS = 8
@@ -193,19 +193,19 @@ def test_outputs_that_reach_a_part_are_not_recorded_where_ddp_looks_for_it(group
     def looking(model):
         return DistributedDataParallel(model, find_unused_parameters=True)
 
-    assert ranks.UNUSED in notes_of(TwoOutputs(), looking)
+    assert eligibility.UNUSED in notes_of(TwoOutputs(), looking)
     assert "is not recorded" not in notes_of(TwoOutputs(), DistributedDataParallel)
 
 
 def test_a_call_outside_of_ddp_and_static_graphs_are_not_recorded(group):
-    assert ranks.OUTSIDE in notes_of(Small(), lambda model: model)
-    assert ranks.STATIC in notes_of(Small(), lambda model: DistributedDataParallel(model, static_graph=True))
+    assert eligibility.OUTSIDE in notes_of(Small(), lambda model: model)
+    assert eligibility.STATIC in notes_of(Small(), lambda model: DistributedDataParallel(model, static_graph=True))
     assert not StandIn.made
 
 
 def test_sharded_models_and_synchronized_batch_norms_are_not_recorded(group):
     sharded = nn.Sequential(Small())
     sharded[0]._is_fsdp_managed_module = True
-    assert re.match("FSDP shards 0", ranks.why_not_with_ranks(sharded))
-    assert re.search("SyncBatchNorm", ranks.why_not_with_ranks(nn.Sequential(nn.SyncBatchNorm(4))))
-    assert ranks.why_not_with_ranks(Small()) == ranks.OUTSIDE
+    assert re.match("FSDP shards 0", eligibility.why_not_with_ranks(sharded))
+    assert re.search("SyncBatchNorm", eligibility.why_not_with_ranks(nn.Sequential(nn.SyncBatchNorm(4))))
+    assert eligibility.why_not_with_ranks(Small()) == eligibility.OUTSIDE

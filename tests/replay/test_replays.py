@@ -13,8 +13,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import PolicyError
 from amp_graph.policy import Policy
 from amp_graph.replay.eligibility import why_not_captured
-from amp_graph.replay.pace import Pace
-from amp_graph.replay.replays import MOST
+from amp_graph.replay.replays import MOST, Pace
 from tests.replay import stand_in
 
 

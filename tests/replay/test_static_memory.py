@@ -2,7 +2,7 @@
 
 import torch
 
-from amp_graph.replay.static_memory import copies
+from amp_graph.replay.slots import copies
 
 
 def test_tensors_of_any_layout_come_back_as_they_were():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.replay.taped_graphs import ONCE, Tape
+from amp_graph.replay.flat_call import ONCE, Tape
 from tests.replay import stand_in
 from tests.replay.loops import Net
 

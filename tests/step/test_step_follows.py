@@ -1,5 +1,6 @@
 """A step follows model and optimizer as they are at each call: replaced, frozen, branching, scheduled, hooked."""
 
+import gc
 import warnings
 
 import pytest
@@ -149,6 +150,23 @@ def new_in_both(model, optimizer):
 
 
 @pytest.mark.sampled(5)
+def test_steps_that_are_gone_leave_no_hooks_in_their_optimizer():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    before = hooks_of(optimizer)
+    for _ in range(3):
+        step, _ = stepped(model, optimizer, 1, "bf16")
+        assert len(hooks_of(optimizer)) == len(before) + 3
+        del step
+        gc.collect()
+    assert hooks_of(optimizer) == before
+
+
+def hooks_of(optimizer):
+    kinds = ("load_state_dict_pre", "load_state_dict_post", "step_pre", "step_post")
+    return [hook for kind in kinds for hook in getattr(optimizer, f"_optimizer_{kind}_hooks").values()]
+
+
 @pytest.mark.parametrize("policy", LEVELS)
 @pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):

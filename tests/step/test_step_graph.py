@@ -2,12 +2,15 @@
 """The graph of a whole step, as text: forward, backward, one check, the update, one scale update."""
 
 import expecttest
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
 from amp_graph.cli import main as cli
+from amp_graph.passes.backends.recurrent import lstm_functions
+from amp_graph.passes.base import VerifyError
 
 
 class GoldenStep(expecttest.TestCase):
@@ -106,3 +109,27 @@ def test_dump_shows_the_step_of_a_gpt(tmp_path, capsys):
 def test_step_goes_with_text_alone(capsys):
     assert cli.main(["dump", "torch.nn:Linear", "--step", "--format", "dot"]) == 1
     assert "--step needs --format text" in capsys.readouterr().err
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.LSTM(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(self.layer(x)[0][-1])
+
+
+@pytest.mark.parametrize("skip", ["", ",skip=backend"])
+def test_a_recurrent_layer_has_a_truthful_workspace(skip, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
+    model = Recurrent()
+    step = amp_graph.TrainStep(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), f"bf16{skip}")
+    batch = torch.randn(5, 8, 8), torch.arange(8) % 4
+    losses = [step(*batch).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    monkeypatch.setattr(lstm_functions, "set_value", lambda node, new: None)  # control
+    other = amp_graph.TrainStep(model, F.cross_entropy, step.optimizer, f"bf16{skip}")
+    if step.graph_text().count("mkldnn_rnn_layer"):
+        with pytest.raises(VerifyError):
+            other(*batch)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
+from amp_graph.passes.graph.edit import set_value
+from amp_graph.passes.graph.fake_values import fake_mode_of, run_node
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
@@ -30,9 +32,14 @@ WORKSPACE = 3  # index of the workspace among the kernel's results
 
 def make_workspaces(gm: GraphModule) -> None:
     """Let the recurrent layers of a traced step, which runs without autograd, make the workspace for their backward."""
+    mode = fake_mode_of(gm)
     for node in gm.graph.find_nodes(op="call_function", target=PLAIN):
-        if any(user.args[1] == WORKSPACE for user in node.users):
+        if mode is not None and any(user.args[1] == WORKSPACE for user in node.users):
             node.target = OPS.mkldnn_rnn_layer.default
+            made = run_node(node, mode)
+            set_value(node, made)
+            for part in node.users:
+                set_value(part, made[part.args[1]])
 
 
 def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from torch._functorch.partitioners import default_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_graph.passes.loss_scaling import UpdateLossScale, joint_of
-from amp_graph.passes.loss_scaling.update_scale import COUNTS
+from amp_graph.passes.loss_scaling.scale_loss import COUNTS
 
 
 class WithLoss(nn.Module):

@@ -22,12 +22,14 @@ from amp_graph.passes.loss_scaling import (
 )
 from amp_graph.passes.loss_scaling.append import StateInput
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.step.add_gradients import AddGradients, ZeroSums
-from amp_graph.passes.step.lay_out_gradients import LayOutGradients, UpcastGradients
-from amp_graph.passes.step.low_copies import WriteLowCopies
-from amp_graph.passes.step.outputs import ReturnOutputs
-from amp_graph.passes.step.update_parameters import GroupInputs, UpdateParameters
-from amp_graph.passes.step.update_targets import AddUpdateTargets
+from amp_graph.passes.step.lay_out_gradients import AddGradients, LayOutGradients, UpcastGradients, ZeroSums
+from amp_graph.passes.step.update_parameters import (
+    AddUpdateTargets,
+    GroupInputs,
+    ReturnOutputs,
+    UpdateParameters,
+    WriteLowCopies,
+)
 from amp_graph.scaling.loss_scale import LossScale
 from tests.passes.loss_scaling.joint_graphs import exported, traced
 

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 import amp_graph
 from amp_graph.passes.loss_scaling import name_joint
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.memory.row_gradients import RowGradients
-from amp_graph.passes.step import add_rows, update_parameters
+from amp_graph.passes.step import row_gradients, update_parameters
+from amp_graph.passes.step.row_gradients import RowGradients
 
 ROWS, WIDTH, OFF = 96, 8, "row_gradients"
 
@@ -103,8 +103,8 @@ def test_other_gradients_are_left_alone(options):
 @pytest.mark.parametrize(
     ("module", "name", "broken", "options"),
     [
-        (add_rows, "_sums_of_equal", lambda ids, rows, count: rows, {}),
-        (update_parameters, "_is_unread_sum", lambda grad: grad.target is add_rows.ADD_ROWS, {"clip_norm": 0.1}),
+        (row_gradients, "_sums_of_equal", lambda ids, rows, count: rows, {}),
+        (update_parameters, "_is_unread_sum", lambda grad: grad.target is row_gradients.ADD_ROWS, {"clip_norm": 0.1}),
     ],
 )
 def test_control(module, name, broken, options, monkeypatch):

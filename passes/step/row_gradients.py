@@ -1,12 +1,12 @@
 """Add the gradients of rows to the other gradient of a table that is tied: it is an embedding and a head.
 
 Before: ``add(low.float(), embedding_dense_backward(grad, ids, ...))``, a table of zeros, one in fp32, and their sum.
-After: ``add_rows(low, ids, grad)``, which an update by element does not call: it reads the parts.
+After: ``add_rows(low, ids, grad)``, which an update by element does not call: it reads the parts (``by_rows``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,13 +19,13 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import gradient_nodes, set_gradients
-from amp_graph.passes.memory.gradient_buffers import TABLE_GRADIENT
-from amp_graph.passes.step.add_rows import ADD_ROWS
+from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.torch_compat.fake import is_contiguous
 
 ATEN: Any = torch.ops.aten
-EMBEDDINGS = (ATEN.embedding_dense_backward.default, TABLE_GRADIENT)
+EMBEDDING = ATEN.embedding_dense_backward.default
 ROWS_PER_READ = 4  # with 8 rows of a table for each that is read, a step takes 0.85 of the time, with 64 0.69
 
 
@@ -43,7 +43,7 @@ class RowGradients(Pass):
         found, changes, lives = gradient_nodes(gm), [], Lifetimes.of(gm)
         for i, total in enumerate(found):
             parts = list(_parts(total))
-            reads = [n for n in parts if n.target in EMBEDDINGS and not any(n.args[4:])]
+            reads = [n for n in parts if n.target is EMBEDDING and not any(n.args[4:])]
             others = [_narrowest(n) for n in parts if n not in reads]
             if len(others) != 1 or not _fits(total, reads, others[0]) or not _stay(gm, reads, others[0], lives):
                 continue
@@ -105,9 +105,64 @@ def _joined(dense: Tensor, reads: Sequence[tuple[Tensor, Tensor]], paddings: Seq
 
 def _erase(gm: GraphModule, node: Node) -> None:
     """Erase a sum that nothing reads any more, and what was made for it alone."""
-    if node.users or node.target not in (ATEN.add.Tensor, ATEN._to_copy.default, *EMBEDDINGS):
+    if node.users or node.target not in (ATEN.add.Tensor, ATEN._to_copy.default, EMBEDDING):
         return
     sources = node.all_input_nodes
     gm.graph.erase_node(node)
     for source in sources:
         _erase(gm, source)
+
+
+# Takes parameters, gradients, state by kind, the learning rate, and found_inf or None.
+Apply = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], Tensor, Tensor | None], None]
+
+
+def add_rows(dense: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """Return ``dense`` in fp32, contiguous, with ``rows`` added to those of the numbers ``ids``."""
+    return torch.empty(dense.shape, device=dense.device).copy_(dense).index_add_(0, ids, rows)
+
+
+define_as_typed(add_rows, lambda dense: dense.new_empty(dense.shape, dtype=torch.float32))
+ADD_ROWS = OPS.add_rows.default
+
+
+def by_rows(apply: Apply, tables: Sequence[int]) -> Callable[..., None]:
+    """Return ``apply``, which updates by element, for gradients to which rows are still to be added.
+
+    What it returns takes their ids and the rows last, a pair for each of the parameters numbered ``tables``. Copies of
+    the rows of parameter and state are updated by their whole gradients, and written back behind the update of all.
+    """
+
+    def update(
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        rate: Tensor,
+        found_inf: Tensor | None,
+        added: list[tuple[Tensor, Tensor]],
+    ) -> None:
+        kinds = [[*grads], [*parameters], *([*kind] for kind in states)]
+        copied = []
+        for n, (ids, rows) in zip(tables, added, strict=True):
+            kinds[0][n] = laid_out_as(parameters[n], grads[n])
+            whole = [kind[n] for kind in kinds]
+            copies = [t[ids] if t.dim() else t.clone() for t in whole]
+            copies[0] = copies[0] + _sums_of_equal(ids, rows, len(parameters[n]))
+            for kind, one in zip(kinds, copies, strict=True):
+                kind.append(one)
+            copied.append((ids, whole[1:], copies[1:]))
+        apply(kinds[1], kinds[0], kinds[2:], rate, found_inf)
+        for ids, whole, copies in copied:
+            for one, new in zip(whole, copies, strict=True):
+                if one.dim():
+                    one.index_copy_(0, ids, new)
+
+    return update
+
+
+def _sums_of_equal(ids: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return for each of ``rows`` the sum of those with the same of ``ids``, below ``count``, in their order."""
+    place = ids.new_empty(count)
+    place[ids] = torch.arange(len(ids), device=ids.device)
+    one = place[ids]  # of equal ids one place, whichever was written last
+    return torch.zeros_like(rows).index_add_(0, one, rows)[one]

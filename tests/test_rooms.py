@@ -1,6 +1,7 @@
 """Rooms: who imports whom, read off the sources. Every arrow points downwards, every folder is one small subject."""
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,7 @@ COMPOSES = "passes/pipeline_table.py"  # of the core, the one file that may impo
 MOST = 25  # source files of a folder
 SOURCES = (".py", ".c", ".h")
 FOLDERS = ("amp_graph", "passes", "lists")
+PRIVATE = "passes/torch_compat/"  # the one room that speaks private names of torch
 BY_NAME = ("importlib.import_module", "import_module", "__import__")
 # Imports inside of functions, each with its reason: (file, what it imports).
 HIDDEN = {
@@ -203,7 +205,22 @@ def faults_of(root):
     found += [f"a cycle of rooms: {', '.join(group)}" for group in cycles_of({(a, b) for a, b in rooms if a != b})]
     hidden = [a for a in arrows if a.hidden and (a.file, a.module) not in HIDDEN]
     found += [f"{a.file} imports {a.module} inside of a function" for a in hidden]
+    others = [f for f in files if not f.startswith(PRIVATE)]
+    found += [f"{f} speaks the private {name}" for f in others for name in private(root / f)]
     return sorted({*found, *faults_of_folders(root)})
+
+
+def private(path):
+    """Return the private names of torch that a file speaks or imports; pytrees have no public name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{a.name}" for a in node.names]
+    return [name for name in found if re.fullmatch(r"torch\.(?!utils\._pytree)(\w+\.)*_[a-zA-Z][\w.]*", name)]
 
 
 def faults_of_folders(root):
@@ -301,6 +318,8 @@ BROKEN = {
     "no room": ({"passes/new.py": "import torch\n"}, "passes/new.py is in no room"),
     "no docstring": ({"passes/graph/__init__.py": ""}, "passes/graph does not say"),
     "a docstring of one line": ({"passes/graph/__init__.py": '"""A room."""\n'}, "what may be imported"),
+    "a private name": ({"passes/base.py": "import torch\ntorch._C._set_grad_enabled(True)\n"}, "the private torch._C"),
+    "a private import": ({"passes/base.py": "from torch._dynamo import config\n"}, "the private torch._dynamo.config"),
     "large": ({f"passes/graph/f{i}.c": "" for i in range(MOST)}, "more than 25"),
 }
 

@@ -43,15 +43,21 @@ CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 
 @dataclass
 class Diagnostics:
-    """Reports for ``model``; ``strict``: raises CaptureError. ``log``: what its captures left out."""
+    """Reports for ``model``; ``strict``: raises CaptureError. ``log``: what its captures left out.
+
+    ``silent``: warns of nothing, as the conversion that follows will.
+    """
 
     model: torch.nn.Module
-    strict: bool
+    strict: bool = False
+    silent: bool = False
     log: CaptureLog = field(default_factory=CaptureLog)
     notes: list[str] = field(default_factory=list)
 
     def warn(self, what: str, causes: str = "", *, only_note: bool = False, fix: str = "") -> None:
         """Report ``what`` once, with its causes; raises CaptureError if strict."""
+        if self.silent:
+            return
         message = f"{what}: {causes}" if causes else what
         text = f"amp_graph: {type(self.model).__name__}: {message}"
         if self.strict:
@@ -98,13 +104,6 @@ class Diagnostics:
                 "before sharding it: fully_shard(amp_graph.convert(part))"
             )
         return self.log.causes()
-
-
-class Silent(Diagnostics):
-    """Reports nothing: the conversion that follows reports."""
-
-    def warn(self, what: str, causes: str = "", *, only_note: bool = False, fix: str = "") -> None:
-        """Ignore it."""
 
 
 def fix_of(causes: str) -> str:

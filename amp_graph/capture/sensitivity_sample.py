@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.conversion import Conversion
-from amp_graph.capture.diagnostics import Silent
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
@@ -58,7 +58,7 @@ def captured_by(
 ) -> Iterator[TakenGraphs]:
     """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``."""
     made = Conversion(model, in_fp32(policy), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
-    graphs = made.taken_by(TakenGraphs, Silent(model, strict=False), taker=take)
+    graphs = made.taken_by(TakenGraphs, Diagnostics(model, silent=True), taker=take)
     with torch.enable_grad():
         made.attach()
         try:

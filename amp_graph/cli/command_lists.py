@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from amp_graph.lists import OpList, Rule, check_op_exists
 from amp_graph.lists.operators import known_names
 from amp_graph.lists.parse import normalise
 from amp_graph.lists.read_toml import nearest
-from amp_graph.lists.schema import Kind, Operator, lookup_keys
+from amp_graph.lists.schema import Kind, lookup_keys
 from amp_graph.passes.graph import node_info
 from amp_graph.policy import Policy
 
@@ -68,7 +69,7 @@ def _one(name: str, lists: OpList) -> list[str]:
     return [line for rule in found for line in rule_lines(rule)]
 
 
-def _rules_of(name: str, lists: OpList) -> tuple[str, Operator, list[Rule]]:
+def _rules_of(name: str, lists: OpList) -> tuple[str, Any, list[Rule]]:
     """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:
@@ -81,7 +82,7 @@ def _rules_of(name: str, lists: OpList) -> tuple[str, Operator, list[Rule]]:
     return op, overloads[0], [rule for key in keys for rule in lists.rules.get(key, ())]
 
 
-def _unlisted(op: str, overload: Operator, lists: OpList) -> str:
+def _unlisted(op: str, overload: Any, lists: OpList) -> str:
     if lists.unlisted == "native":
         return f"no entry in {lists.name}; runs in the precision of its inputs"
     if node_info.is_composite(overload):

@@ -66,7 +66,8 @@ def interleaved(steps: Steps, device: str) -> dict[str, float]:
     taken: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
     for name, step in steps.items():
-        with Attempt(*([] if taken else [Exception])) as tried:  # autocast fails in some models that run in fp32
+        passed = () if taken else (Exception,)
+        with Attempt(*passed) as tried:  # autocast fails in some models that run in fp32
             seconds = [_seconds(step, 1, device) for _ in range(WARM_UP)]
         if tried.error is not None:
             print(f"{name}: fails: {type(tried.error).__name__}: {tried.error}", file=sys.stderr)

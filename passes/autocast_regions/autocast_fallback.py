@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 to 2.13
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
@@ -17,6 +16,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
+from amp_graph.passes.torch_compat.dispatch import enter_autocast, exit_autocast
 from amp_graph.passes.torch_compat.fake import FakeTensor, tracing_fake
 
 Own = TypeVar("Own", bound="RegionInterpreter")
@@ -37,7 +37,7 @@ class RegionInterpreter(Interpreter):
     def __exit__(self, *_: object) -> None:
         """Leave the regions that are open."""
         for region in reversed(self.entered):
-            _exit_autocast(region)
+            exit_autocast(region)
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
@@ -49,9 +49,9 @@ class RegionInterpreter(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and track open regions."""
         result = super().call_function(target, args, kwargs)
-        if target is _enter_autocast:
+        if target is enter_autocast:
             self.entered.append(result)
-        elif target is _exit_autocast:
+        elif target is exit_autocast:
             self.entered.remove(args[0])
         return result
 
@@ -79,9 +79,9 @@ def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, 
 def _put_region(gm: GraphModule, dtype: torch.dtype, device: str) -> None:
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
     with gm.graph.inserting_before(first):
-        entered = gm.graph.call_function(_enter_autocast, (device, dtype, True, True))
+        entered = gm.graph.call_function(enter_autocast, (device, dtype, True, True))
     with gm.graph.inserting_before(gm.graph.output_node()):
-        gm.graph.call_function(_exit_autocast, (entered,))
+        gm.graph.call_function(exit_autocast, (entered,))
 
 
 def _restore_outputs(gm: GraphModule) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11 - 2.13
 from torch._ops import OpOverload as OpOverload  # 2.11 - 2.13
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import (  # 2.11 - 2.13
     TorchDispatchMode as TorchDispatchMode,
@@ -25,8 +26,7 @@ from amp_graph.passes.torch_compat.versions import torch_version
 
 # Tensor types without a subclass's own handling.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
-
-
+enter_autocast, exit_autocast = _enter_autocast, _exit_autocast  # of a graph's regions
 SET_GRAD: Any = torch._C._set_grad_enabled  # what a graph calls at both ends of ``no_grad``; 2.11 - 2.13
 
 

@@ -19,6 +19,7 @@ from amp_graph.passes.casts.product_precision import Lowered
 from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat.dynamo_entries import undisabled
+from amp_graph.passes.torch_compat.inductor import compile_graph, graph_pass_hook, inductor_config
 
 HOOK = "post_grad_custom_pre_pass"
 
@@ -36,15 +37,13 @@ def compile_with_inductor(
     whole: ``gm`` is the flat graph of a step, which has no backward and is called with Dynamo off. Inductor options
     that the user has set take precedence, as does a custom pass of the user. options: such options for this graph.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
+    config = inductor_config()
     lowered = Lowered(gm)
     gm.meta[LOST] = lowered.found
     ours: dict[str, Any] = {HOOK: _hook(passes, lowered)} if getattr(config, HOOK) is None else {}
     if whole:
         ours |= {k: v for k, v in options_of_step(gm).items() if hasattr(config, k)}
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches={**ours, **(options or {})})
+    compiled: Any = compile_graph(gm, example_inputs, {**ours, **(options or {})})
     return undisabled(compiled) if whole else compiled
 
 
@@ -53,18 +52,13 @@ def _hook(passes: Sequence[Pass], lowered: Lowered) -> Any:
 
     ``lowered`` sees each graph first; what Inductor finds in its cache it sees not.
     """
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    class Passes(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            lowered.look_at(graph)
-            run_passes(_module_of(graph), passes)
+    def run(graph: Graph) -> None:
+        lowered.look_at(graph)
+        run_passes(_module_of(graph), passes)
 
-        def uuid(self) -> Any:
-            files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))
-            return [get_hash_for_files(files), [repr(one) for one in passes], torch.get_num_threads()]
-
-    return Passes()
+    files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))
+    return graph_pass_hook(run, files, [[repr(one) for one in passes]])
 
 
 def _module_of(graph: Graph) -> GraphModule:

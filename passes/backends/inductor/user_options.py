@@ -10,27 +10,22 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from amp_graph.passes.torch_compat.inductor import inductor_config, mode_options
+
 DEFAULT = (None, "default")
 RECORDS = "triton.cudagraphs"  # records what it compiles in CUDA graphs; part of two modes
-
-
-def modes_of_inductor() -> dict[str, dict[str, Any]]:
-    """Return the options of each mode of ``torch.compile``."""
-    from torch._inductor import list_mode_options
-
-    return list_mode_options()
 
 
 def resolved(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``mode`` and ``options``, which take precedence; both are checked."""
     given = {name.replace("-", "_"): setting for name, setting in options.items()}
-    return {**modes_of_inductor().get(mode or "default", {}), **given}
+    return {**mode_options().get(mode or "default", {}), **given}
 
 
 def why_not(mode: Any, options: Mapping[Any, Any]) -> tuple[str, str]:
     """Return what is wrong with a mode and options, and what is legal; empty strings if nothing is."""
-    if mode not in DEFAULT and (not isinstance(mode, str) or mode not in modes_of_inductor()):
-        return f"unknown mode={mode!r}", ", ".join(modes_of_inductor())
+    if mode not in DEFAULT and (not isinstance(mode, str) or mode not in mode_options()):
+        return f"unknown mode={mode!r}", ", ".join(mode_options())
     for name, setting in options.items():
         wrong, legal = _why_not(name, setting)
         if wrong:
@@ -39,9 +34,7 @@ def why_not(mode: Any, options: Mapping[Any, Any]) -> tuple[str, str]:
 
 
 def _why_not(name: Any, setting: Any) -> tuple[str, str]:
-    from torch._inductor import config as module
-
-    config: Any = module
+    config = inductor_config()
     known: dict[str, Any] = config.get_config_copy()
     if not isinstance(name, str) or name.replace("-", "_") not in known:
         near = difflib.get_close_matches(str(name), known, 3, 0.6)

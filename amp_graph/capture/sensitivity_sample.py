@@ -1,4 +1,7 @@
-"""Runs a model's loss once in fp32, to measure how much rounding each value would change it.
+"""Runs a model's loss once in fp32, to measure how much rounding each value would change the outputs.
+
+Each output that the loss reads counts by the size of its gradient, and not by its direction: the gradient of the loss
+is small where a loss is near its minimum, and terms of it cancel that do not cancel in the outputs.
 
 Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures.
 """
@@ -19,8 +22,9 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.model_state import unchanged
-from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
+from amp_graph.passes.graph.fake_values import tensors
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
@@ -53,9 +57,20 @@ class SampledGraphs(CapturedGraphs):
 
         def run(*args: Any) -> Any:
             self.runs += 1
-            return measuring.run(*args)
+            results = measuring.run(*args)
+            for one in tensors(results):
+                if one.grad_fn is not None and one.numel() > 1:
+                    one.register_hook(spread)
+            return results
 
         return run
+
+
+def spread(grad: torch.Tensor) -> torch.Tensor:
+    """Return random numbers of the size of ``grad``, the same ones in each run."""
+    drawn = torch.Generator(grad.device).manual_seed(0)
+    size = grad.square().mean().sqrt()
+    return size * torch.randn(grad.shape, generator=drawn, device=grad.device, dtype=grad.dtype)
 
 
 class Silent(Complaints):

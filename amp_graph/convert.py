@@ -23,7 +23,7 @@ from amp_graph.optim.master_weight_updates import keep_loaded_states, let_optimi
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
 from amp_graph.passes.calibration.node_keys import module_of
-from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_entries import compiled_in_place
 from amp_graph.passes.torch_compat.modules import uninitialized
 from amp_graph.policy import Policy

@@ -11,7 +11,7 @@ from amp_graph.lists import ListError as ListError
 from amp_graph.lists import warn as warn
 from amp_graph.passes.base import PassError as PassError
 from amp_graph.passes.base import VerifyError as VerifyError
-from amp_graph.passes.calibration.errors import CalibrationError as CalibrationError
+from amp_graph.passes.calibration.calibration_file import CalibrationError as CalibrationError
 from amp_graph.passes.native.jit_compiler import CompilerError as CompilerError
 from amp_graph.passes.native.output_file import FileError as FileError
 

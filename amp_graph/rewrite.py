@@ -39,9 +39,9 @@ from amp_graph.passes.graph.meta_keys import (
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.precision.measure_sensitivity import Measured
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.modules import is_exported
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy

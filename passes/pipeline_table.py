@@ -19,7 +19,7 @@ from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.casts.insert_casts import InsertCasts
-from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
+from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.casts.portable_ops import CheckPortable, UsePortableOps
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.uniform_operands import UniformOperands

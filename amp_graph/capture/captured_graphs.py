@@ -34,7 +34,7 @@ from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
 from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, capture_with_dynamo, ends_in_break
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, has_compiled, own_code_object, weakly

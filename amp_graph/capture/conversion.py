@@ -35,7 +35,7 @@ from amp_graph.lists.errors import first_line
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.memory.gradient_buffers import POOL
-from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
     being_traced,
     has_modes,

@@ -1,4 +1,7 @@
-"""Measures the graphs of a model that runs as captured, in fp32: how much does rounding a value change its loss.
+"""Runs a model's loss once in fp32, to measure how much rounding each value would change the outputs.
+
+Each output that the loss reads counts by the size of its gradient, and not by its direction: the gradient of the loss
+is small where a loss is near its minimum, and terms of it cancel that do not cancel in the outputs.
 
 Before: ``sample=lambda model: loss_fn(model(x), y)``. After: a ``Measured`` for each graph that the call captures. What
 else is measured, by ``numerics``, takes graphs in the same way: ``with captured_by(model, policy, take): model(x)``, in
@@ -22,8 +25,9 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.model_state import ModelState, restored
-from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
+from amp_graph.passes.graph.fake_values import tensors
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.sensitivity import Measured, MeasureInfluence
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import ready_to_plan
@@ -106,12 +110,28 @@ def _measure(
         """Prepare one captured graph for planning; return a callable that runs it in fp32 and measures it."""
         problem = ready_to_plan(gm, replace(policy, level="O1"), device_of_model(model))
         left_alone = {id(b) for b in model.buffers()} if through_inputs else None
-        graphs.append((problem, MeasureInfluence(gm, problem.memory, left_alone)))
-        return graphs[-1][1].run
+        measuring = MeasureInfluence(gm, problem.memory, left_alone)
+        graphs.append((problem, measuring))
+
+        def run(*args: Any) -> Any:
+            results = measuring.run(*args)
+            for one in tensors(results):
+                if one.grad_fn is not None and one.numel() > 1:
+                    one.register_hook(spread)
+            return results
+
+        return run
 
     with captured_by(model, policy, take, dynamic=dynamic):
         _differentiate(type(model).__name__, sample(model), [measuring for _, measuring in graphs])
     return [Sampled(problem, measuring.measured()) for problem, measuring in graphs]
+
+
+def spread(grad: torch.Tensor) -> torch.Tensor:
+    """Return random numbers of the size of ``grad``, the same ones in each run."""
+    drawn = torch.Generator(grad.device).manual_seed(0)
+    size = grad.square().mean().sqrt()
+    return size * torch.randn(grad.shape, generator=drawn, device=grad.device, dtype=grad.dtype)
 
 
 def _differentiate(model: str, loss: Any, graphs: Sequence[MeasureInfluence]) -> None:

@@ -16,7 +16,7 @@ import torch
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
-from amp_graph.passes.precision.measure_sensitivity import Measured
+from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.policy import Policy
 
 Loss = Callable[[torch.nn.Module], torch.Tensor]

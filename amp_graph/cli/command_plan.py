@@ -32,7 +32,8 @@ SWEPT = (
 )  # fmt: skip
 NOTE = """\
 All figures are ratios to the plan of accuracy=autocast. Speed, above 1 is faster: forward and backward, median of
-{rounds} interleaved rounds. Gradient error: against fp32 on this batch, the median over parameters, and the largest."""
+{rounds} interleaved rounds. Predicted error: of the outputs. Gradient error: against fp32 on this batch, the median
+over parameters, and the largest."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED
-from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS
 from amp_graph.passes.precision.predict_time import prediction
 from amp_graph.policy import Policy
 
@@ -105,11 +105,7 @@ def count_low(graph: ErrorBudget, plan: Point) -> int:
 def count_casts(graph: ErrorBudget, plan: Point) -> int:
     """Return the number of casts of a plan: one per cast value, and one per full operation with low operands only."""
     made, low = graph.made, plan.low
-    count = 0
-    for node in {**made.lowers, **made.widens}:
-        is_low = made.holds.get(node, FULL_ALWAYS) in low
-        readers = made.widens.get(node, ()) if is_low else made.lowers.get(node, ())
-        count += any((r in low) != is_low for r in readers)
+    count = sum(cast.is_made(low) for _, cast in made.casts())
     promoting = {
         given.promoted[0]
         for node, i in made.of.items()

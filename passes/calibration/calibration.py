@@ -8,18 +8,28 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch.fx import Node
+
 from amp_graph.lists.errors import shortened
-from amp_graph.passes.calibration.calibration_file import NodeRange, from_json, read_file, to_json, write_file
-from amp_graph.passes.calibration.errors import CalibrationError
-from amp_graph.passes.calibration.node_keys import few
+from amp_graph.passes.calibration.calibration_file import (
+    CalibrationError,
+    NodeRange,
+    from_json,
+    read_file,
+    to_json,
+    write_file,
+)
+from amp_graph.passes.calibration.node_keys import few, inside_of
 from amp_graph.passes.calibration.ranges import LIMITS, Peak, Range
 from amp_graph.passes.graph.graph_text import aligned
 
 LARGEST_SCALE = 2.0**24  # a loss scale's default ceiling
+CLAMPED = "casts clamp these; lists that reproduce torch.autocast do not, and stay full there"
 COLUMNS = ("operation", "max", "min normal", "overflow", "underflow", "max gradient", "loss scale", "depth")
 
 
@@ -98,6 +108,15 @@ class Calibration:
             self._cache[key] = {name: why for name, why in found.items() if why}
         return dict(self._cache[key])
 
+    def masks(self, dtype: str = "float16") -> dict[str, str]:
+        """Return the operations that hold or read numbers of a mask, finite in float32 and not in ``dtype``."""
+        limit, found = LIMITS[_known(dtype)], {}
+        for name, one in self.values.items():
+            mask = max(peak.mask for peak in (one.value.peak, one.reads) if peak is not None)
+            if mask > limit:
+                found[name] = f"a mask: {number(-mask)} < {number(-limit)}"
+        return found
+
     def rows(self, dtype: str = "float16") -> list[dict[str, Any]]:
         """Return a row per operation, largest value first: range, shares out of ``dtype``, its own loss scale."""
         limit, out = LIMITS[_known(dtype)], self.out_of_range(dtype)
@@ -121,6 +140,8 @@ class Calibration:
         said = f"{self.model}: {len(rows)} operations over {self.batches} batches, against {dtype}"
         scale = f"loss scale {advised.scale:g}, with which {advised.underflow:.2%} of nonzero gradients become 0"
         kept = [f"stays full: {name}: {why}" for name, why in self.out_of_range(dtype).items()]
+        masks = len(self.masks(dtype))
+        kept += [f"{masks} operations hold masks beyond {dtype}: {CLAMPED}"] if masks else []
         return "\n".join([said, scale if self.gradients else "no gradients were measured", *kept, "", *aligned(lines)])
 
 
@@ -227,3 +248,40 @@ def _power_below(number: float) -> float:
 
 
 __all__ = ["Calibration", "NodeRange", "Range", "ScaleAdvice"]
+
+
+BY_NAME = "kept by keep_ops"
+
+
+def kept_full(
+    keys: Mapping[Node, str], calibration: Calibration | None, names: Collection[str], dtype: torch.dtype, clamps: bool
+) -> dict[Node, str]:
+    """Return the operations that stay full, with reasons; ``names``: the keys that a policy's ``keep_ops`` lists.
+
+    ``clamps``: casts keep the finite numbers of masks finite. Else what holds or reads such a mask stays full too.
+    """
+    found = {node: f"{BY_NAME} ({key})" for node, key in keys.items() if key in names}
+    if calibration is None:
+        return found
+    name = str(dtype).removeprefix("torch.")
+    out = {**({} if clamps else calibration.masks(name)), **calibration.out_of_range(name)}
+    where = os.path.basename(calibration.where) or "calibration"
+    return {node: f"{where}: {out[key]}" for node, key in keys.items() if key in out} | found
+
+
+def unmatched(low: Mapping[Node, str], keys: Collection[str], calibration: Calibration) -> tuple[list[Node], str]:
+    """Return operations planned low of which ``calibration`` knows nothing, and a warning; ``low``: their keys."""
+    nodes = [node for node, key in low.items() if key not in calibration.values]
+    if not nodes:
+        return [], ""
+    unknown = [low[node] for node in nodes]
+    places = {inside_of(key) for key in keys}
+    absent = [key for key in calibration.values if key not in keys and inside_of(key) in places]
+    beside = f"; it has {len(absent)} that the graph lacks: {few(absent)}" if absent else ""
+    never_ran = ", with batches that run that branch" if "" not in places and not absent else ""
+    return nodes, (
+        f"amp_graph: calibration {calibration.where or 'given'}, made of {calibration.model or 'a model'}, does not "
+        f"know {len(unknown)} of {len(low)} operations that are planned low: {few(unknown)}{beside}; they are planned "
+        "without it\n  fix:   amp_graph.calibrate(model, batches).save(path) on this model, under this policy"
+        f"{never_ran}"
+    )

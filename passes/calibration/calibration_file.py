@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from amp_graph.lists.errors import shortened
-from amp_graph.passes.calibration.errors import CalibrationError
+from amp_graph.lists.errors import AmpGraphError, shortened
 from amp_graph.passes.calibration.ranges import DTYPES, LIMITS, Peak, Range
 from amp_graph.passes.native.output_file import write_or_refuse
+
+
+class CalibrationError(AmpGraphError, ValueError):
+    """A calibration that cannot be measured, merged, read or written."""
+
 
 SCHEMA, VERSION = "amp_graph.calibration", 1
 LARGEST = 1 << 28  # bytes of a file
@@ -76,7 +80,8 @@ def _node_dict(one: NodeRange) -> dict[str, Any]:
 
 
 def _peak_dict(peak: Peak) -> dict[str, Any]:
-    return {"max": peak.largest, "batches": peak.batches, "over": dict(peak.over)}
+    mask = {"mask": peak.mask} if peak.mask else {}
+    return {"max": peak.largest, "batches": peak.batches, "over": dict(peak.over), **mask}
 
 
 def _range_dict(found: Range) -> dict[str, Any]:
@@ -177,14 +182,14 @@ class _Reader:
         return Range(peak, self.size(data["least"], f"least in the {at}"), elements, zeros, masked, counts)
 
     def peak(self, data: Any, at: str, more: tuple[str, ...] = ()) -> Peak:
-        self.keys(data, ("max", "batches", "over", *more), (), at)
+        self.keys(data, ("max", "batches", "over", *more), ("mask",), at)
         self.keys(data["over"], DTYPES, (), f"over in the {at}")
         largest, batches = self.size(data["max"], f"max in the {at}"), self.count(data["batches"], f"batches, {at}")
         over = {name: self.count(data["over"][name], f"over in the {at}") for name in DTYPES}
         for name, found in over.items():
             if found > batches or bool(found) != (largest > LIMITS[name]):
                 self.wrong(f"over.{name} in the {at}", found, "the number of batches in which max is out of range")
-        return Peak(largest, batches, over)
+        return Peak(largest, batches, over, self.size(data.get("mask", 0.0), f"mask in the {at}"))
 
     def exponents(self, data: Any, at: str) -> dict[int, int]:
         if not isinstance(data, dict):

@@ -2,15 +2,16 @@
 
 Before: a float32 tensor. After: ``range_of([tensor])``; ranges of other batches and processes are added with ``+``.
 
-Elements of at most -1e30, and infinite ones and NaN, are counted as ``masked`` and are in no other number: attention
-masks hold them. They stay fp32, or a cast clamps the finite ones to the range of its dtype (``within_range``), but for
-lists that reproduce ``torch.autocast``: of these ``amp_graph.locate`` finds masks that become infinite.
+Elements of at most -1e30, and infinite ones and NaN, are counted as ``masked``: attention masks hold them. Of these the
+largest finite magnitude alone is in another number, ``Peak.mask``: a cast clamps it to the range of its dtype
+(``within_range``), but for lists that reproduce ``torch.autocast``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +28,28 @@ BIAS, EXPONENTS = 127, 256  # of float32
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest magnitude in ``batches`` batches, and in how many of them it is above each dtype's limit."""
+    """The largest magnitude in ``batches`` batches, and in how many of them it is above each dtype's limit.
+
+    ``mask``: the largest finite magnitude of masked elements; 0 if there is none.
+    """
 
     largest: float
     batches: int
     over: Mapping[str, int]
+    mask: float = 0.0
 
     def __add__(self, other: Peak) -> Peak:
         """Return the peak over the batches of both."""
-        over = {name: self.over[name] + other.over[name] for name in DTYPES}
-        return Peak(max(self.largest, other.largest), self.batches + other.batches, over)
+        return self._joined(other, operator.add)
 
     def beside(self, other: Peak) -> Peak:
         """Return the peak of two values of the same batch."""
-        over = {name: max(self.over[name], other.over[name]) for name in DTYPES}
-        return Peak(max(self.largest, other.largest), max(self.batches, other.batches), over)
+        return self._joined(other, max)
+
+    def _joined(self, other: Peak, of_counts: Callable[[int, int], int]) -> Peak:
+        over = {name: of_counts(self.over[name], other.over[name]) for name in DTYPES}
+        batches = of_counts(self.batches, other.batches)
+        return Peak(max(self.largest, other.largest), batches, over, max(self.mask, other.mask))
 
 
 @dataclass(frozen=True)
@@ -123,4 +131,6 @@ def _range(tensor: Tensor) -> Range:
     seen = {e - BIAS: n for e, n in enumerate(counts[:-1]) if n and e}
     over = {name: int(largest > LIMITS[name]) for name in DTYPES}
     elements = flat.numel() - hidden
-    return Range(Peak(largest, 1, over), 0.0 if math.isinf(least) else least, elements, counts[0], hidden, seen)
+    lowest = float(flat.masked_fill(~torch.isfinite(flat), 0.0).min()) if hidden else 0.0
+    mask = -lowest if lowest <= MASK else 0.0
+    return Range(Peak(largest, 1, over, mask), 0.0 if math.isinf(least) else least, elements, counts[0], hidden, seen)

@@ -7,7 +7,7 @@ that sees nothing. After: ``within_range(mask, torch.bfloat16).bfloat16()``.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tag, Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +16,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
 from amp_graph.passes.graph.meta_keys import IDENTITY, MARK
+from amp_graph.passes.precision.conditioning import SOFTMAX
 from amp_graph.passes.precision.plan_precision import marks
 
 # What these return is of the size of what they read through weights or statistics, not of a constant that is added.
@@ -24,9 +25,14 @@ ADDENDS = {"aten.scaled_dot_product_attention": "attn_mask", "aten.baddbmm": "se
 
 
 def within_range(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp the finite elements of ``value`` to the range of ``dtype``; infinities and NaN stay."""
+    """Clamp the finite elements of ``value`` to the range of ``dtype``; infinities and NaN stay.
+
+    Gradients pass as they do through a cast: a row of scores that sees nothing has the gradient of its softmax.
+    """
     limit = torch.finfo(dtype).max
-    return torch.where(value.isinf(), value, value.clamp(-limit, limit))
+    bounded = value.detach().clamp(-limit, limit)
+    bounded = bounded + (value - value.detach()) if value.requires_grad else bounded
+    return torch.where(value.isinf(), value, bounded)
 
 
 def out_of_range(gm: GraphModule, dtype: torch.dtype) -> set[Node]:
@@ -40,7 +46,7 @@ def out_of_range(gm: GraphModule, dtype: torch.dtype) -> set[Node]:
         val = captured(node)
         if node.op in ("placeholder", "get_attr"):
             given = is_eligible(val) and not val.requires_grad and not isinstance(val, torch.nn.Parameter)
-        elif node in planned and planned[node].cls in BOUNDED:
+        elif node in planned and planned[node].cls in BOUNDED and not _is_allowed_by_a_user(node):
             given = False
         else:
             constants = (a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float))
@@ -50,10 +56,20 @@ def out_of_range(gm: GraphModule, dtype: torch.dtype) -> set[Node]:
     return found
 
 
+def _is_allowed_by_a_user(node: Node) -> bool:
+    """Say whether ``node`` is allowed, and no product: by lists of a user's own, or by ``amp_graph.precision``."""
+    mark, identity = node.meta[MARK], node.meta.get(IDENTITY)
+    operation = identity.operations[0] if isinstance(identity, Identity) else None
+    other = operation is not None and (Tag.pointwise in operation.op.tags or operation.packet in SOFTMAX)
+    return mark.cls is OpClass.ALLOW and other
+
+
 def is_added(source: Node, reader: Node) -> bool:
     """Say whether ``reader`` adds, compares or moves ``source``: False for factors of products."""
     mark, identity = reader.meta.get(MARK), reader.meta.get(IDENTITY)
     if mark is None or mark.cls is not OpClass.ALLOW or not isinstance(identity, Identity):
         return True
     inputs, operation = tensor_inputs(reader), identity.operations[0]
-    return any(inputs[i] is source for i in operation.operands(ADDENDS.get(operation.packet, "")))
+    return _is_allowed_by_a_user(reader) or any(
+        inputs[i] is source for i in operation.operands(ADDENDS.get(operation.packet, ""))
+    )

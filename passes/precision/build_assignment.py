@@ -64,12 +64,7 @@ class Formulation:
 
     def task(self) -> Task:
         """Return the task as numbers."""
-        casts, kept = [], []
-        for node in {**self.lowers, **self.widens}:
-            price = self._cast_price(node)
-            casts.append(
-                Cast(self.holds[node], _once(self.lowers.get(node)), _once(self.widens.get(node)), price, price)
-            )
+        kept = []
         for node, readers in self.keepers.items():
             low = kept_picoseconds(node, self.machine, self.dtype)
             leaf = node.op in ("placeholder", "get_attr")  # it stays in memory anyway
@@ -79,10 +74,20 @@ class Formulation:
             tuple(self.low),
             self.fixed,
             tuple(self.limits),
-            tuple(casts),
+            tuple(cast for _, cast in self.casts()),
             tuple(self.promotions),
             tuple(kept),
         )
+
+    def casts(self) -> list[tuple[Node, Cast]]:
+        """Return each value that may be cast, and the cost of that."""
+        readers = [(n, self.holds[n], self.lowers.get(n), self.widens.get(n)) for n in {**self.lowers, **self.widens}]
+        readers += [(n, i, None, [FULL_ALWAYS]) for n, i in self.of.items() if self.painted[n].converts_result]
+        found = []
+        for node, held, lowers, widens in readers:
+            price = self._cast_price(node)
+            found.append((node, Cast(held, _once(lowers), _once(widens), price, price)))
+        return found
 
     def is_free(self, node: Node) -> bool:
         """Say whether the precision of ``node`` is chosen by cost."""
@@ -139,8 +144,6 @@ class Formulation:
         self.full.append(picoseconds(work, self.machine, "float32"))
         self.low.append(picoseconds(work, self.machine, self.dtype))
         self.holds[node] = FULL_ALWAYS if choice.converts_result else i
-        if choice.converts_result:
-            self.low[i] += self._cast_price(node)
         target = self._followed(node, kind)
         if target is not None:
             self._tie(i, self.holds[target])

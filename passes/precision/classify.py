@@ -26,7 +26,10 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 # These methods and operations only convert. A dtype that a user passes to one is kept.
 CONVERSIONS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "prims.convert_element_type"})
-CONVERSION_METHODS = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
+DTYPE_OF_METHOD = {
+    "float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64,
+}  # fmt: skip
+CONVERSION_METHODS = frozenset({*DTYPE_OF_METHOD, "to", "type", "type_as"})
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,10 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         why = "returns what it was given"
         return Classification(OpClass.NEUTRAL, why, "", names, frozenset(inputs), written, mixed=True)
     rules = [_for_this_cpu(_for_one_operand(lists.lookup(o.op, o.arguments), o, inputs), o, lists) for o in operations]
-    known = (
-        rules
-        if lists.unlisted == "opaque"
-        else [_kernel_facts(r, o, lists) for r, o in zip(rules, operations, strict=True)]
-    )
+    known = rules
+    if lists.unlisted != "opaque":  # what kernels take is a fact, which PyTorch's policy does not name
+        ours = defaults(lists.dtype, lists.device)
+        known = [r or ours.lookup(o.op, o.arguments) for r, o in zip(rules, operations, strict=True)]
     classes = {_class_of(rule, o, lists) for rule, o in zip(rules, operations, strict=True)}
     cls = _joined(classes, len(operations))
     rule = next((r for r, o in zip(rules, operations, strict=True) if _class_of(r, o, lists) is cls), None)
@@ -196,13 +198,6 @@ def _takes_mixed(rules: list[Rule | None], known: list[Rule | None], operations:
     )
 
 
-def _kernel_facts(rule: Rule | None, operation: Operation, lists: OpList) -> Rule | None:
-    """Return ``rule``, or the rule of our default list for an operation that PyTorch's policy does not name."""
-    if rule is not None:
-        return rule
-    return defaults(lists.dtype, lists.device).lookup(operation.op, operation.arguments)
-
-
 def is_conversion_target(node: Node) -> bool:
     """Say whether ``node`` is a conversion that the user wrote, even one that did nothing at capture."""
     return node.op == "call_method" and node.target in CONVERSION_METHODS
@@ -279,19 +274,12 @@ def _asked_dtype(operations: list[Operation]) -> torch.dtype | None:
 def _conversion(node: Node, names: tuple[str, ...]) -> Classification:
     inputs = tensor_inputs(node)
     asked = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-    by_name = {
-        "float": torch.float32,
-        "half": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "double": torch.float64,
-    }
-    dtype = asked[0] if asked else by_name.get(str(node.target))
-    why = "the user's own conversion is an instruction"
+    dtype = asked[0] if asked else DTYPE_OF_METHOD.get(str(node.target))
     if dtype is None and len(inputs) == 1:
         return Classification(OpClass.NEUTRAL, "moves the value", "", names, frozenset(inputs), mixed=True)
     return Classification(
         OpClass.FOLLOW,
-        why,
+        "the user's own conversion is an instruction",
         "",
         names,
         applies=frozenset(inputs[1:]),

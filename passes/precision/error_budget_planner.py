@@ -9,17 +9,67 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch.fx import Node
 
-from amp_graph.passes.precision.build_assignment import formulate, low_of
+from amp_graph.lists import OpClass
+from amp_graph.passes.graph.fake_values import captured, tensors
+from amp_graph.passes.precision.build_assignment import Formulation, formulate, low_of
+from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
-from amp_graph.passes.precision.error_terms import WHOLE, harm_of
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.min_cut_planner import Prices, choices, time_text
-from amp_graph.passes.precision.planning_problem import Choice, Problem
-from amp_graph.passes.precision.precision_assignment import cheapest
-from amp_graph.passes.precision.rule_based_planner import paint
+from amp_graph.passes.precision.planning_problem import LOW, Choice, Problem
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Cast, Task, cheapest
+from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
+from amp_graph.passes.torch_compat.fake import numel
+
+WHOLE = 10**12  # the harm of all roundings together, in whole numbers
+
+
+def harm_of(made: Formulation, influence: Influence) -> Task:
+    """Return the task in which a rounding costs its influence, with the variables and limits of ``made``.
+
+    A low operation rounds its result once for all its readers; a neutral operation does not round. A low gather
+    copies exactly, but its backward sums the gradients of each element and rounds each sum. A full value that is cast
+    is rounded for each low reader, by the influence of that reader.
+    """
+    unit = WHOLE / (sum(influence.readings.values()) or 1.0)
+    low = [0] * len(made.full)
+    for node, i in made.of.items():
+        if made.problem.classes[node].cls is not OpClass.NEUTRAL:
+            low[i] = round(unit * influence.values.get(node, 0.0) * _roundings(node, made.problem.classes[node]))
+    casts = [
+        Cast(made.holds[source], (reader,), (), round(unit * influence.readings.get((source, node), 0.0)), 0)
+        for source, node, reader in _lowered(made)
+    ]
+    return Task((0,) * len(low), tuple(low), made.fixed, tuple(made.limits), tuple(casts))
+
+
+def _roundings(node: Node, kind: Classification) -> float:
+    """Return the number of roundings that one result counts for."""
+    if GATHERS.isdisjoint(kind.names):
+        return 1.0
+    given = max((numel(t) for n in node.all_input_nodes if n in kind.applies for t in _floats(n)), default=1)
+    return max(1.0, sum(map(numel, _floats(node))) / max(1, given))
+
+
+def _floats(node: Node) -> list[torch.Tensor]:
+    return [t for t in tensors(captured(node)) if t.is_floating_point()]
+
+
+def _lowered(made: Formulation) -> list[tuple[Node, Node, int]]:
+    """Return each operand that may be downcast: the value, its reader, and the variable that decides it."""
+    found = []
+    for node, i in made.of.items():
+        decided = node not in made.tied and not made.is_free(node)
+        for source in node.all_input_nodes:
+            if i in made.lowers.get(source, ()):
+                found.append((source, node, i))
+            elif decided and made.painted[node].wants.get(source) == LOW:
+                found.append((source, node, LOW_ALWAYS))
+    return found
 
 
 @dataclass(frozen=True)
@@ -28,8 +78,10 @@ class Budget:
 
     ``multiple``: the allowed error; the unit is the predicted error of the plan of accuracy "autocast". ``error``: the
     plan's predicted error in this unit. ``picoseconds``: the plan's time on the machine planned for; ``of_autocast``:
-    the time of that other plan. ``origin``: how the influence of roundings was found, "by rule" or "measured"; a rule
-    does not know the sizes of values, so its prediction is no bound. ``unmeasured``: operations without a measured one.
+    the time of that other plan. ``origin``: how the influence of roundings was found. Only "measured" makes the
+    prediction one of the outputs' error: a rule does not know the sizes of values, and a result of one number
+    (``ONE_NUMBER``) has a single error, which may be any draw of that size. ``unmeasured``: how many operations have no
+    measured influence.
     """
 
     multiple: float

@@ -12,7 +12,6 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.graph.aliasing import written_inside
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.conditioning import leads_to_softmax
 from amp_graph.passes.precision.planning_problem import FREE, Problem
 from amp_graph.passes.torch_compat.fake import numel
@@ -32,11 +31,15 @@ class Lookahead:
         self.shown = self._shown()
         self.low = self._reached()
         self.full = self._written_in_full()
-        self.early = self._early()
+        self.early: set[Node] = set()
+        self._find_early()
 
     def takes_low(self, user: Node, node: Node) -> bool:
         """Say whether ``user`` reads ``node`` in low precision, itself or as a node of ``early``."""
-        return self._reads_low(user, node, self.early)
+        kind = self.classes.get(user)
+        return kind is not None and (
+            user in self.early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
+        )
 
     def _reached(self) -> set[Node]:
         """Return the nodes from which an ``allow`` operation is reached through free operations."""
@@ -45,21 +48,18 @@ class Lookahead:
             for user in node.users:
                 kind = self.classes.get(user)
                 part = kind is None and is_part(user) and user in found
-                if part or (kind is not None and node in kind.applies and self._leads_low(user, kind, found)):
+                leads = kind is not None and (kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found))
+                if part or (leads and kind is not None and node in kind.applies):
                     found.add(node)
                     break
         return found
 
-    def _leads_low(self, user: Node, kind: Classification, found: set[Node]) -> bool:
-        return kind.cls is OpClass.ALLOW or (kind.cls in FREE and user in found)
-
-    def _early(self) -> set[Node]:
-        """Return the neutral nodes before which a cast may go: every reader takes low precision.
+    def _find_early(self) -> None:
+        """Find the neutral nodes before which a cast may go: every reader takes low precision.
 
         The node must not make the value smaller (a cast before a slice would convert more than needed), and nothing
         may write to it.
         """
-        found: set[Node] = set()
         for node in reversed(self.problem.gm.graph.nodes):
             kind = self.classes.get(node)
             if kind is None or kind.cls is not OpClass.NEUTRAL or len(kind.applies) != 1 or kind.dtype:
@@ -67,21 +67,14 @@ class Lookahead:
             (source,) = kind.applies
             if self.problem.memory.is_written(node) or not is_eligible(captured(node)):
                 continue
-            if not is_eligible(captured(source)) or not _keeps_size(source, node):
+            if not is_eligible(captured(source)) or _grows(node, source):
                 continue
             if is_leaf(source) and not _grows(source, node):
                 continue  # its cast is shared by all readers, which may read other views of it
             if len(node.users) > 1 and captured(node).requires_grad and not _grows(source, node):
                 continue  # all readers share a cast after the node, and its backward sums their gradients in fp32
-            if node.users and all(self._reads_low(user, node, found) for user in node.users):
-                found.add(node)
-        return found
-
-    def _reads_low(self, user: Node, node: Node, early: set[Node]) -> bool:
-        kind = self.classes.get(user)
-        return kind is not None and (
-            user in early or (kind.cls is OpClass.ALLOW and node in kind.applies and not kind.written)
-        )
+            if node.users and all(self.takes_low(user, node) for user in node.users):
+                self.early.add(node)
 
     def _shown(self) -> dict[Node, Node]:
         """Return the nodes that alias an input which is written after them, each with one such input."""
@@ -142,15 +135,6 @@ def is_leaf(node: Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _keeps_size(source: Node, node: Node) -> bool:
-    """Say whether ``node`` has at least as many elements as ``source``."""
-    return _elements(node) >= _elements(source)
-
-
 def _grows(source: Node, node: Node) -> bool:
-    """Say whether ``node`` repeats elements of ``source``."""
-    return _elements(node) > _elements(source)
-
-
-def _elements(node: Node) -> int:
-    return numel(captured(node))
+    """Say whether ``node`` has more elements than ``source``."""
+    return numel(captured(node)) > numel(captured(source))

@@ -6,7 +6,7 @@ Before: a gelu between two matmuls. After: low, "20.1 us cheaper than full, betw
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -101,7 +101,7 @@ class Prices:
         """Return how much the cost rises if ``i`` alone takes the other precision; None if it may not."""
         if i in self.held:
             return None
-        other = _Flipped(self.low, i)
+        other = self.low ^ {i}
         own = self.task.full[i] - self.task.low[i] if i in self.low else self.task.low[i] - self.task.full[i]
         return own + sum(term.cost(other) - term.cost(self.low) for term in self.terms.get(i, ()))
 
@@ -111,14 +111,3 @@ class Prices:
         if saved is None:
             return f"takes the precision of its neighbours, which are cheaper so than {other}"
         return f"{time_text(saved)} cheaper than {other}" if saved else f"as cheap as {other}"
-
-
-@dataclass(frozen=True)
-class _Flipped:
-    """The low variables after one variable took the other precision."""
-
-    low: frozenset[int]
-    variable: int
-
-    def __contains__(self, i: object) -> bool:
-        return (i in self.low) != (i == self.variable)

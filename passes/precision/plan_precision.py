@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.calibration.kept_full import kept_full, unmatched
+from amp_graph.passes.calibration.calibration import kept_full, unmatched
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, is_eligible, tensors, value
@@ -32,7 +32,6 @@ from amp_graph.passes.graph.meta_keys import (
     WISH,
 )
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.precision import strided_views, transposed_weights
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
 from amp_graph.passes.precision.error_budget_planner import plan_within
@@ -42,6 +41,7 @@ from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.predict_time import left_alone, predicted
 from amp_graph.passes.precision.rule_based_planner import paint
+from amp_graph.passes.precision.views import OF_A_WEIGHT, READ_BY_STRIDES, read_by_strides, views_of_weights
 
 MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
 
@@ -161,13 +161,14 @@ class PlanPrecision(Pass):
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""
         ours = self.options.lists.unlisted == "opaque"
-        held = carriers_of_positions(gm.graph.nodes, classes) if ours else frozenset()
         rules = [(self.options.keep_fp32, FULL, "kept by keep_fp32")] if self.options.keep_fp32 else []
         rules += [(m.path, m.precision, m.why or "module rule") for m in self.options.lists.modules]
-        exact = returned_probabilities(classes, self.options.keep_outputs) if ours else frozenset()
-        strided = strided_views.read_by_strides(classes)
         kept = self._kept(gm)
-        done: dict[Node, Classification] = {}
+        full = dict.fromkeys(read_by_strides(classes), READ_BY_STRIDES)
+        if ours:
+            full |= dict.fromkeys(returned_probabilities(classes, self.options.keep_outputs), RETURNED)
+            full |= dict.fromkeys(carriers_of_positions(gm.graph.nodes, classes), POSITIONS)
+        done = dict(classes)
         for node, found in classes.items():
             path = node_info.module_path(node)
             rule = next(((p, why) for regex, p, why in rules if node_info.matches_path(regex, path)), None)
@@ -179,23 +180,13 @@ class PlanPrecision(Pass):
                 done[node] = _by_wish(found, precision, f"{why} (module {path})")
             elif node in kept:
                 done[node] = replace(found, cls=OpClass.DENY, why=kept[node], listed=True)
-            elif node in held:
-                done[node] = replace(found, cls=OpClass.DENY, why=POSITIONS)
-            elif node in exact:
-                done[node] = replace(found, cls=OpClass.DENY, why=RETURNED)
-            elif node in strided:
-                done[node] = replace(found, cls=OpClass.DENY, why=strided_views.WHY)
+            elif node in full:
+                done[node] = replace(found, cls=OpClass.DENY, why=full[node])
             elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.options.dtype):
                 if not _only_masks(node, classes):
                     done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.options.dtype}")
-                else:
-                    done[node] = found
-            else:
-                done[node] = found
-        for node in transposed_weights.views_of_weights(gm, done) if ours else ():
-            if node in kept:
-                continue
-            done[node] = replace(done[node], cls=OpClass.ALLOW, why=transposed_weights.WHY)
+        for node in views_of_weights(gm, done) - kept.keys() if ours else ():
+            done[node] = replace(done[node], cls=OpClass.ALLOW, why=OF_A_WEIGHT)
         return done
 
     def _kept(self, gm: GraphModule) -> dict[Node, str]:
@@ -203,7 +194,7 @@ class PlanPrecision(Pass):
         if self.options.calibration is None and not self.options.keep_ops:
             return {}
         o = self.options
-        return kept_full(node_keys(gm), o.calibration, frozenset(o.keep_ops), o.dtype)
+        return kept_full(node_keys(gm), o.calibration, frozenset(o.keep_ops), o.dtype, o.lists.unlisted == "opaque")
 
 
 def _has_large_constant(node: Node, dtype: torch.dtype) -> bool:

@@ -34,9 +34,11 @@ class Cast:
 
     def cost(self, low: Container[int]) -> int:
         """Return the cost where the variables in ``low`` are low."""
-        if self.value in low:
-            return self.up if any(r not in low for r in self.widens) else 0
-        return self.down if any(r in low for r in self.lowers) else 0
+        return (self.up if self.value in low else self.down) if self.is_made(low) else 0
+
+    def is_made(self, low: Container[int]) -> bool:
+        """Say whether a reader needs the other precision where the variables in ``low`` are low."""
+        return any(r not in low for r in self.widens) if self.value in low else any(r in low for r in self.lowers)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CalibrationError, CaptureError
-from amp_graph.passes.calibration.calibration import Calibration, NodeRange
+from amp_graph.passes.calibration.calibration import CLAMPED, Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
@@ -126,6 +126,40 @@ def test_masks_are_no_overflow():
     x = torch.tensor([1.0, -float("inf"), torch.finfo(torch.float32).min, float("nan"), 0.0, -3.0])
     found = range_of([x])
     assert (found.peak.largest, found.least, found.masked, found.zeros, found.elements) == (3.0, 1.0, 3, 1, 3)
+    assert found.peak.mask == torch.finfo(torch.float32).max
+    assert range_of([x[:2]]).peak.mask == range_of([x[4:]]).peak.mask == 0.0
+
+
+class Masked(nn.Module):
+    """Attention whose mask is an addend of a product."""
+
+    def forward(self, q, k, v, mask):
+        return torch.baddbmm(mask, q, k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("policy", "number", "counted"),
+    [("bf16", torch.finfo(torch.float32).min, True), ("bf16", -1e31, False), ("fp16", -1e31, True)],
+)
+def test_masks_that_a_cast_makes_infinite_are_counted_and_cured(policy, number, counted, tmp_path):
+    """A text that sees nothing: casts of ours clamp its mask; what torch.autocast would cast stays in fp32."""
+    given = [torch.randn(2, 6, 8) for _ in range(3)]
+    mask = torch.full((2, 6, 6), number)
+    mask[1] = 0.0
+    want = Masked()(*given, mask)
+    dtype, file = "bfloat16" if policy == "bf16" else "float16", tmp_path / "run.json"
+
+    def is_right(policy):
+        return bool((amp_graph.convert(Masked(), policy)(*given, mask) - want).abs().max() < 0.05)
+
+    for lists in (policy, f"{policy},lists=autocast_cpu"):
+        found = amp_graph.calibrate(Masked(), [(*given, mask)], policy=lists, progress=False)
+        found.save(file)
+        assert (CLAMPED in found.text(dtype)) is counted
+        assert Calibration.load(file).masks(dtype) == found.masks(dtype)
+        assert is_right(f"{lists},calibration={file}")
+        assert is_right(lists) or (counted and lists != policy), "control: a mask that is not counted is harmless"
+    assert is_right(lists) is not counted, "control: without a calibration it is not right"
 
 
 def gradients_of(*tensors):

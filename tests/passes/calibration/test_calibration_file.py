@@ -58,6 +58,7 @@ WRONG = {
     "an exponent too high": ((*NODE, "value", "exponents", "128"), 0, "exponents in the value of 'a:mul': '128'"),
     "an exponent too low": ((*NODE, "value", "exponents", "-127"), 0, "exponents in the value of 'a:mul': '-127'"),
     "exponents in a list": ((*NODE, "value", "exponents"), [], "exponents in the value of 'a:mul': []"),
+    "a mask that is infinite": ((*NODE, "reads", "mask"), 1e39, "mask in the reads of 'a:mul'"),
     "a least that is a text": ((*NODE, "value", "least"), "0", "least in the value of 'a:mul'"),
 }
 
@@ -88,6 +89,7 @@ def test_what_is_right_is_read_as_it_was_written(tmp_path):
     assert (one.reads, one.gradient, one.gives) == (None, None, None)
     assert (one.depth, one.free) == (3, False)
     assert read(tmp_path, put(data, ("batches",), 0)).batches == 0
+    assert read(tmp_path, put(data, (*NODE, "reads", "mask"), 1e38)).values["a:mul"].reads.mask == 1e38
 
 
 def test_operations_merge_part_by_part():

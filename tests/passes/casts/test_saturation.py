@@ -23,6 +23,12 @@ def test_only_finite_values_beyond_the_range_change(dtype):
     assert torch.equal(within_range(given, dtype).to(dtype).isinf(), given.isinf())
 
 
+def test_gradients_pass_where_a_value_is_clamped():
+    given = torch.tensor([LEAST, -math.inf, 7e4, 3.0], requires_grad=True)
+    within_range(given, FP16).nan_to_num(0.0, neginf=0.0).sum().backward()
+    assert given.grad.tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
 def large(function):
     gm, _ = capture_function(function, X, w=W).through(passes_before(InsertCasts, "bf16"))
     return {n.op if n.op == "placeholder" else getattr(n.target, "__name__", n.target) for n in out_of_range(gm, BF16)}
@@ -44,8 +50,8 @@ def test_results_of_products_and_of_softmax_are_not():
     assert large(lambda s, x: (x @ s.w).softmax(-1) + 1.0) == {"placeholder"}
 
 
-def saturated(function):
-    gm, _ = capture_function(function, X, w=W).through(passes_until(InsertCasts, "bf16"))
+def saturated(function, policy="bf16"):
+    gm, _ = capture_function(function, X, w=W).through(passes_until(InsertCasts, policy))
     return [n for n in gm.graph.nodes if n.target is within_range]
 
 
@@ -57,3 +63,11 @@ def test_factors_of_products_are_rounded_alone(function):
 def test_addends_of_products_are_clamped():
     found = saturated(lambda s, x: torch.baddbmm(x, x, s.w.expand(2, 8, 8)))
     assert [n.args[0].op for n in found] == ["placeholder"]
+
+
+@pytest.mark.parametrize("allowed", ["add", "softmax"])
+def test_what_a_user_allows_besides_products_is_clamped(allowed):
+    def masked(s, x):
+        return torch.add((x @ s.w).float(), x * LEAST).softmax(-1)
+
+    assert saturated(masked, f"bf16,allow={allowed}")

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
-from amp_graph.passes.casts.low_layer_norm import layer_norm_low
+from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients, layer_norm_low
 from amp_graph.passes.casts.share_casts import ShareCasts
 from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph.graph_text import graph_text

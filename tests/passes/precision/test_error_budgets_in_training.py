@@ -11,12 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from amp_graph.capture import sensitivity_sample
 from amp_graph.capture.sensitivity_sample import measure
 from amp_graph.cli.benchmark_policies import train
 from amp_graph.errors import CaptureError, PolicyError
+from amp_graph.passes.precision.sensitivity import ONE_NUMBER
 from amp_graph.policy import Policy
 from tests.corpus.sequence import NanoGPT
 from tests.measure import gradient_errors, reference, run
+from tests.measure_budgets import predicted_and_measured
 from tests.passes.planning import machine
 
 
@@ -154,6 +157,46 @@ def test_what_its_owner_wants_low_is_said_where_no_plan_is_as_exact():
     amp_graph.convert(model, "bf16,accuracy=0.01")
     model(torch.randn(64, 64)).sum().backward()
     assert "no plan is that exact" in amp_graph.report(model).text()
+
+
+class MeanSquare(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+# The loss of an autoencoder is small beside its outputs: the direction of its gradient says 0.3, and 0.8 is measured.
+PREDICTED = ("autoencoder", "vit", "module_repeated", "interpolate", "conv3d")
+
+
+@pytest.fixture
+def _every_call_pays(monkeypatch):
+    tiny = replace(machine("cpu_amx"), call=1e-12)
+    monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: tiny)
+
+
+@pytest.mark.usefixtures("_every_call_pays")
+@pytest.mark.parametrize("name", PREDICTED)
+def test_a_measured_prediction_is_within_two_of_the_outputs_error(name):
+    predicted, error = predicted_and_measured(name, 1.3)
+    assert 0 < predicted < 1.3
+    assert predicted / 2 <= error <= predicted * 2
+
+
+@pytest.mark.usefixtures("_every_call_pays")
+def test_control_the_direction_of_the_losss_gradient_predicts_another(monkeypatch):
+    monkeypatch.setattr(sensitivity_sample, "spread", lambda grad: grad)
+    predicted, error = predicted_and_measured("autoencoder", 1.3)
+    assert error > 2 * predicted
+
+
+@pytest.mark.usefixtures("_every_call_pays")
+def test_a_result_of_one_number_has_no_bound():
+    model, x = MeanSquare(64, 64), torch.randn(64, 64)
+    amp_graph.convert(model, "bf16,accuracy=1.3", sample=lambda m: m(x))
+    model(x).backward()
+    report = amp_graph.report(model)
+    assert report.graphs[0].budget.origin == ONE_NUMBER
+    assert "no bound" in report.text()
 
 
 # -- the sample call ----------------------------------------------------------------------------------------

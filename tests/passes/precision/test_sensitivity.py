@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes.precision.measure_sensitivity import Measured, MeasureInfluence
-from amp_graph.passes.precision.sensitivity import influence_by_rule
+from amp_graph.passes.precision.sensitivity import Measured, MeasureInfluence, influence_by_rule
 from tests.passes.graphs import capture_function
 from tests.passes.planning import problem_of
 

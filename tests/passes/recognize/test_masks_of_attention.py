@@ -1,26 +1,35 @@
 """Masks and biases of every kind x forms of attention x policies x lengths: at most 1.5 times autocast's error, or 3 %.
 
 The exact result is that of the formula in fp32: the gradients of torch's attention are others on a CPU where a row sees
-nothing. Where autocast's result is NaN, 3 % is the bound.
+nothing. Where autocast's result is NaN, 3 % is the bound. What a user's own lists name runs in the precision that they
+name under autocast as well (``OwnLists``).
 """
 
 import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_kernel
+from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.op_args import attention_args
 
 HEADS, WIDTH, BATCH = 2, 16, 3
 SCALE = (WIDTH // HEADS) ** -0.5
 LEAST = {"min32": torch.finfo(torch.float32).min, "min_bf16": torch.finfo(torch.bfloat16).min}
 LEAST |= {"min_fp16": torch.finfo(torch.float16).min, "-1e4": -1e4, "-1e9": -1e9, "inf": -math.inf}
-POLICIES = ("bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "bf16,emulate=cuda", "fp16,emulate=cuda")
+POLICIES = (
+    "bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.0", "bf16,emulate=cuda", "fp16,emulate=cuda", "bf16-O2",
+    "fp16-O2", "bf16,allow=softmax", "fp16,allow=add|softmax", "bf16,allow=add",
+    "bf16,deny=softmax|scaled_dot_product_attention",
+)  # fmt: skip
+LISTS = ("allow=", "deny=")
 
 
 def seen(length):
@@ -115,6 +124,23 @@ class Attends(nn.Module):
         return self.out(self.form(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
+class OwnLists(TorchFunctionMode):
+    """Runs the operations that a policy's ``allow=`` and ``deny=`` name in the precision that they name."""
+
+    def __init__(self, policy, low):
+        super().__init__()
+        words = dict(word.split("=") for word in policy.split(",") if "=" in word)
+        self.low, self.lists = low, {key: words.get(key, "").split("|") for key in ("allow", "deny")}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.strip("_").removeprefix("i")
+        dtype = self.low if name in self.lists["allow"] else torch.float32 if name in self.lists["deny"] else None
+        if dtype is None or "dtype" in (kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        with torch.autocast("cpu", enabled=False):
+            return func(*(within_range(t.float(), dtype).to(dtype) if torch.is_tensor(t) else t for t in args))
+
+
 def trained(form, mask, policy=""):
     """Return the result, and the gradients of the input and of the parameters."""
     model = Attends(form)
@@ -124,7 +150,8 @@ def trained(form, mask, policy=""):
         if policy and not policy.startswith("autocast"):
             model = amp_graph.convert(model, policy)
         low = torch.float16 if "fp16" in policy else torch.bfloat16
-        with torch.autocast("cpu", low, enabled=policy.startswith("autocast")):
+        eager = policy.startswith("autocast")
+        with torch.autocast("cpu", low, enabled=eager), OwnLists(policy, low) if eager else nullcontext():
             made = model(x, mask)
         scale = 64 if x.shape[1] < 1000 else 8  # 64 takes fp32's own gradients of 2,000 tokens out of fp16's range
         made.float().square().sum().mul(scale).backward()
@@ -145,8 +172,9 @@ def compared(form, name, length, policies=POLICIES):
         found = trained(form, mask, policy)
         return max(math.inf if math.isnan(e) else e for e in errors(found, exact))
 
-    autocast = {low: worst(f"autocast {low}") for low in ("bf16", "fp16")}
-    return {policy: (worst(policy), autocast[policy[:4]]) for policy in policies}
+    same = {p: f"autocast {p[:4]}" + ("," + p[5:] if p[5:].startswith(LISTS) else "") for p in policies}
+    autocast = {name: worst(name) for name in {*same.values()}}
+    return {policy: (worst(policy), autocast[name]) for policy, name in same.items()}
 
 
 @pytest.mark.sampled(40)

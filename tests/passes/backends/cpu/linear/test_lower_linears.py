@@ -13,7 +13,7 @@ from amp_graph.passes.backends.cpu.linear import linear_functions as low
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
-from amp_graph.passes.casts.layer_norm_fp32_gradients import Fp32NormGradients
+from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import gemm_thresholds
 from amp_graph.passes.native.gemm_thresholds import bias_in_trained_linear_is_profitable, small_linear_is_profitable

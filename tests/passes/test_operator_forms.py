@@ -223,6 +223,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # 2.11, 2.12
 @pytest.mark.filterwarnings("ignore:amp_graph. Model. :amp_graph.errors.AmpGraphWarning")

@@ -67,7 +67,7 @@ def test_outputs_are_as_near_as_low_precision_is(seed, policy):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
     model, inputs = program(seed, grad_modes=False)
@@ -107,7 +107,7 @@ def test_planning_again_gives_the_same_marks(seed):
     assert {n.name: n.meta.get("amp") for n in gm.graph.nodes} == first
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parameters_are_shared_and_the_graph_given_stays_as_it_was(seed):
     model, inputs = program(seed, grad_modes=False)

@@ -98,6 +98,7 @@ def written_source(self, x):
 MODELS = (round_trip, rounding, two_readers, written_copy, written_source)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
 def test_each_kind_of_round_trip_is_kept_exact(function, policy):
@@ -174,6 +175,7 @@ def casts_of_constants(gm):
     return [n for n in gm.graph.nodes if n.args and any(m in str(getattr(n.args[0], "target", "")) for m in made)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
 def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, policy):

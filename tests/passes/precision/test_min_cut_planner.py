@@ -173,6 +173,7 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy):
 # -- what the plan is, on graphs small enough to know -------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_golden_models_are_planned_as_they_are_painted(name, policy):

@@ -420,6 +420,7 @@ def filled_with(number, adds=False):
     return filled
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number, adds):

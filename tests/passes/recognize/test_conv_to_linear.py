@@ -51,6 +51,7 @@ def passed(function, weight=W):
     return graph, gm, done.result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COVER)
 @pytest.mark.parametrize("weight", [W, W.contiguous(memory_format=LAST)])
 def test_it_is_the_convolution(name, weight):
@@ -267,6 +268,7 @@ def test_images_of_other_sizes():
         torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 2, 0), (1, 0, 2), (2, 0, 1)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_patches_are_read_in_rows_by_a_transpose_alone(order, dynamic):

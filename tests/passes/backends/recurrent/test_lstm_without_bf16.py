@@ -22,7 +22,7 @@ import amp_graph
 class Words(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(16, 32, 2, batch_first=True, bidirectional=True), nn.Linear(64, 5)
+        self.lstm, self.head = nn.LSTM(16, 32, batch_first=True, bidirectional=True), nn.Linear(64, 5)
 
     def forward(self, x):
         return self.head(self.lstm(x)[0])
@@ -33,7 +33,7 @@ def step(model, x):
     return [out.detach(), *(p.grad for p in model.parameters())]
 
 torch.manual_seed(0)
-model, x = Words(), torch.randn(4, 4, 16)
+model, x = Words(), torch.randn(4, 3, 16)
 wanted = step(model, x)
 model.zero_grad()
 try:

@@ -325,6 +325,7 @@ def test_a_layer_without_biases_and_of_another_width_trains():
         assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
 
 
+@pytest.mark.sampled(2)
 @needs_kernel
 @pytest.mark.onednn
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])

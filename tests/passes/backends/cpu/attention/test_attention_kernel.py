@@ -118,6 +118,7 @@ def with_mask(given, mask):
     return kernel.backward_with_mask(grad, query, key, value, mask, False, query.shape[-1] ** -0.5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", ["a bit of each", "several chunks of queries"])
 @pytest.mark.parametrize("kind", MASKS_SEEN)
 def test_gradients_of_every_mask(kind, size):
@@ -172,6 +173,7 @@ def dropped(given, causal, p, seed=3):
     return found, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], following
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_dropped_is_what_torch_drops(name, p):

@@ -197,6 +197,7 @@ def passed(function, x=X, policy="bf16", **state):
     return plain, ours, graph.given, done.result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(16, 16).tril().bool()}])
 def test_the_pass(options):
     plain, ours, given, result = passed(lambda s, x: attend(s, x, **options))

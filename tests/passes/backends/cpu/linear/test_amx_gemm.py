@@ -118,6 +118,7 @@ def test_any_bias():
         check(amx_product(a, b, bias), a, b, False, bias)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("size", [(300, 770, 300), (770, 300, 300), (5, 40, 9000)], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 7])

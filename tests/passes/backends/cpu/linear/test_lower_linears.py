@@ -214,6 +214,7 @@ EDITS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
 def test_results_may_be_written_in_place(edit, shape):

@@ -263,6 +263,7 @@ def targets(gm):
     return [n.target for n in gm.graph.nodes]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])  # for which so few channels are not computed again
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.multiplied

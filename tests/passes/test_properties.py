@@ -1,7 +1,5 @@
 """Random small graphs through every pass: contract, idempotence, determinism, parameters, dtypes."""
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -10,17 +8,11 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.manager import run_passes
-from tests.passes.graphs import BF16, FP32, capture, run_step, standard_passes
-from tests.passes.programs import program
+from tests.passes.graphs import BF16, FP32, run_step, standard_passes
+from tests.passes.programs import captured, program
 
 SEEDS = range(32)
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16", "bf16,lists=autocast_cpu")
-
-
-@cache
-def captured(seed):
-    model, inputs = program(seed)
-    return capture(model, *inputs)
 
 
 @pytest.mark.sampled(6)

@@ -11,16 +11,13 @@ from amp_graph.passes.layout import channels_last
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.memory_format import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, multiply_bf16, options, passes_before, run_step
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X = drawn(2, 4, 6, 6, seed=1)

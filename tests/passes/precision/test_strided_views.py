@@ -5,12 +5,8 @@ import torch
 
 import amp_graph
 from amp_graph.passes.precision import strided_views
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
 
 X, W = drawn(6, 8, seed=1), drawn(8, 8, seed=2) / 3
 

@@ -18,6 +18,7 @@ from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
 from tests.passes.graphs import Function
+from tests.relative_error import errors
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 LENGTH, WIDTH, HEADS = 12, 32, 4
@@ -309,10 +310,6 @@ def stepped(function, policy="bf16", wide=False):
         return [out.detach(), model.qkv.weight.grad], 0
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
     return [out.detach(), model.qkv.weight.grad], sum(n.target is attention_low for n in nodes)
-
-
-def errors(found, exact):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
 def becomes_the_call_and_is_as_exact(function):

@@ -13,13 +13,10 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.torch_compat.cpu import multiplies_bf16
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
 LAST = torch.channels_last
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X = drawn(3, 4, 5, 6, seed=1)

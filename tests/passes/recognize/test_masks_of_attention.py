@@ -15,6 +15,7 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.op_args import attention_args
+from tests.relative_error import errors
 
 HEADS, WIDTH, BATCH = 2, 16, 3
 SCALE = (WIDTH // HEADS) ** -0.5
@@ -129,10 +130,6 @@ def trained(form, mask, policy=""):
         scale = 64 if x.shape[1] < 1000 else 8  # 64 takes fp32's own gradients of 2,000 tokens out of fp16's range
         made.float().square().sum().mul(scale).backward()
     return [made.detach(), x.grad, *(p.grad for p in model.parameters())]
-
-
-def errors(found, exact):
-    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
 def compared(form, name, length, policies=POLICIES):

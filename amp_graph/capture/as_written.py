@@ -25,6 +25,7 @@ from amp_graph.model_state import ModelState
 from amp_graph.passes.precision.fp32_operands import DENSE
 from amp_graph.passes.torch_compat.autograd import users_functions
 from amp_graph.passes.torch_compat.module_attributes import plain_attribute
+from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
 
@@ -108,8 +109,7 @@ class AsWritten:
             return result
         known = self.dtypes if len(self.dtypes) == len(leaves) else [torch.float32] * len(leaves)
         own = set(map(id, (*given, *self.model.parameters(), *self.model.buffers())))
-        wide = {id(t): t if id(t) in own else _restored(t, known[i]) for i, t in enumerate(leaves)}
-        return tree_unflatten([wide[id(t)] for t in leaves], spec)
+        return tree_unflatten(_restored(leaves, known, own), spec)
 
 
 @contextmanager
@@ -142,9 +142,25 @@ def _is_sparse(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout not in DENSE
 
 
-def _restored(leaf: Any, dtype: Any) -> Any:
-    """Return a low-precision value in the dtype that it has without autocast."""
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype in HALVES and dtype is not None else leaf
+def _restored(leaves: list[Any], dtypes: list[Any], own: set[int]) -> list[Any]:
+    """Return a result's values in the dtypes that they have without autocast, except those whose ids are in ``own``.
+
+    A value that stands twice in one dtype is cast once, and so is one beside its ``detach()``: they share memory.
+    """
+    wide: dict[Any, tuple[Any, Any]] = {}
+    found = list(leaves)
+    for i in sorted(range(len(leaves)), key=lambda i: not getattr(leaves[i], "requires_grad", False)):
+        leaf, dtype = leaves[i], dtypes[i]
+        if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES or dtype is None or id(leaf) in own:
+            continue
+        strided = leaf.layout is torch.strided
+        key = (storage_key(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), dtype) if strided else id(leaf)
+        first, cast = wide.setdefault(key, (leaf, leaf.to(dtype)))
+        if first is leaf:
+            found[i] = cast
+        else:
+            found[i] = leaf.to(dtype) if leaf.requires_grad else cast.detach()
+    return found
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -223,6 +223,29 @@ def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
         step(batch)
 
 
+class Shared(Listed):
+    """Returns a result of a layer, its conversion to bf16, and a detached alias."""
+
+    def forward(self, x, kinds):
+        h = torch.cat(self.layer(x).split(torch.bincount(kinds, minlength=3).tolist()) and [self.layer(x)])
+        return h, h.bfloat16(), h.detach(), h
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(grad):
+    model = Shared()
+    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    for batch in batches()[:3]:
+        with torch.set_grad_enabled(grad):
+            found, exact = ours(*batch), model(*batch)
+        assert [(t.dtype, t.requires_grad) for t in found] == [(t.dtype, t.requires_grad) for t in exact]
+        assert all(error(a, b) < 0.02 for a, b in zip(found, exact, strict=True))
+        assert found[0] is found[3]
+        assert found[2].data_ptr() == found[0].data_ptr(), "as a detached alias does"
+        assert found[1].data_ptr() != found[0].data_ptr()
+
+
 def symbolic(sizes, dynamic):
     """A fake tensor with a symbol for each of the ``dynamic`` dimensions, and what knows its guards."""
     env = ShapeEnv()

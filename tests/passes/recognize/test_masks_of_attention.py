@@ -162,6 +162,7 @@ def test_control_a_mask_that_is_rounded_is_found(monkeypatch):
         test_masks_survive_as_they_do_under_autocast(added, "alibi_absolute", 130)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "length"), [("min32", 12), ("min32", 130), ("-1e9", 130), ("alibi_absolute", 130)])
@@ -185,6 +186,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16,emulate=cuda"])
 @pytest.mark.parametrize("made", MADE)
 def test_the_lowest_number_of_the_dtype_at_hand_stays_finite(made, policy):

@@ -36,10 +36,10 @@ demo: $(STAMPS)/demo  ## train small models in fp32, under torch.autocast and wi
 	$(VENV)/bin/python -m examples.demo $(DEMO_ARGS)
 
 test: $(STAMPS)/test  ## run the tests, without the long ones
-	$(VENV)/bin/python -m pytest -n 2 -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not integration and not browser" $(PYTEST_ARGS) < /dev/null
 
 test-long: $(STAMPS)/test  ## run the long tests
-	$(VENV)/bin/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
 
 test-integrations: $(STAMPS)/test $(STAMPS)/integrations  ## run the tests with Lightning, transformers' Trainer, accelerate and peft
 	$(VENV)/bin/python -m pytest -n 2 -m integration -rs tests/integrations $(PYTEST_ARGS)

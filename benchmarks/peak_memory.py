@@ -1,7 +1,7 @@
 """The peak of memory of a process that trains, against that of ``torch.autocast``; each way in a process of its own.
 
-    python benchmarks/peak_memory.py [--models "lstm;gpt2, 2 x 256"] [--optimizers SGD,AdamW] [--ways autocast,auto]
-        [--steps 2] [--device cpu] [--again] [--output PATH]
+    python benchmarks/peak_memory.py [--models "lstm;gpt2, 2 x 256"] [--optimizers SGD,AdamW]
+        [--ways "autocast;convert"] [--steps 2] [--device cpu] [--again] [--output PATH]
 
 A row is a model with an optimizer of torch (fused), in bf16; a column a way to train it: fp32, autocast, ``convert``
 and ``TrainStep``. Its figures, in bytes:
@@ -52,7 +52,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=";".join(MODELS), help="separated by semicolons")
     parser.add_argument("--optimizers", default="SGD,AdamW")
-    parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
+    parser.add_argument("--ways", default=";".join(HOW), help="separated by semicolons")
     parser.add_argument("--steps", type=int, default=2, help=f"steps behind the first {WARM_UP}")
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -60,7 +60,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--one", default="", help="a model, an optimizer and a way, in this process: lstm;SGD;fp32")
     options = parser.parse_args(argv)
-    for given, legal in ((options.models, MODELS), (options.ways, WAYS)):
+    for given, legal in ((options.models, MODELS), (options.ways, HOW)):
         if unknown := set(given.split(";")) - set(legal):
             parser.error(f"unknown: {'; '.join(sorted(unknown))}\n  legal: {'; '.join(legal)}")
     return options

@@ -3,13 +3,14 @@
 Before: ``{"runs": [{"options": ..., "results": {"SGD": {"lstm": {"autocast": {"whole": ...}}}}}]}``. After: Markdown.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tables import about
 
-WAYS = ("fp32", "autocast", "convert, auto", "convert, true", "convert, false", "TrainStep")
-BASE, OURS = "autocast", ("convert, auto", "TrainStep")
+# A table has a column for each of these that was measured: "convert, auto" when `convert` kept free memory by itself.
+WAYS = ("fp32", "autocast", "convert", "convert, auto", "TrainStep")
+BASE, OURS = "autocast", ("convert", "convert, auto", "TrainStep")
 OF_PROCESS = {"whole": "The process, capture included", "steps": "The process, without the first steps"}
 FIGURES = {
     "cpu": OF_PROCESS | {"allocated": "PyTorch's allocator"},
@@ -36,12 +37,13 @@ def narrow(held: Results) -> str:
     """Return one table of the first run: the peak of the process, and the allocator's over autocast's."""
     run = held["runs"][0]
     lines = [f"{about(held['machine'])} {_title(run['options'])}.", ""]
-    heads = ["autocast, MB", *(f"{way}, MB" for way in OURS), *(f"{way} / autocast" for way in OURS)]
-    heads += [f"allocated, {way} / autocast" for way in OURS]
+    ours = _measured(OURS, run)
+    heads = ["autocast, MB", *(f"{way}, MB" for way in ours), *(f"{way} / autocast" for way in ours)]
+    heads += [f"allocated, {way} / autocast" for way in ours]
     lines += [f"| model | optimizer | {' | '.join(heads)} |", "|---|---|" + "---:|" * len(heads)]
     for model, optimizer, rows in _rows(run):
-        cells = [_mb(rows, way, "whole") for way in (BASE, *OURS)]
-        cells += [_over(rows, way, figure) for figure in ("whole", "allocated") for way in OURS]
+        cells = [_mb(rows, way, "whole") for way in (BASE, *ours)]
+        cells += [_over(rows, way, figure) for figure in ("whole", "allocated") for way in ours]
         lines.append(f"| {model} | {optimizer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -51,12 +53,17 @@ def _title(options: Results) -> str:
 
 
 def _table(run: Results, figure: str) -> Iterator[str]:
-    heads = [*WAYS, *(f"{way} / autocast" for way in OURS)]
+    ways, ours = _measured(WAYS, run), _measured(OURS, run)
+    heads = [*ways, *(f"{way} / autocast" for way in ours)]
     yield f"| model | optimizer | {' | '.join(heads)} |"
     yield "|---|---|" + "---:|" * len(heads)
     for model, optimizer, rows in _rows(run):
-        cells = [*(_mb(rows, way, figure) for way in WAYS), *(_over(rows, way, figure) for way in OURS)]
+        cells = [*(_mb(rows, way, figure) for way in ways), *(_over(rows, way, figure) for way in ours)]
         yield f"| {model} | {optimizer} | {' | '.join(cells)} |"
+
+
+def _measured(ways: Sequence[str], run: Results) -> list[str]:
+    return [way for way in ways if any(way in rows for _, _, rows in _rows(run))]
 
 
 def _rows(run: Results) -> Iterator[tuple[str, str, Rows]]:

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from tests.versions import known
 
@@ -58,6 +60,15 @@ def pytest_configure(config):
     for line in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
     torch.set_num_threads(1)
+    _let_captures_be_short()
+
+
+def _let_captures_be_short():
+    """Leave out of captures what no test looks at, and what takes a tenth of their time."""
+    # pytest hangs handlers on all loggers that do not propagate, and torch would write its trace of captures for them.
+    logging.getLogger("torch.__trace").propagate = True
+    # After each capture torch flushes the CPU's caches, to say in a debug log how long its guards take.
+    torch._dynamo.guards.profile_guard_manager = lambda *given: 0.0
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

@@ -30,6 +30,7 @@ def test_the_corpus_is_large_enough():
     assert sum("transformers" in case.tags for case in CASES.values()) >= 12
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALL)
 def test_a_step_has_a_finite_gradient_for_every_parameter(name):
     model, out, loss = step(name)
@@ -43,6 +44,7 @@ def test_a_step_has_a_finite_gradient_for_every_parameter(name):
             assert p.grad.any(), f"{parameter_name}: all zero"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [n for n in ALL if "random" not in CASES[n].tags])
 def test_a_step_is_deterministic(name):
     (first, _, loss), (second, _, again) = step(name), step(name)
@@ -51,6 +53,7 @@ def test_a_step_is_deterministic(name):
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALL)
 def test_float64_agrees_with_float32_or_is_tagged(name):
     if "no_fp64" in CASES[name].tags:
@@ -65,6 +68,7 @@ def test_float64_agrees_with_float32_or_is_tagged(name):
         torch.testing.assert_close(loss.double(), exact.double(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("low", "tag"), [(torch.bfloat16, "no_autocast"), (torch.float16, "no_autocast_fp16")])
 def test_autocast_runs_or_is_tagged(name, low, tag):
@@ -79,6 +83,7 @@ def test_autocast_runs_or_is_tagged(name, low, tag):
     assert finite != overflows
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ALL)
 def test_models_can_be_copied_and_seeds_change_inputs(name):
     model, args, kwargs = make(name)

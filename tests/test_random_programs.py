@@ -19,6 +19,7 @@ def planned(seed):
     return grow(seed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_converted_program_differs_from_eager_by_rounding_only(seed):
     assert not check(planned(seed)).wrong, str(planned(seed))

@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def module_of(file):
     return name if name.split(".")[0] == "amp_graph" else f"amp_graph.{name}"
 
 
+@cache
 def arrows_of(root):
     """Return every import of our own modules, and every import by name."""
     files = files_of(root)
@@ -144,11 +146,7 @@ def imported(node, modules):
     if isinstance(node, ast.ImportFrom):
         assert not node.level, "imports of ours are absolute"
         return [full if (full := f"{node.module}.{a.name}") in modules else node.module for a in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-        "importlib.import_module",
-        "import_module",
-        "__import__",
-    ):
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
         (name, *_) = node.args
         return [name.value if isinstance(name, ast.Constant) else "a name"]
     return []

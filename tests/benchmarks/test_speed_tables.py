@@ -138,15 +138,6 @@ def test_what_is_not_compiled_is_told_against_the_compiled_rival(tmp_path):
     assert "| gpt | 10.0 | 1.00 [0.90-1.10] | 2.00 [1.90-2.10] | 1.60 [1.50-1.70] |" in lines
 
 
-def test_what_the_machine_did_is_told_with_the_figures(tmp_path):
-    from tables import markdown
-
-    slow = entry() | {"rates": {"gemm": {"fp32": 70e9, "bf16": 180e9}, "copy": 16e9}}
-    fast = entry() | {"rates": {"gemm": {"fp32": 90e9, "bf16": 180e9}, "copy": 25e9}}
-    lines = markdown(filled(tmp_path / "s.json", gpt=slow, vit=fast)).splitlines()
-    assert "Large products: 70 to 90 GFLOP/s in fp32, 180 GFLOP/s in bf16. Copies: 16 to 25 GB/s." in lines
-
-
 def test_processors_of_one_name_are_told_apart(tmp_path):
     from result_file import processor
 
@@ -167,32 +158,6 @@ def test_the_pages_show_the_results_that_are_there():
     from page_tables import pages
 
     assert {path: path.read_text() for path in pages()} == pages()
-
-
-def test_a_narrow_table_has_a_row_for_every_model_and_mode(tmp_path):
-    from page_tables import narrow
-
-    held = filled(tmp_path / "s.json", gpt=entry(amp_graph=2.0, TrainStep=3.0), vit=entry(amp_graph=0.5))
-    held["runs"][0]["results"]["inference"] = {"gpt": entry(amp_graph=1.5), "gpt_1": entry(amp_graph=2.5)}
-    assert narrow(held).splitlines()[2:] == [
-        "| model | training: autocast, ms | amp_graph | TrainStep | inference: autocast, ms | amp_graph |",
-        "|---|---:|---:|---:|---:|---:|",
-        "| gpt | 10.0 | 2.00 | 3.00 | 10.0 | 1.50 |",
-        "| vit | 10.0 | 0.50 |  |  |  |",
-        "| gpt_1 |  |  |  | 10.0 | 2.50 |",
-        "| **geometric mean** |  | **1.00** | **3.00** |  | **1.94** |",
-    ]
-
-
-def test_a_verdict_has_a_row_for_every_machine_with_mean_and_range(tmp_path):
-    from page_tables import verdict
-
-    held = filled(tmp_path / "s.json", gpt=entry(amp_graph=2.0, TrainStep=3.0), vit=entry(amp_graph=0.5))
-    gpu = copy.deepcopy(held)
-    gpu["machine"] |= {"gpu": "A GPU", "cuda": "13"}
-    first, second = verdict(held, gpu).splitlines()[2:]
-    assert first.endswith("| **1.00** (0.50 to 2.00) | **3.00** (3.00 to 3.00) |  |  |")
-    assert second.startswith("| A GPU; torch ")
 
 
 @pytest.mark.parametrize("written", ["narrow", "wide", "verdict"])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import amp_graph
+from tests.relative_error import error
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,17 +51,13 @@ QUESTIONS = [
 ]
 
 
-def far(found, want):
-    return float((found - want).detach().norm() / want.detach().norm())
-
-
 @pytest.mark.parametrize("kind", [Asks, AsksBehindABreak])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_it_hears_that_it_is_not(kind, question):
     model, x = kind(question), torch.randn(4, 8)
     want = model(x)
     converted = amp_graph.convert(model, "bf16")
-    assert far(converted(x), want) < 0.01
+    assert error(converted(x), want) < 0.01
     assert amp_graph.report(converted).graphs
 
 
@@ -80,7 +77,7 @@ def test_padded_rows_of_an_encoder_are_eagers(grad):
     with torch.set_grad_enabled(grad):
         want = model(x, src_key_padding_mask=mask)
         found = amp_graph.convert(model, "bf16")(x, src_key_padding_mask=mask)
-    assert far(found, want) < 0.02
+    assert error(found, want) < 0.02
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -92,7 +89,7 @@ def test_attention_with_padding_is_eagers_on_its_fast_path_and_without_it(train,
     with torch.no_grad():
         want = model(x, x, x, key_padding_mask=padding, need_weights=weights)
         found = amp_graph.convert(model, "bf16")(x, x, x, key_padding_mask=padding, need_weights=weights)
-    assert all(far(a, b) < 0.02 for a, b in zip(found[: 1 + weights], want[: 1 + weights], strict=True))
+    assert all(error(a, b) < 0.02 for a, b in zip(found[: 1 + weights], want[: 1 + weights], strict=True))
 
 
 VIT = {"image_size": 32, "patch_size": 8}
@@ -148,7 +145,7 @@ def test_a_library_that_asks(name, padding, attention):
     model, given = tiny(name, attention), inputs_of(name, padding)
     want = model(**given)[0]
     converted = amp_graph.convert(model, "bf16")
-    assert far(converted(**given)[0], want) < 0.02
+    assert error(converted(**given)[0], want) < 0.02
     report = amp_graph.report(converted)
     assert report.graphs or report.notes
     if name in ("Bert", "Llama", "Mistral"):

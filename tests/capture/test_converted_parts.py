@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from tests.relative_error import error
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
@@ -19,10 +20,6 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
-def error(found, wanted):
-    return ((found - wanted).norm() / wanted.norm()).item()
 
 
 # -- parts --------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
 @pytest.mark.parametrize("called", [False, True])
 def test_a_copy_is_converted_and_its_own(copied, called):

@@ -134,6 +134,7 @@ def test_control_in_fp32_some_products_are_not(kind):
     assert amp_graph.report(model).escaped == "in fp32"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", DTYPES)
 @pytest.mark.parametrize("kind", BROKEN)
 def test_gradients_are_as_exact_as_autocasts(kind, policy):
@@ -829,6 +830,7 @@ def test_an_error_that_forward_handles_itself():
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [CallsItsPartOften, BreaksInTraining])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_while_a_piece_is_rewritten(kind, error, monkeypatch):
@@ -1022,6 +1024,7 @@ def write_to_a_complex_view(h, x):
     return h + x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "writes",
     [

@@ -165,6 +165,7 @@ def fresh(kind, dtype):
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 @pytest.mark.parametrize(("way", "kind", "dtype", "policy"), CASES)
 def test_a_half_input_runs_as_under_autocast(way, kind, dtype, policy):

@@ -15,6 +15,7 @@ from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import modules
 from amp_graph.passes.torch_compat.versions import torch_version
 from tests.capture.test_failing_conversions import state_of
+from tests.relative_error import error
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
@@ -46,10 +47,6 @@ KINDS = {
     "spectral norm by hooks": nn.utils.spectral_norm,
     "pruned": pruned,
 }
-
-
-def error(found, wanted):
-    return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
 def train(model, optimizer, step=None):

@@ -88,6 +88,7 @@ def test_no_weight_is_cast_in_forward():
 ORDERS = ["convert first", "optimizer first"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("kind", "fused"),
@@ -155,6 +156,7 @@ def test_a_module_under_two_names_trains(calls, level):
     assert min((saved(two)[name] - value).abs().max() for name, value in fresh.items()) > 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole", [True, False], ids=["TrainStep", "loop"])
 @pytest.mark.parametrize("how", ["eval", "frozen"])
 def test_what_did_not_train_when_it_was_converted_gets_masters_when_it_does(how, whole):
@@ -174,6 +176,7 @@ def test_what_did_not_train_when_it_was_converted_gets_masters_when_it_does(how,
     assert all(t.dtype is F32 for state in optimizer.state.values() for t in state.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 def test_small_fp16_gradients_reach_the_masters(fused, clipped):
@@ -360,6 +363,7 @@ def test_a_pickled_model_updates_its_masters_in_a_process_that_converted_nothing
     assert torch.allclose(saved(model)["second.bias"] - bias, torch.tensor(20 * 4 * 1e-5), rtol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("first", "second"), [("O1", "O1"), ("O1", "O2"), ("O2", "O1"), ("O2", "O2")])
 def test_resumed_at_any_level_it_is_the_same_run(first, second):
     whole, theirs = build(fused=True)
@@ -401,6 +405,7 @@ def test_o3_resumes_too():
 # -- the whole step -----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
@@ -416,6 +421,7 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     assert torch.equal(model.first.weight, master_of(model.first.weight).half())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16-O2", "fp16-O2"])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(policy, options):
@@ -543,6 +549,7 @@ def edit_by_stepping(model, optimizer):
     optimizer.zero_grad()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("edit", [edit_in_place, edit_by_loading, edit_by_another_tensor, edit_by_stepping])
 def test_copies_follow_what_others_write(edit, fused):

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
+from tests.relative_error import error
 
 # What torch says of nested tensors, which its encoders use where they infer, and of norm_first, which has none.
 pytestmark = [
@@ -36,10 +37,6 @@ def decoder(**options):
 
 def whole(**options):
     return nn.Transformer(D, 4, 1, 1, 32, 0.0, **options)
-
-
-def error(found, wanted):
-    return ((found.float() - wanted).norm() / wanted.norm()).item()
 
 
 def as_autocast(make, *args, train=True, **kwargs):

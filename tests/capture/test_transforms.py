@@ -66,6 +66,7 @@ def pair(kind, policy="bf16", **options):
     return plain, amp_graph.convert(copy.deepcopy(plain), policy, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Force, OfIntermediate, Vmapped, Tangent])
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -129,6 +130,7 @@ def test_forward_mode(policy):
     assert (tangent(ours) - expected).norm() <= 0.03 * expected.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("mask", ["", "padding", "causal"])
 def test_the_inference_path_of_a_transformer_encoder(norm_first, mask):

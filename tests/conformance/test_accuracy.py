@@ -14,10 +14,8 @@ import amp_graph
 from tests.corpus import CASES
 from tests.measure import error_ratio
 
-SUBSET = (
-    "bert_sdpa", "gpt2", "vit", "nanogpt_loss_inside", "lstm_lm", "conformer_glu", "two_tower", "inplace_chain",
-    "tied_weights", "tanh_gelu_pow", "checkpoint",
-)  # fmt: skip
+# What `make test` measures; `make test-long` does the corpus, with every policy.
+SUBSET = ("gpt2", "nanogpt_loss_inside", "lstm_lm", "two_tower", "inplace_chain", "tied_weights", "checkpoint")
 # Cases that cannot be compared: with fp64, with the same random numbers, or with autocast.
 INCOMPARABLE = {"no_fp64", "random", "integer", "no_autocast"}
 INCOMPARABLE_FP16 = INCOMPARABLE | {"no_autocast_fp16", "fp16_overflow"}
@@ -61,21 +59,18 @@ def check(policy, found):
         assert round(statistics.median(r.output for r in found.values()), 2) <= MEDIAN
 
 
-POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
-WHOLE = (*POLICIES, "fp16,accuracy=fast")
+WHOLE = ("bf16", "bf16,accuracy=fast", "fp16", "fp16,accuracy=fast")
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_subset_is_as_exact_as_autocast(policy):
-    found = measured(policy, SUBSET, seeds=2)
+def test_a_subset_is_as_exact_as_autocast():
+    found = measured("bf16,accuracy=fast", SUBSET, seeds=2)
     assert len(found) >= len(SUBSET) - 1
-    check(policy, found)
+    check("bf16,accuracy=fast", found)
 
 
 # Recurrent layers are lowered on CUDA, in bf16; autocast lists cuDNN's kernel alone, which is fp16 in bf16, too.
 RECURRENT = {"gru_bidirectional", "gru_root", "lstm_lm", "lstm_root"}
-FOR_CUDA = ("gpt2", "vit", "resnet_basic", "two_tower", "inplace_chain")
+FOR_CUDA = ("gpt2", "vit", "two_tower", "inplace_chain", "tied_weights")
 
 
 def planned_for_cuda(names, seeds):
@@ -94,7 +89,6 @@ def planned_for_cuda(names, seeds):
     return found
 
 
-@pytest.mark.sampled(2)
 def test_plans_for_cuda_are_as_exact_as_autocasts_there():
     check("bf16", planned_for_cuda(FOR_CUDA, seeds=2))
 

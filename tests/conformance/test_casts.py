@@ -191,7 +191,7 @@ MORE_CASTS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", COMPARABLE)
 def test_never_more_casts_than_autocast(name):
     ours, _ = step(CASES[name], LIKE, saves=False)

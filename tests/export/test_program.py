@@ -31,6 +31,7 @@ def assert_portable(gm):
             assert len({t.dtype for t in float_operands(node)}) <= 1, node
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("kind", [Mlp, Cnn, Attention])
 def test_a_portable_graph_is_close_to_fp32_and_to_the_graph_that_is_not_portable(kind, dtype, monkeypatch):
@@ -162,6 +163,7 @@ def test_a_weight_with_two_names_is_folded_if_both_are_only_read_low():
         assert error(program.module()(x), model(x)) < 2e-2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("kind", [Recurrent, Branches, Writes])
 @pytest.mark.filterwarnings("ignore:The tensor attributes self:UserWarning")  # torch.export's, of any LSTM

@@ -147,6 +147,7 @@ class Planted(nn.Module):
         return self.last(scan(step, torch.zeros(WIDTH), h)[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(SILENT)
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])
@@ -184,6 +185,7 @@ def test_operators_run_as_python_have_torchs_results():
     assert torch.equal(mapped, xs * w)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(SILENT)
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "policy"), [("forward", "fp16"), ("coarse", "bf16")])

@@ -55,6 +55,7 @@ def planned_full(model):
     return [m for m in marks.values() if "run.json" in m.reason], [m for m in marks.values() if m.precision == "low"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(SILENT)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("name", EACH)

@@ -30,6 +30,7 @@ def made(kind, reentrant):
     return Checkpointed(kind, reentrant), batches, lambda out, y: F.mse_loss(out, y) * factor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_what_is_inside_is_found_as_without_a_checkpoint(kind, reentrant):

@@ -48,6 +48,7 @@ def train(model, optimizer, call, steps=4):
     return losses
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if "LBFGS" not in kind])
 def test_a_closure_that_is_called_once_is_the_loop_without_it(kind, late):
@@ -58,6 +59,7 @@ def test_a_closure_that_is_called_once_is_the_loop_without_it(kind, late):
         assert torch.equal(master_of(p), master_of(q))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if "LBFGS" in kind])
 def test_a_closure_that_is_called_often_sees_what_was_updated(kind, late):

@@ -50,10 +50,15 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def pairs():
+    """A model and its optimizer that are given states which do not fit, and a pair that is left alone."""
+    return trained(), trained()
+
+
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_state_that_does_not_fit_is_refused_and_training_goes_on(wrong):
-    model, optimizer = trained()
-    alone, expected = trained()
+def test_a_state_that_does_not_fit_is_refused_and_training_goes_on(wrong, pairs):
+    (model, optimizer), (alone, expected) = pairs
     state = copy.deepcopy(optimizer.state_dict())
     WRONG[wrong](state["optimizer"])
     state["loss_scale"]["scale"] = 8.0

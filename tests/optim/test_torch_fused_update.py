@@ -49,6 +49,7 @@ def _kept(params, optimizer):
     return [t for p in params for t in (p, *(optimizer.state[p][name] for name in sorted(optimizer.state[p])))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [16, 64, 1 << 19])
 @pytest.mark.parametrize("rule", RULES)

@@ -31,6 +31,7 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-O2"])
 @pytest.mark.parametrize("built", ["before", "after"])
 def test_it_trains_as_the_model_in_fp32_does(policy, built):
@@ -81,6 +82,7 @@ def test_a_step_as_one_graph_widens_too():
     assert all(torch.equal(found.state_dict()[name], value) for name, value in expected.state_dict().items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "bf16-O3"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_a_resumed_run_equals_the_uninterrupted_one(policy, first):

@@ -5,7 +5,6 @@ import hashlib
 from pathlib import Path
 
 import pytest
-import torch
 
 from amp_graph.passes.backends.cpu.linear import amx_gemm, linear_functions, panel_gemm
 from amp_graph.passes.native import gemm_builds
@@ -39,19 +38,6 @@ def every_build(request, monkeypatch):
         library, found = panel_gemm.typed(built(panel_gemm.SOURCE, request.param)), None
         monkeypatch.setattr(panel_gemm, "library", lambda: library)
     monkeypatch.setattr(amx_gemm, "library", lambda: found)
-
-
-INSTRUCTIONS = ("as torch", "AVX2", "DEFAULT")
-
-
-def compile_for(instructions, monkeypatch):
-    """Have C compiled for a CPU with these instructions, or skip; say whether they are others than torch's."""
-    if instructions == "as torch":
-        return False
-    if instructions == "AVX2" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        pytest.skip("a CPU without AVX2")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
-    return True
 
 
 def perturbed():

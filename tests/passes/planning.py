@@ -1,5 +1,7 @@
 """Planning problems of captured graphs, and what a plan for them costs."""
 
+from functools import cache
+
 from amp_graph.passes.precision import plan_precision
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, read_machine
@@ -36,6 +38,9 @@ def problem_of(captured, policy="bf16"):
     return problem, dtype
 
 
+once_problem_of = cache(problem_of)  # the same for every machine
+
+
 def formulated(captured, policy="bf16", on="cpu_bf16", skip=False):
-    problem, dtype = problem_of(captured, policy)
+    problem, dtype = once_problem_of(captured, policy)
     return formulate(problem, machine(on), dtype, skip)

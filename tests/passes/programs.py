@@ -5,11 +5,14 @@ The same steps run eagerly, under Dynamo and under ``torch.fx.symbolic_trace``.
 
 import random
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.passes.graphs import Capture, capture
 
 ROWS, WIDTH = 4, 8  # every value of the pool is [ROWS, WIDTH]
 
@@ -114,3 +117,10 @@ def program(seed: int, *, grad_modes: bool = True) -> tuple[nn.Module, tuple[tor
     torch.manual_seed(seed)
     model = Program(seed, grad_modes=grad_modes)
     return model, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True))
+
+
+@cache
+def captured(seed: int) -> Capture:
+    """Return the graph of ``program(seed)``, captured once for all tests of a process."""
+    model, inputs = program(seed)
+    return capture(model, *inputs)

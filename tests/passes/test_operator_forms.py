@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.passes.drawn import drawn
 
 FAST = "bf16,accuracy=fast"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,10 +22,6 @@ class Model(nn.Module):
 
     def forward(self, *given):
         return self.function(self.layers, *given)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def step(make, given, prepare=lambda model: model, low=None):
@@ -212,7 +209,6 @@ def adjacency_inside():
     return torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.ones(3), (3, 3), check_invariants=True)
 
 
-TAKE_SPARSE = ("given", "by its function", "added")
 SPARSE = {
     "given": lambda m, x, a: a @ m[0](x),
     "by its function": lambda m, x, a: torch.sparse.mm(a, m[0](x)),
@@ -223,6 +219,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # 2.11, 2.12
 @pytest.mark.filterwarnings("ignore:amp_graph. Model. :amp_graph.errors.AmpGraphWarning")

@@ -78,6 +78,7 @@ def check(model, policy="bf16"):
     assert error(got, want) < 0.012
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("through_view", [True, False], ids=["write the view", "write the base"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_write_is_seen_through_every_alias(view, through_view):

@@ -88,6 +88,7 @@ def test_the_script_sees_the_gradients_of_fp32_where_fp16_loses_them(name, watch
     assert "fp16: losses scaled by 65536 at the end, 0 optimizer steps skipped" in lines(models)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("clips", [None, "norm", "value"])
 def test_a_step_whose_gradients_overflow_changes_nothing_and_the_next_is_as_before(kind, clips, watch):
@@ -217,6 +218,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("late", [False, True], ids=["from the start", "later"])
 @pytest.mark.parametrize("name", REFUSED)

@@ -34,6 +34,7 @@ def converted(policy="fp16-O2", kind=torch.optim.AdamW, seed=0, loss_scale="dyna
     return model, amp_graph.MixedPrecisionOptimizer(inside, loss_scale=loss_scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_the_same_bits_as_a_converted_model_with_a_scaler(kind, clip):
@@ -201,6 +202,7 @@ def test_groups_added_later_get_masters():
     assert {p.dtype for p in optimizer.param_groups[1]["params"]} == {torch.float32}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["fp16-O2", "fp16-O1", None])
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -251,6 +253,7 @@ def loaded(model):
     model.load_state_dict({**model.state_dict(), "first.weight": torch.full((24, 6), 0.5)})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["fp16-O2", "fp16-O1", None])
 @pytest.mark.parametrize("write", [filled, replaced, loaded])
 @pytest.mark.parametrize("late", [False, True])
@@ -373,6 +376,7 @@ def test_bad_norms_and_states_and_a_loss_that_comes_too_late():
     assert equal(before, saved(model))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("policy", ["bf16-O2", "fp16-O2"])
 def test_a_closure_is_called_once_and_steps_as_without_one(policy, kind):

@@ -52,6 +52,7 @@ def test_a_copy_trains_a_model_of_its_own(copied, policy):
     assert step.state_dict() == twin.state_dict()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["fp16-O2", "bf16-O2"])
 @pytest.mark.parametrize("first", [copy.deepcopy, saved])
 @pytest.mark.parametrize("what", ["step", "model"])

@@ -16,7 +16,6 @@ def _volume(size: int, *shape: int, channels: int = 1) -> Batch:
     return args(torch.randn(size, channels, *shape))
 
 
-FLAT = partial(_volume, channels=1)
 SQUARE: Callable[[int], Batch] = lambda size: _volume(size, 32, 32)  # noqa: E731
 LARGER: Callable[[int], Batch] = lambda size: _volume(size, 64, 64)  # noqa: E731
 CUBE: Callable[[int], Batch] = lambda size: _volume(size, 16, 16, 16)  # noqa: E731

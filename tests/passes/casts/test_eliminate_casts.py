@@ -1,6 +1,5 @@
 """EliminateCasts is bit-exact, gradients included; the same checks find variants that go further."""
 
-from functools import cache
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,8 +12,8 @@ from amp_graph.passes.casts import eliminate_casts
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.manager import run_passes
-from tests.passes.graphs import BF16, capture, capture_function, differences, passes_before, run_step
-from tests.passes.programs import program
+from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+from tests.passes.programs import captured
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
@@ -47,12 +46,6 @@ def effect_of(graph, one, policy="bf16"):
     before = run_step(gm, graph.given)
     (done,) = run_passes(gm, [one], checked=True)
     return len(done.result.changes), differences(run_step(gm, graph.given), before)
-
-
-@cache
-def captured(seed):
-    model, inputs = program(seed)
-    return capture(model, *inputs)
 
 
 @pytest.mark.sampled(2)
@@ -98,6 +91,7 @@ def written_source(self, x):
 MODELS = (round_trip, rounding, two_readers, written_copy, written_source)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
 def test_each_kind_of_round_trip_is_kept_exact(function, policy):
@@ -174,6 +168,7 @@ def casts_of_constants(gm):
     return [n for n in gm.graph.nodes if n.args and any(m in str(getattr(n.args[0], "target", "")) for m in made)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
 def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, policy):

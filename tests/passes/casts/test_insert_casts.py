@@ -252,6 +252,7 @@ def assign_to_a_view(h, s, rows):
     h.view(2, 2, 8)[rows.view(2, 2) > 0] = s.row
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,lists=autocast_cpu"])
 @pytest.mark.parametrize("write", [assign, add_in, add_at, assign_to_a_view])
 def test_a_product_reads_what_was_written_in_full_precision(write, policy):

@@ -25,6 +25,7 @@ from tests.passes.graphs import (
     rewritten,
     run_step,
 )
+from tests.relative_error import error
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -148,7 +149,7 @@ def test_readers_behind_a_view_add_in_fp32_too():
     ours = gm(*graph.given)
     index = next(i for i, g in enumerate(graph.given) if g.shape == W.shape and torch.equal(g, W))
     (got,) = torch.autograd.grad(ours, graph.given[index], cotangents)
-    assert (got - want).norm() <= 2**-14 * want.norm(), relative(got, want.double())
+    assert (got - want).norm() <= 2**-14 * want.norm(), error(got, want.double())
 
 
 def test_negative_control_a_plain_shared_cast_adds_in_low_precision():
@@ -190,10 +191,6 @@ def norm_step(norm, x, weight, bias, grad):
     return out.detach(), torch.autograd.grad(out, (x, weight, bias), grad)
 
 
-def relative(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("rows", [2048, 16384])
 def test_a_protected_norm_has_exact_parameter_gradients(rows):
     width = 64
@@ -204,10 +201,10 @@ def test_a_protected_norm_has_exact_parameter_gradients(rows):
     exact, (_, eweight, ebias) = norm_step(F.layer_norm, *(t.double() for t in (x, weight, bias, grad)))
     assert torch.equal(out, plain)
     assert torch.equal(dx, px)
-    assert relative(out, exact) < 2**-8
-    assert relative(dweight, eweight) <= 1e-5
-    assert relative(dbias, ebias) <= 1e-5
-    assert max(relative(pweight, eweight), relative(pbias, ebias)) > 1e-2, "the control: what is protected from"
+    assert error(out, exact) < 2**-8
+    assert error(dweight, eweight) <= 1e-5
+    assert error(dbias, ebias) <= 1e-5
+    assert max(error(pweight, eweight), error(pbias, ebias)) > 1e-2, "the control: what is protected from"
 
 
 def test_protect_norms_replaces_what_loses_gradients_and_nothing_else():

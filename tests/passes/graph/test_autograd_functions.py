@@ -239,6 +239,7 @@ class Inners(Einsums):
         return torch.inner(x, weight)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("function", [Einsums, Tensordots, Sums, Inners])
 def test_products_that_autocast_knows_by_their_parts(function, policy):

@@ -236,6 +236,7 @@ def test_an_integer_of_another_node_cannot_be_read_by_mistake(name):
     assert any(type(a) is int for a in tree_leaves(list(own.arguments.values())))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
     ("rule", "function"),

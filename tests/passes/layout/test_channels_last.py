@@ -11,16 +11,13 @@ from amp_graph.passes.layout import channels_last
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.memory_format import Layouts, is_channels_last
 from amp_graph.passes.manager import run_passes
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, multiply_bf16, options, passes_before, run_step
 
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X = drawn(2, 4, 6, 6, seed=1)
@@ -168,6 +165,7 @@ class Seen(torch.fx.Interpreter):
         return out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.onednn  # a convolution of torch's own adds up in bf16, in an order that the layout decides
 @pytest.mark.parametrize("name", CASES)
 def test_as_exact_as_without(name):
@@ -202,6 +200,7 @@ def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):
     assert all(seen.found[w] and is_channels_last(w.meta["val"]) for w in weights)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_kernels_that_want_weights_so")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_such_weights_keep_their_strides(name):
@@ -217,6 +216,7 @@ def test_where_it_pays():
     assert [channels_last.channels_last_weights_are_profitable(device) for device in ("cpu", "cuda")] == [False, True]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_keep_their_strides(name):
     _, ours, given, _ = passed(CASES[name])
@@ -229,6 +229,7 @@ def test_outputs_and_gradients_keep_their_strides(name):
     assert all(p.grad is None or p.grad.stride() == p.stride() for p in model.parameters())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_knows_the_layouts_that_come_about(name):
     _, ours, given, _ = passed(CASES[name])

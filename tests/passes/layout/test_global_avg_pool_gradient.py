@@ -9,7 +9,9 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient, pooled
 from amp_graph.passes.manager import run_passes
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, FP32, capture_function, differences, multiply_bf16, passes_before, run_step
+from tests.passes.whole_steps import stepped
 
 LAST = torch.channels_last
 
@@ -17,10 +19,6 @@ LAST = torch.channels_last
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def step(function, dtype, seed=1):
@@ -157,10 +155,7 @@ def test_a_converted_model_trains_as_without_and_so_does_a_step(policy):
     assert "pooled" not in without
     for a, b in zip(ours, plain, strict=True):
         assert (a - b).norm() <= 0.01 * b.norm() + 1e-6
-    model = Squeeze()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp_graph.TrainStep(model, lambda y: y.square().mean(), optimizer, policy)
-    assert torch.isfinite(step(X))
+    assert torch.isfinite(stepped(Squeeze, lambda y: y.square().mean(), [(X,)], policy).losses).all()
 
 
 def test_sizes_that_vary_are_not_guarded():

@@ -55,6 +55,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["fake", "real", "symbolic"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_scaled_gradients_are_those_of_the_scaled_loss(name, mode):
@@ -70,6 +71,7 @@ def test_scaled_gradients_are_those_of_the_scaled_loss(name, mode):
     assert all(map(torch.equal, found[1:], expected))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["fake", "real", "symbolic"])
 @pytest.mark.parametrize("name", [name for name in LOSSES if "itself" not in name])
 def test_unscaled_and_clipped_gradients_are_those_of_eager(name, mode):

@@ -15,6 +15,7 @@ from amp_graph.passes.memory import gradient_buffers, reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import POOL
 from amp_graph.passes.memory.reuse_embedding_gradients import reusing_gradients_is_profitable
 from tests.memory_holders import SEEN
+from tests.passes.whole_steps import stepped
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -262,10 +263,7 @@ def test_frozen_tables_and_calls_without_gradients():
 
 
 def test_a_whole_step_has_none():
-    model = Tables()
-    whole = amp_graph.TrainStep(model, lambda out: out.square().sum(), torch.optim.SGD(model.parameters(), 0.1), "bf16")
-    whole(IDS)
-    assert "table_rows" not in whole.graph_text()
+    assert "table_rows" not in stepped(Tables, lambda out: out.square().sum(), [(IDS,)]).text
 
 
 def test_the_rule(monkeypatch):

@@ -98,17 +98,6 @@ RECOMPUTED = {
 }
 
 
-def low_stream(s, x):
-    x = F.linear(x, s.w[:8])
-    x = x + F.linear(x, s.w[8:16])
-    return x + F.linear(F.linear(norm(s, x), s.w), s.w.t())
-
-
-def full_stream(s, x):
-    x = torch.exp(x) + F.linear(x, s.w[:8])
-    return x + F.linear(F.linear(norm(s, x), s.w), s.w.t())
-
-
 def in_autocast(s, x):
     with torch.autocast("cpu", torch.bfloat16):
         return F.linear(F.gelu(F.linear(x, s.w)), s.v)

@@ -119,6 +119,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES[1:])
 @pytest.mark.parametrize("function", KINDS)
 def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
@@ -174,6 +175,7 @@ SCORES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16,emulate=cuda", "bf16,accuracy=fast,skip=recognize"])
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("written", SCORES)

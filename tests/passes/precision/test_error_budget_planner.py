@@ -23,19 +23,13 @@ from amp_graph.passes.precision.planning_problem import FULL
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, is_legal
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from tests.corpus import make
-from tests.passes.graphs import BF16, FP32, capture, capture_function, passes_until, rewritten
+from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten
 from tests.passes.planning import machine, problem_of, problems_of
 from tests.passes.precision.test_convex_hull import bounds, vertices
-from tests.passes.programs import program
+from tests.passes.programs import captured
 
 SEEDS = range(40)
 MULTIPLES = (0.01, 0.5, 0.9, 1.0, 1.2, 1.5, 2.0, 1000.0)
-
-
-@cache
-def captured(seed):
-    model, inputs = program(seed)
-    return capture(model, *inputs)
 
 
 @cache

@@ -76,6 +76,7 @@ def gradient_ratios(build, multiple):
     return [got.errors[name] / base.errors[name] for name in base.errors]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("multiple", [1, 1.5])
 @pytest.mark.parametrize("build", [gpt, cnn])
 def test_gradient_errors_stay_within_the_multiple(build, multiple):

@@ -1,6 +1,5 @@
 """The optimal planner on real graphs: least cost, never above the painting's, and the casts it counts are made."""
 
-from functools import cache
 from itertools import combinations
 
 import pytest
@@ -22,17 +21,11 @@ from tests.corpus import CASES, make
 from tests.passes.golden_models import CASES as GOLDEN
 from tests.passes.graphs import BF16, FP32, capture, capture_function, passes_until, rewritten
 from tests.passes.planning import formulated, machine, problems_of
-from tests.passes.programs import program
+from tests.passes.programs import captured
 
 SEEDS = range(32)
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
 MACHINES = ("cpu_amx", "cpu_bf16", "cpu", "cuda")
-
-
-@cache
-def captured(seed):
-    model, inputs = program(seed)
-    return capture(model, *inputs)
 
 
 def least(made):
@@ -160,6 +153,7 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy):
 # -- what the plan is, on graphs small enough to know -------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES[:2])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_golden_models_are_planned_as_they_are_painted(name, policy):

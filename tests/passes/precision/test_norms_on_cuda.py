@@ -74,12 +74,14 @@ def dtypes(gm):
     return [tuple(str(value(n).dtype)[6:] for n in (*norm.all_input_nodes, norm)) for norm in norms(gm)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("policy", "low"), [(FAST, LOW), ("fp16,accuracy=fast", "float16")])
 @pytest.mark.parametrize(("norm", "values"), [(layer_norm, 4), (rms_norm, 3)])
 def test_norms_are_low_and_mix_no_dtypes(norm, values, policy, low):
     assert dtypes(planned(Stream(norm), policy)[0]) == [(low,) * values] * 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=1.5"])
 @pytest.mark.parametrize(("norm", "values"), [(layer_norm, 4), (rms_norm, 3)])
 def test_other_accuracies_round_no_parameter(norm, values, policy):

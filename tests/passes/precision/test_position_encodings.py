@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("function", "inputs", "state"), CASES)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "fp16"])
 def test_the_product_that_carries_positions_stays_full(function, inputs, state, policy):

@@ -78,6 +78,7 @@ def dtypes(gm):
     return [tuple(str(value(n).dtype)[6:] for n in (*norm.all_input_nodes, norm)) for norm in found]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.5"])
 @pytest.mark.parametrize("name", NORMS)
 def test_no_norm_mixes_dtypes(name, policy):

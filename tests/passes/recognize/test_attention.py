@@ -18,6 +18,7 @@ from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.recognize import attention
 from tests.corpus import make
 from tests.passes.graphs import Function
+from tests.relative_error import errors
 
 pytestmark = pytest.mark.skipif(attention_kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 LENGTH, WIDTH, HEADS = 12, 32, 4
@@ -311,10 +312,6 @@ def stepped(function, policy="bf16", wide=False):
     return [out.detach(), model.qkv.weight.grad], sum(n.target is attention_low for n in nodes)
 
 
-def errors(found, exact):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-
-
 def becomes_the_call_and_is_as_exact(function):
     fused, calls = stepped(function)
     drawn = torch.rand(1)
@@ -420,6 +417,7 @@ def filled_with(number, adds=False):
     return filled
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
 def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number, adds):

@@ -13,13 +13,10 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
 LAST = torch.channels_last
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 X = drawn(3, 4, 5, 6, seed=1)
@@ -51,6 +48,7 @@ def passed(function, weight=W):
     return graph, gm, done.result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COVER)
 @pytest.mark.parametrize("weight", [W, W.contiguous(memory_format=LAST)])
 def test_it_is_the_convolution(name, weight):
@@ -267,6 +265,7 @@ def test_images_of_other_sizes():
         torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 2, 0), (1, 0, 2), (2, 0, 1)])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_patches_are_read_in_rows_by_a_transpose_alone(order, dynamic):

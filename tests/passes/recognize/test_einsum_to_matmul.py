@@ -68,6 +68,7 @@ def gradients(function, given):
     return [out.detach(), *torch.autograd.grad((out * out.detach().cos()).sum(), leaves)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("equation", PRODUCTS)
 def test_a_sum_is_the_product_and_lies_as_it_did(equation, turned):

@@ -19,6 +19,7 @@ import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.op_args import attention_args
+from tests.relative_error import errors
 
 HEADS, WIDTH, BATCH = 2, 16, 3
 SCALE = (WIDTH // HEADS) ** -0.5
@@ -158,10 +159,6 @@ def trained(form, mask, policy=""):
     return [made.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def errors(found, exact):
-    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(found, exact, strict=True)]
-
-
 def compared(form, name, length, policies=POLICIES):
     """Return by policy its worst error, and the worst of autocast."""
     mask = MASKS[name](length)
@@ -193,6 +190,7 @@ def test_control_a_mask_that_is_rounded_is_found(monkeypatch):
         test_masks_survive_as_they_do_under_autocast(added, "alibi_absolute", 130)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize(("name", "length"), [("min32", 12), ("min32", 130), ("-1e9", 130), ("alibi_absolute", 130)])
@@ -216,6 +214,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16,emulate=cuda"])
 @pytest.mark.parametrize("made", MADE)
 def test_the_lowest_number_of_the_dtype_at_hand_stays_finite(made, policy):

@@ -240,6 +240,7 @@ def sizes_of_groups(model):
     return [line.count("%") - 1 for line in lines(model) if " low_weights(" in line]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("width", "blocks"), [(768, 2), (1024, 1)])
 @pytest.mark.parametrize("group", [False, True])
 def test_wide_transformers_are_grouped_where_no_process_group_waits(width, blocks, group, monkeypatch):

@@ -1,5 +1,7 @@
 """Products padded for tensor cores: the same numbers, the same gradients, parameters as they were."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,10 @@ from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
+from tests.passes.drawn import drawn
 from tests.passes.graphs import capture_function, differences, options, run_step, standard_passes
+from tests.passes.whole_steps import stepped
+from tests.relative_error import error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ON_CUDA = options(device="cuda")
@@ -23,19 +28,11 @@ def _however_small(monkeypatch):
     monkeypatch.setattr(pad_shapes, "LEAST_ALIGNED", 1)
 
 
-def drawn(*shape, dtype=FP32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def gradients(function, given, dtype):
     given = [t.to(dtype).requires_grad_() for t in given]
     out = function(*given)
     grad = drawn(*out.shape, seed=9).to(given[0].dtype)
     return [out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))]
-
-
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 LINEARS = [(13, 21), (16, 21), (13, 16), (16, 24), (1, 1)]
@@ -189,13 +186,10 @@ def test_where_it_runs_and_that_a_model_trains_as_without_it(policy, count):
 
 
 def test_a_whole_step_updates_as_without_it():
-    def losses(policy):
-        torch.manual_seed(0)
-        model = Odd()
-        step = amp_graph.TrainStep(model, lambda out: out[0], torch.optim.SGD(model.parameters(), 0.5), policy)
-        return [step(X).item() for _ in range(5)]
-
-    assert losses("bf16,device=cuda") == pytest.approx(losses("bf16,device=cuda,skip=pad_shapes"), rel=0.01)
+    policies = ("bf16,device=cuda", "bf16,device=cuda,skip=pad_shapes")
+    fast = partial(torch.optim.SGD, lr=0.5)
+    losses = [stepped(Odd, lambda out: out[0], [(X,)] * 5, policy, fast).losses for policy in policies]
+    torch.testing.assert_close(*losses, rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize(

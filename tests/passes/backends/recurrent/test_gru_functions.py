@@ -11,13 +11,12 @@ from amp_graph.passes.backends.recurrent import gru_functions as module
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
 from amp_graph.passes.native.operator_library import OPS
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
+from tests.passes.whole_steps import stepped
+from tests.relative_error import error
 
 LENGTH, BATCH, WIDTH, SIZE = 40, 4, 24, 32
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def built(**options):
@@ -39,10 +38,6 @@ def by_autocast(layers):
             return layers(x)
 
     return call
-
-
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 FORMS = {
@@ -142,9 +137,7 @@ def test_of_other_precisions_layers_are_torchs_and_packed_sequences_stay_full():
 
 
 def test_a_step_as_one_graph_has_a_call_a_layer():
-    model = built(num_layers=2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    step = amp_graph.TrainStep(model, lambda out: out[0].square().mean(), optimizer, "bf16")
-    losses = [float(step(drawn(6, BATCH, WIDTH, seed=1))) for _ in range(3)]
+    batches = [(drawn(6, BATCH, WIDTH, seed=1),)] * 3
+    losses, _, text = stepped(lambda: built(num_layers=2), lambda out: out[0].square().mean(), batches)
     assert losses[2] < losses[0]
-    assert step.graph_text().count("gru_backward") == 2
+    assert text.count("gru_backward") == 2

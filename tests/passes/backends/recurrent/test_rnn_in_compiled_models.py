@@ -262,27 +262,6 @@ def test_threads_of_a_compiled_layer_change_no_bit(sizes, threads, monkeypatch):
     assert all(map(torch.equal, alone, together))
 
 
-def test_where_a_compiled_layer_pays(monkeypatch):
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    for threads in (1, 2, 16):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512)
-        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
-        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512) is (threads == 1)
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    assert not lstm_kernel_is_profitable("cpu", torch.float16, 32, 512)
-    assert not lstm_kernel_is_profitable("cuda", torch.bfloat16, 32, 512)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    for shared in (True, False):
-        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
-        assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 32, 512) is shared
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert lstm_kernel_is_profitable("cpu", torch.bfloat16, 32, 512)
-    assert not lstm_kernel_is_profitable("cpu", torch.bfloat16, 128, 512)
-
-
 @needs_kernel
 @pytest.mark.parametrize("broken", ["bias", "cells"])
 def test_control_a_layer_without_its_bias_or_first_cells_is_seen(broken, monkeypatch):
@@ -325,6 +304,7 @@ def test_a_layer_without_biases_and_of_another_width_trains():
         assert (a - b).norm() <= 2e-2 * b.norm() + 1e-5
 
 
+@pytest.mark.sampled(2)
 @needs_kernel
 @pytest.mark.onednn
 @pytest.mark.parametrize("compile", ["eager", "aot_eager", "step"])

@@ -12,7 +12,9 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError
 from amp_graph.passes.op_args import attention_args
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
+from tests.relative_error import errors
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -48,10 +50,6 @@ SIZES = {
 }
 
 
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def operands(name, dtype=BF16):
     batch, heads, shared, queries, keys, width, causal = SIZES[name]
     shapes = [(queries, heads), (keys, shared), (keys, shared), (queries, heads)]
@@ -76,10 +74,6 @@ def exact(given, mask=None, causal=False):
     given, mask = [t.double() for t in given], None if mask is None else mask.double()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return through(F.scaled_dot_product_attention, given, mask, causal)
-
-
-def errors(found, wanted):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
 
 
 def assert_as_exact_as_torchs(given, mask=None, causal=False):
@@ -118,6 +112,7 @@ def with_mask(given, mask):
     return kernel.backward_with_mask(grad, query, key, value, mask, False, query.shape[-1] ** -0.5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", ["a bit of each", "several chunks of queries"])
 @pytest.mark.parametrize("kind", MASKS_SEEN)
 def test_gradients_of_every_mask(kind, size):
@@ -172,6 +167,7 @@ def dropped(given, causal, p, seed=3):
     return found, [out.detach(), *torch.autograd.grad(out, wide, grad.double())], following
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("name", SIZES)
 def test_what_is_dropped_is_what_torch_drops(name, p):

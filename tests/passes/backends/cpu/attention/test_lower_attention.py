@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 
 import pytest
 import torch
@@ -17,16 +16,15 @@ from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.torch_compat import autograd
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+from tests.passes.whole_steps import stepped
+from tests.relative_error import errors
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs a CPU with AVX512_BF16, and a C compiler")
 
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH = 3, 4, 32, 40, 16
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 SEEN = drawn(BATCH, 1, LENGTH, KEYS, seed=7) > -0.5
@@ -57,10 +55,6 @@ def step(function, given, dtype, **options):
     given = [t.to(dtype).requires_grad_() for t in given]
     out = function(*given, **options)
     return [out.detach(), *torch.autograd.grad(out, given, drawn(*out.shape, seed=5).to(dtype))]
-
-
-def errors(got, exact):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
 
 
 def compared(name, size=1.0):
@@ -197,6 +191,7 @@ def passed(function, x=X, policy="bf16", **state):
     return plain, ours, graph.given, done.result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(16, 16).tril().bool()}])
 def test_the_pass(options):
     plain, ours, given, result = passed(lambda s, x: attend(s, x, **options))
@@ -312,13 +307,11 @@ def test_the_rule_is_about_the_machine(monkeypatch):
 
 
 def test_the_whole_step_traces_it_as_one_node():
-    model = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp_graph.TrainStep(model, lambda y: y.float().square().mean(), optimizer, "bf16")
-    first, second = step(X).item(), step(X).item()
-    assert math.isfinite(first)
+    made = functools.partial(torch.nn.TransformerEncoderLayer, 32, 4, 64, dropout=0.0, batch_first=True)
+    (first, second), _, text = stepped(made, lambda y: y.float().square().mean(), [(X,)] * 2)
+    assert first.isfinite()
     assert second < first
-    assert step.graph_text().count("attention_backward") == 1
+    assert text.count("attention_backward") == 1
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

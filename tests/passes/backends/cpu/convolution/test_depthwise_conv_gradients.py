@@ -17,13 +17,12 @@ from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
 from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import jit_compiler
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, Function, capture_function, multiply_bf16, passes_before, run_step
+from tests.passes.whole_steps import stepped
+from tests.relative_error import error
 
 LAST = torch.channels_last
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Channels, height and width, kernel, stride, padding.
@@ -63,10 +62,6 @@ def step(function, form, dtype, like=None):
     out = function(*given, *how)
     grad = drawn(*out.shape, seed=5).to(like or dtype).to(dtype)
     return [out.detach(), *torch.autograd.grad(out, given, grad)]
-
-
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("low", [BF16, torch.float16])
@@ -389,10 +384,7 @@ def test_a_converted_model_trains_as_without(compile, policy):
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.compiled
 def test_a_step_as_one_graph_calls_the_operators(compile):
-    model = Mixer()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp_graph.TrainStep(model, lambda y: y.square().mean(), optimizer, "bf16", compile=compile)
-    losses = [float(step(drawn(2, 3, 12, 12))) for _ in range(2)]
+    losses, _, text = stepped(Mixer, lambda y: y.square().mean(), [(drawn(2, 3, 12, 12),)] * 2, compile=compile)
     assert losses[1] < losses[0]
-    assert "depthwise_weight_gradient" in step.graph_text()
-    assert "depthwise_input_gradient" in step.graph_text()
+    assert "depthwise_weight_gradient" in text
+    assert "depthwise_input_gradient" in text

@@ -11,7 +11,10 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv, pointwise_conv_functions
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from tests.passes.drawn import drawn
 from tests.passes.graphs import multiply_bf16
+from tests.passes.whole_steps import stepped
+from tests.relative_error import error
 
 BF16, LAST = torch.bfloat16, torch.channels_last
 
@@ -19,10 +22,6 @@ BF16, LAST = torch.bfloat16, torch.channels_last
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
-
-
-def drawn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def run(conv, dtype, stride, size=6, bias=True, exact=False):
@@ -33,10 +32,6 @@ def run(conv, dtype, stride, size=6, bias=True, exact=False):
     out = conv(*given, *([] if bias else [None]), stride)
     grad = drawn(*out.shape, dtype=dtype, seed=3).to(out.dtype).contiguous(memory_format=LAST)
     return [out.detach(), *torch.autograd.grad(out, given, grad)]
-
-
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -189,15 +184,9 @@ def test_many_places_without_gradients_are_torchs(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Bottleneck, SqueezeAndExcite])
 def test_a_whole_step(kind):
-    def losses(policy):
-        torch.manual_seed(0)
-        model = kind()
-        step = amp_graph.TrainStep(
-            model, lambda out: out.square().mean(), torch.optim.SGD(model.parameters(), 0.1), policy
-        )
-        return [step(X).item() for _ in range(5)]
-
-    assert losses("bf16") == pytest.approx(losses("bf16,skip=lower_pointwise_conv"), rel=0.02)
+    policies = ("bf16", "bf16,skip=lower_pointwise_conv")
+    losses = [stepped(kind, lambda out: out.square().mean(), [(X,)] * 5, policy).losses for policy in policies]
+    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
 
 
 def test_one_image_without_a_batch_is_left_alone():

@@ -279,6 +279,7 @@ class Activations(nn.Module):
         return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("activation", [F.silu, F.hardswish])
 def test_activations_of_the_kernel_are_folded_too(activation, in_place):

@@ -91,6 +91,7 @@ def test_every_form_is_packed_and_gives_what_plain_copies_give():
     assert packed(theirs) == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(WIDTH,), (1, WIDTH), (0, WIDTH), (2, 3, WIDTH), (2, 1, 4, WIDTH)])
 def test_inputs_of_any_shape(shape):
     ours, theirs = pair(lambda: nn.Sequential(nn.Linear(WIDTH, 64), nn.Linear(64, 32, bias=False)))
@@ -138,6 +139,7 @@ class Activated(nn.Module):
         return out + before.sum() if self.shared else out
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_goes_into_the_product(kernel, name):
     ours, theirs = pair(lambda: Activated(ACTIVATIONS[name]))
@@ -216,6 +218,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
 def test_writes_are_seen(write, mode):

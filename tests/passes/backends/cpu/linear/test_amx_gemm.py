@@ -1,7 +1,6 @@
 """Products by matrix units: of any size and layout, rounded once, as such or cast to fp32; and who is handed them."""
 
 import contextlib
-import copy
 import os
 import threading
 
@@ -24,16 +23,12 @@ from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_produ
 from amp_graph.passes.backends.cpu.linear.linear_functions import linear_trained
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.native import gemm_thresholds
-from amp_graph.passes.native.gemm_thresholds import (
-    amx_product_is_profitable,
-    one_of_two_threads_idles,
-    training_by_function_is_profitable,
-)
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.autograd import borrow
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.drawn import drawn_low as drawn
+from tests.passes.whole_steps import stepped
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ATEN = torch.ops.aten
@@ -55,10 +50,6 @@ SIZES = [
     (129, 400, 513), (300, 770, 300), (257, 31, 1000), (47, 500, 5), (5, 3, 6145),
     pytest.param((290, 390, 8200), marks=pytest.mark.slow),  # emulated, 12 s
 ]  # fmt: skip
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
 
 
 def check(found, a, b, wide, bias=None):
@@ -118,6 +109,7 @@ def test_any_bias():
         check(amx_product(a, b, bias), a, b, False, bias)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("size", [(300, 770, 300), (770, 300, 300), (5, 40, 9000)], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 7])
@@ -394,19 +386,16 @@ class Net(nn.Module):
 @pytest.mark.usefixtures("it_is_always_profitable")
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_trains_as_the_loop(compile):
-    base, x = Net(), torch.randn(24, 32)
-    losses = {}
-    for policy in ("bf16", "bf16,skip=lower_weight_gradients"):
-        model = copy.deepcopy(base)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = amp_graph.TrainStep(model, F.mse_loss, optimizer, policy, compile=compile)
-        losses[policy] = torch.stack([step(x, x) for _ in range(3)])
-        if compile == "eager":
-            assert ("amx_product" in step.graph_text()) == ("skip" not in policy)
-    torch.testing.assert_close(*losses.values(), rtol=2**-8, atol=0)
-    loop = amp_graph.convert(copy.deepcopy(base), "bf16")
+    x = torch.randn(24, 32)
+    policies = ("bf16", "bf16,skip=lower_weight_gradients")
+    ours, plain = (stepped(Net, F.mse_loss, [(x, x)] * 3, policy, compile=compile) for policy in policies)
+    if compile == "eager":
+        assert ("amx_product" in ours.text, "amx_product" in plain.text) == (True, False)
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=2**-8, atol=0)
+    torch.manual_seed(0)
+    loop = amp_graph.convert(Net(), "bf16")
     optimizer = torch.optim.SGD(loop.parameters(), lr=0.1)
-    for expected in losses["bf16"]:
+    for expected in ours.losses:
         optimizer.zero_grad()
         loss = F.mse_loss(loop(x), x)
         loss.backward()
@@ -470,55 +459,8 @@ def profiled():
 
 @pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")
 def test_a_step_leaves_no_thread_idle():
-    model, x = Net(), torch.randn(24, 32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16")
-    found = torch.stack([step(x, x) for _ in range(3)]).detach()
-    assert not [name for name in ("aten.mm.", "aten.addmm.") if name in step.graph_text()]
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = amp_graph.TrainStep(model, F.mse_loss, optimizer, "bf16,skip=lower_weight_gradients|lower_linears")
-    torch.testing.assert_close(found, torch.stack([plain(x, x) for _ in range(3)]).detach(), rtol=2**-7, atol=0)
-
-
-def test_where_a_thread_idles(monkeypatch):
-    idles = one_of_two_threads_idles
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert idles("cpu", BF16, 1024, 768, 3072)
-    assert idles("cpu", BF16, 512, 384, 768)
-    assert not idles("cpu", BF16, 512, 768, 3072), "more columns than rows are spread"
-    assert not idles("cpu", BF16, 1536, 768, 3072), "several blocks of rows are"
-    assert not idles("cpu", BF16, 256, 256, 3072)
-    assert not idles("cpu", FP16, 1024, 768, 3072)
-    assert not idles("cuda", BF16, 1024, 768, 3072)
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
-    assert not idles("cpu", BF16, 1024, 768, 3072), "ours would have one thread, too"
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    for threads in (1, 4):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert not idles("cpu", BF16, 1024, 768, 3072), "not timed, or none to idle"
-
-
-def test_a_function_around_small_linears_is_seen(monkeypatch):
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    assert training_by_function_is_profitable(1024, 768, 768)
-    assert not training_by_function_is_profitable(512, 384, 384)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    assert training_by_function_is_profitable(512, 384, 384)
-
-
-def test_sizes_that_pay(monkeypatch):
-    pays = amx_product_is_profitable
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    assert pays("cpu", BF16, 1024, 768, 768)
-    assert pays("cpu", BF16, 32, 64, 64)
-    assert not pays("cpu", BF16, 8, 32, 32)
-    assert not pays("cpu", BF16, 8192, 1, 256), "a tile has 32 rows"
-    assert not pays("cpu", torch.float32, 1024, 768, 768)
-    assert not pays("cpu", FP16, 1024, 768, 768)
-    assert not pays("cuda", BF16, 1024, 768, 768)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    assert not pays("cpu", BF16, 1024, 768, 768)
+    x = torch.randn(24, 32)
+    policies = ("bf16", "bf16,skip=lower_weight_gradients|lower_linears")
+    ours, plain = (stepped(Net, F.mse_loss, [(x, x)] * 3, policy) for policy in policies)
+    assert not [name for name in ("aten.mm.", "aten.addmm.") if name in ours.text]
+    torch.testing.assert_close(ours.losses, plain.losses, rtol=2**-7, atol=0)

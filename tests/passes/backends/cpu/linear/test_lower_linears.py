@@ -15,16 +15,11 @@ from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, li
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.native import gemm_thresholds
-from amp_graph.passes.native.gemm_thresholds import bias_in_trained_linear_is_profitable, small_linear_is_profitable
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
+from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16, capture_function, options, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
 
 
 SHAPES = [((2, 32), 33), ((5, 64), 32), ((16, 96), 130), ((31, 33), 40), ((32, 256), 64), ((3, 7, 40), 50), ((40,), 36)]
@@ -99,7 +94,25 @@ def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
     assert len(counted) == 3
 
 
-def test_second_derivatives():
+@pytest.fixture
+def many_are_few(monkeypatch):
+    """Take what trains over few rows as what trains over many: it is handed to ``linear_trained``."""
+    monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
+    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
+    for module in (lower_linears, low):
+        monkeypatch.setattr(module, "bias_in_trained_linear_is_profitable", lambda *form: True)
+
+
+@pytest.fixture(params=["few rows", "many rows"])
+def function(request):
+    """What linears over few rows are handed to, and what those over many."""
+    if request.param == "few rows":
+        return linear_low
+    request.getfixturevalue("many_are_few")
+    return linear_trained
+
+
+def test_second_derivatives(function):
     given, grad = operands((4, 32), 32)
 
     def second(function, given, grad):
@@ -107,28 +120,28 @@ def test_second_derivatives():
         return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
 
     wide = [t.detach().double().requires_grad_() for t in given]
-    for one, true in zip(second(linear_low, given, grad), second(F.linear, wide, grad.double()), strict=True):
+    for one, true in zip(second(function, given, grad), second(F.linear, wide, grad.double()), strict=True):
         assert (one - true).norm() <= 0.02 * true.norm()
 
 
-def test_several_gradients_at_once():
+def test_several_gradients_at_once(function):
     given, grad = operands((6, 32), 48)
     many = torch.stack([grad, -grad, 2 * grad])
-    together = torch.autograd.grad(linear_low(*given), given, many, is_grads_batched=True)
+    together = torch.autograd.grad(function(*given), given, many, is_grads_batched=True)
     for i, one in enumerate(many):
-        for found, true in zip(together, gradients(linear_low, given, one)[1:], strict=True):
+        for found, true in zip(together, gradients(function, given, one)[1:], strict=True):
             torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_transforms_and_modes_get_torchs_own():
+def test_transforms_and_modes_get_torchs_own(function):
     (x, weight, bias), _ = operands((6, 32), 32)
     with torch.no_grad():
-        each = torch.vmap(lambda row: linear_low(row, weight, bias))(x)
+        each = torch.vmap(lambda row: function(row, weight, bias))(x)
         torch.testing.assert_close(each, F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
-        made = linear_low(dual, weight.detach())
+        made = function(dual, weight.detach(), bias.detach())
         assert torch.autograd.forward_ad.unpack_dual(made).tangent is not None
 
 
@@ -201,6 +214,7 @@ def check_like_torchs_kernels(function, x):
         assert (theirs - true).norm() <= 0.02 * true.norm()
 
 
+@pytest.mark.usefixtures("function")
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_is_broadcast_as_torch_does_it(bias):
     check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
@@ -214,6 +228,8 @@ EDITS = {
 }
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("function")
 @pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
 def test_results_may_be_written_in_place(edit, shape):
@@ -243,21 +259,24 @@ class Net(nn.Module):
 X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
 
 
-def test_errors_are_those_of_torchs_products():
-    base = Net()
-    exact = copy.deepcopy(base).double()
-    exact(X.double()).square().mean().backward()
-    errors = {}
+def check_errors_are_torchs(base, x, call, count):
+    """Train ``base`` with and without the pass: our ``call`` is there as often as it should be, and as exact."""
+    exact, errors = copy.deepcopy(base).double(), {}
+    exact(x.double()).square().sum().backward()
     for policy in ("bf16", "bf16,skip=lower_linears"):
         model = amp_graph.convert(copy.deepcopy(base), policy)
-        model(X).square().mean().backward()
-        assert ("linear_low" in amp_graph.report(model).graphs[0].text) == ("skip" not in policy)
+        model(x).square().sum().backward()
+        assert amp_graph.report(model).graphs[0].text.count(call) == (count if "skip" not in policy else 0)
         errors[policy] = [
             (p.grad - q.grad).norm() / q.grad.norm()
             for p, q in zip(model.parameters(), exact.parameters(), strict=True)
         ]
     for ours, torchs in zip(*errors.values(), strict=True):
         assert ours <= 1.1 * torchs + 1e-4
+
+
+def test_errors_are_those_of_torchs_products():
+    check_errors_are_torchs(Net(), X, "linear_low(", 3)
 
 
 def test_a_step_has_the_bits_of_the_loop():
@@ -275,54 +294,10 @@ def test_a_step_has_the_bits_of_the_loop():
         assert torch.equal(p, q)
 
 
-def test_results_whose_bias_pays_in_the_product(monkeypatch):
-    monkeypatch.setattr(gemm_thresholds, "multiplies_bf16", lambda: True)
-    pays = bias_in_trained_linear_is_profitable
-    assert pays("cpu", BF16, 1024, 768, 768)
-    assert not pays("cpu", BF16, 32, 768, 768), "a call is seen"
-    assert not pays("cpu", BF16, 2048, 8192, 512), "mapped anew at each call"
-    assert not pays("cuda", BF16, 1024, 768, 768)
-
-
-def test_sizes_that_pay(monkeypatch):
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    pays = small_linear_is_profitable
-    assert pays("cpu", BF16, 32, 256, 256)
-    assert not pays("cuda", BF16, 32, 256, 256)
-    assert not pays("cpu", torch.float16, 32, 256, 256)
-    assert not pays("cpu", BF16, 32, 512, 512)
-    assert not pays("cpu", BF16, 2048, 512, 13)
-    assert not pays("cpu", BF16, 1024, 256, 256)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for shared in (True, False):
-        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
-        assert pays("cpu", BF16, 32, 256, 256) is shared
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-    for shared in (True, False):
-        monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda shared=shared: shared)
-        assert pays("cpu", BF16, 32, 256, 256) is shared
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    assert not pays("cpu", BF16, 32, 512, 256), "oneDNN's threads win sooner"
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert pays("cpu", BF16, 64, 512, 512)
-    assert not pays("cpu", BF16, 2048, 512, 256)
-    assert not pays("cpu", BF16, 32, 1024, 1024)
-    assert lower_linears.small_linear_is_profitable is pays
-
-
 # -- many rows: the bias in the product -------------------------------------------------------------------------
 
 
 NAMES = ("x", "weight", "bias")
-
-
-@pytest.fixture
-def many_are_few(monkeypatch):
-    monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
-    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
-    for module in (lower_linears, low):
-        monkeypatch.setattr(module, "bias_in_trained_linear_is_profitable", lambda *form: True)
 
 
 @pytest.mark.usefixtures("many_are_few")
@@ -349,42 +324,6 @@ def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
     given, grad = operands((64, 64), 64)
     with pytest.raises(AssertionError):
         check(gradients(linear_trained, given, grad), given, grad)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.usefixtures("many_are_few")
-def test_with_the_bias_in_the_product_every_mode_of_autograd():
-    given, grad = operands((6, 32), 48)
-
-    def second(function, given, grad):
-        first = gradients(function, given, grad, create_graph=True)[1:]
-        return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
-
-    wide = [t.detach().double().requires_grad_() for t in given]
-    for one, true in zip(second(linear_trained, given, grad), second(F.linear, wide, grad.double()), strict=True):
-        assert (one - true).norm() <= 0.02 * true.norm()
-    many = torch.stack([grad, -grad, 2 * grad])
-    together = torch.autograd.grad(linear_trained(*given), given, many, is_grads_batched=True)
-    for i, one in enumerate(many):
-        for found, true in zip(together, gradients(linear_trained, given, one)[1:], strict=True):
-            torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
-    x, weight, bias = (t.detach() for t in given)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, x)
-        assert torch.autograd.forward_ad.unpack_dual(linear_trained(dual, weight, bias)).tangent is not None
-
-
-@pytest.mark.usefixtures("many_are_few")
-@pytest.mark.parametrize("bias", BIASES)
-def test_a_bias_of_many_rows_is_broadcast_as_torch_does_it(bias):
-    check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
-
-
-@pytest.mark.usefixtures("many_are_few")
-@pytest.mark.parametrize("edit", EDITS)
-def test_results_of_many_rows_may_be_written_in_place(edit):
-    x = drawn(4, 8, 64).float()
-    check_like_torchs_kernels(lambda m, x: F.linear(EDITS[edit](F.linear(x, m.w, m.b)), m.w, m.b), x)
 
 
 @pytest.mark.usefixtures("many_are_few")
@@ -416,16 +355,5 @@ class Attends(nn.Module):
 
 @pytest.mark.usefixtures("many_are_few")
 def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
-    x, errors = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1)), {}
-    exact = Attends().double()
-    exact(x.double()).square().sum().backward()
-    for policy in ("bf16", "bf16,skip=lower_linears"):
-        model = amp_graph.convert(Attends(), policy)
-        model(x).square().sum().backward()
-        assert amp_graph.report(model).graphs[0].text.count("linear_trained(") == (2 if "skip" not in policy else 0)
-        errors[policy] = [
-            (p.grad - q.grad).norm() / q.grad.norm()
-            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
-        ]
-    for ours, torchs in zip(*errors.values(), strict=True):
-        assert ours <= 1.1 * torchs + 1e-4
+    x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1))
+    check_errors_are_torchs(Attends(), x, "linear_trained(", 2)

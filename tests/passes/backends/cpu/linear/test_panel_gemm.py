@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.inference import prepacked_linear
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
-from amp_graph.passes.native import gemm_thresholds
-from amp_graph.passes.native.gemm_thresholds import panels_are_profitable
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
@@ -29,10 +28,6 @@ SIZES = [
     (1, 1, 1), (1, 64, 64), (2, 7, 5), (3, 33, 31), (4, 32, 64), (5, 34, 65), (16, 31, 33), (17, 96, 130), (32, 64, 32),
     (33, 65, 96), (64, 128, 63), (100, 13, 200),
 ]  # fmt: skip
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(BF16)
 
 
 def operands(rows, inputs, outputs):
@@ -53,6 +48,7 @@ def check(found, x, weight, bias=None, relu=False):
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (x.shape[-1] + 2) * 2**-24).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -62,6 +58,7 @@ def test_every_size_is_rounded_once(size, biased, relu):
     check(ours(x, weight, bias, relu), x, weight, bias, relu)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_wide_results_are_the_sums_that_are_rounded_otherwise(size, relu):
@@ -170,31 +167,7 @@ def test_a_profile_shows_what_is_run():
     assert torch.equal(seen, plain)
 
 
-def test_where_it_pays(monkeypatch):
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(gemm_thresholds, "cpu_has_amx", lambda: False)
-    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
-    assert not panels_are_profitable("cuda", BF16, 32, 256, 256)
-    assert not panels_are_profitable("cpu", torch.float16, 32, 256, 256)
-    assert not panels_are_profitable("cpu", BF16, 1024, 768, 768)
-    assert panels_are_profitable("cpu", BF16, 16, 3072, 768), "a few rows of whatever size are read from memory"
-    assert not panels_are_profitable("cpu", BF16, 17, 3072, 768)
-    assert not panels_are_profitable("cpu", BF16, 0, 256, 256)
-    with monkeypatch.context() as with_units:
-        with_units.setattr(gemm_thresholds, "cpu_has_amx", lambda: True)
-        assert panels_are_profitable("cpu", BF16, 32, 3072, 768), "they multiply more rows while a weight is read"
-        assert not panels_are_profitable("cpu", BF16, 33, 3072, 768)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: True)
-    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
-    assert panels_are_profitable("cpu", BF16, 16, 3072, 768)
-    assert not panels_are_profitable("cpu", BF16, 16, 768, 3072), "threads without a panel would wait for the others"
-    monkeypatch.setattr(gemm_thresholds, "has_openmp", lambda: False)
-    assert panels_are_profitable("cpu", BF16, 32, 256, 256)
-    assert not panels_are_profitable("cpu", BF16, 16, 3072, 768)
-    assert not panels_are_profitable("cpu", BF16, 1, 768, 768), "together they read faster"
-
-
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("threads", [2, 3, 64])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_threads_have_columns_of_their_own_and_change_no_bit(size, threads, monkeypatch):

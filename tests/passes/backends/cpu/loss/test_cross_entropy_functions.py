@@ -10,6 +10,8 @@ from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtim
 from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
 from amp_graph.passes.native import jit_compiler
+from tests.passes.drawn import drawn
+from tests.relative_error import error
 
 ROWS, CLASSES = 37, 50
 LIBRARY = cross_entropy_kernel.library
@@ -21,10 +23,6 @@ def kernel(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
     return request.param
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 LOGITS = (3 * drawn(ROWS, CLASSES)).bfloat16()
@@ -56,10 +54,6 @@ def both(form, logits=LOGITS, target=TARGET):
         (grad,) = torch.autograd.grad(loss, x, drawn(*loss.shape, seed=3).to(loss.dtype))
         results.append((loss.detach(), grad))
     return results
-
-
-def error(got, exact):
-    return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=NAMES)

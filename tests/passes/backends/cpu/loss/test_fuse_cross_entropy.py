@@ -12,8 +12,11 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_ent
 from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import FuseCrossEntropy, cross_entropy_in_parts_is_profitable
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.weights.cast_weights import CastWeights
-from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES, drawn, error
+from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES
+from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, capture_function, differences, options, run_step, standard_passes
+from tests.passes.whole_steps import stepped
+from tests.relative_error import error
 
 WIDTH = 16
 
@@ -246,16 +249,10 @@ def test_lengths_that_change_are_one_graph():
 
 
 def test_the_whole_step_has_a_node_for_each_direction():
-    def trained(policy):
-        model = Words()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = amp_graph.TrainStep(model, lambda out: out[0], optimizer, policy)
-        losses = [step(IDS.clamp(min=0)).item() for _ in range(3)]
-        return losses, step.graph_text()
-
-    losses, text = trained("bf16")
+    how = (Words, lambda out: out[0], [(IDS.clamp(min=0),)] * 3)
+    losses, _, text = stepped(*how)
     assert text.count("cross_entropy_rows") == text.count("cross_entropy_backward") == 1
     assert losses[2] < losses[0]
-    expected, text = trained("bf16,skip=fuse_cross_entropy")
+    expected, _, text = stepped(*how, "bf16,skip=fuse_cross_entropy")
     assert "cross_entropy_rows" not in text
-    assert losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)

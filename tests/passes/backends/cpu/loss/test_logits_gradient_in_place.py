@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import amp_graph
 from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
 from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
 from amp_graph.passes.base import PassResult
@@ -12,6 +11,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.passes.backends.cpu.loss.test_fuse_cross_entropy import IDS, Words, _a_machine_where_it_is_profitable  # noqa: F401
+from tests.passes.whole_steps import stepped
 
 ROWS, CLASSES, IGNORED = 130, 1003, -100
 TARGET = torch.arange(ROWS).mul(37) % CLASSES
@@ -119,15 +119,10 @@ def test_control_logits_that_are_read_again_are_seen(name, monkeypatch):
 
 
 def test_a_step_has_it_and_trains_the_same_bits(monkeypatch):
-    def trained():
-        torch.manual_seed(0)
-        model = Words()
-        step = amp_graph.TrainStep(model, lambda out: out[0], torch.optim.SGD(model.parameters(), 0.1), "bf16")
-        return [step(IDS.clamp(min=0)).item() for _ in range(4)], step.graph_text()
-
-    losses, text = trained()
+    how = (Words, lambda out: out[0], [(IDS.clamp(min=0),)] * 4)
+    losses, _, text = stepped(*how)
     assert "cross_entropy_backward_" in text
     monkeypatch.setattr(LogitsGradientInPlace, "run", lambda self, gm: PassResult(gm))
-    expected, text = trained()
+    expected, _, text = stepped(*how)
     assert "cross_entropy_backward_" not in text
-    assert losses == expected
+    assert torch.equal(losses, expected)

@@ -24,6 +24,7 @@ from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.memory.recompute_functions import KEY
 from amp_graph.passes.native import jit_compiler
 from amp_graph.policy import Policy
+from tests.passes.drawn import drawn
 from tests.passes.graphs import capture, differences, multiply_bf16, passes_for, run_step
 
 pytestmark = pytest.mark.compiled
@@ -39,10 +40,6 @@ SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 
 def _any_size(monkeypatch):
     monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", 1)
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", float("inf"))
-
-
-def drawn(*shape, seed=0, dtype=FP32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def inputs(shape, low=BF16, away=0.0):
@@ -263,6 +260,7 @@ def targets(gm):
     return [n.target for n in gm.graph.nodes]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])  # for which so few channels are not computed again
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.multiplied

@@ -1,0 +1,127 @@
+"""Which products our kernels are handed, in one table: by sizes, processor, threads and dtype."""
+
+import pytest
+import torch
+
+from amp_graph.passes.backends.cpu.linear import lower_linears
+from amp_graph.passes.native import gemm_thresholds as rules
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A CPU with dot products, and one with matrix units; threads of the C kernels are OpenMP's, where it is.
+DOTS, UNITS = {"amx": False}, {"amx": True}
+TWO, MANY = {"threads": 2}, {"threads": 16}
+ALONE = {"openmp": False}  # threads of torch, and none of ours
+
+# The rule, the machine, what it is asked, and its answer.
+ROWS = [
+    ("small_linear_is_profitable", DOTS, ("cpu", BF16, 32, 256, 256), True),
+    ("small_linear_is_profitable", DOTS, ("cuda", BF16, 32, 256, 256), False),
+    ("small_linear_is_profitable", DOTS, ("cpu", FP16, 32, 256, 256), False),
+    ("small_linear_is_profitable", DOTS, ("cpu", BF16, 32, 512, 512), False),
+    ("small_linear_is_profitable", DOTS, ("cpu", BF16, 2048, 512, 13), False),
+    ("small_linear_is_profitable", DOTS, ("cpu", BF16, 1024, 256, 256), False),
+    ("small_linear_is_profitable", DOTS | TWO, ("cpu", BF16, 32, 256, 256), True),
+    ("small_linear_is_profitable", DOTS | TWO | ALONE, ("cpu", BF16, 32, 256, 256), False),
+    ("small_linear_is_profitable", UNITS | TWO, ("cpu", BF16, 32, 256, 256), True),
+    ("small_linear_is_profitable", UNITS | TWO | ALONE, ("cpu", BF16, 32, 256, 256), False),
+    ("small_linear_is_profitable", UNITS | TWO, ("cpu", BF16, 32, 512, 256), False),  # oneDNN's threads win sooner
+    ("small_linear_is_profitable", UNITS, ("cpu", BF16, 64, 512, 512), True),
+    ("small_linear_is_profitable", UNITS, ("cpu", BF16, 2048, 512, 256), False),
+    ("small_linear_is_profitable", UNITS, ("cpu", BF16, 32, 1024, 1024), False),
+    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 1024, 768, 768), True),
+    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 32, 768, 768), False),  # a call is seen
+    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 2048, 8192, 512), False),  # mapped anew at each call
+    ("bias_in_trained_linear_is_profitable", DOTS, ("cuda", BF16, 1024, 768, 768), False),
+    ("panels_are_profitable", DOTS, ("cpu", BF16, 32, 256, 256), True),
+    ("panels_are_profitable", DOTS, ("cuda", BF16, 32, 256, 256), False),
+    ("panels_are_profitable", DOTS, ("cpu", FP16, 32, 256, 256), False),
+    ("panels_are_profitable", DOTS, ("cpu", BF16, 1024, 768, 768), False),
+    (
+        "panels_are_profitable",
+        DOTS,
+        ("cpu", BF16, 16, 3072, 768),
+        True,
+    ),  # few rows are read from memory
+    ("panels_are_profitable", DOTS, ("cpu", BF16, 17, 3072, 768), False),
+    ("panels_are_profitable", DOTS, ("cpu", BF16, 0, 256, 256), False),
+    (
+        "panels_are_profitable",
+        UNITS,
+        ("cpu", BF16, 32, 3072, 768),
+        True,
+    ),  # more rows while a weight is read
+    ("panels_are_profitable", UNITS, ("cpu", BF16, 33, 3072, 768), False),
+    ("panels_are_profitable", DOTS | MANY, ("cpu", BF16, 32, 256, 256), True),
+    ("panels_are_profitable", DOTS | MANY, ("cpu", BF16, 16, 3072, 768), True),
+    (
+        "panels_are_profitable",
+        DOTS | MANY,
+        ("cpu", BF16, 16, 768, 3072),
+        False,
+    ),  # threads without a panel would wait
+    ("panels_are_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 32, 256, 256), True),
+    ("panels_are_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 16, 3072, 768), False),
+    (
+        "panels_are_profitable",
+        DOTS | MANY | ALONE,
+        ("cpu", BF16, 1, 768, 768),
+        False,
+    ),  # together they read faster
+    ("amx_product_is_profitable", UNITS, ("cpu", BF16, 1024, 768, 768), True),
+    ("amx_product_is_profitable", UNITS, ("cpu", BF16, 32, 64, 64), True),
+    ("amx_product_is_profitable", UNITS, ("cpu", BF16, 8, 32, 32), False),
+    ("amx_product_is_profitable", UNITS, ("cpu", BF16, 8192, 1, 256), False),  # a tile has 32 rows
+    ("amx_product_is_profitable", UNITS, ("cpu", FP32, 1024, 768, 768), False),
+    ("amx_product_is_profitable", UNITS, ("cpu", FP16, 1024, 768, 768), False),
+    ("amx_product_is_profitable", UNITS, ("cuda", BF16, 1024, 768, 768), False),
+    ("amx_product_is_profitable", DOTS, ("cpu", BF16, 1024, 768, 768), False),
+    ("training_by_function_is_profitable", UNITS, (1024, 768, 768), True),
+    ("training_by_function_is_profitable", UNITS, (512, 384, 384), False),
+    ("training_by_function_is_profitable", DOTS, (512, 384, 384), True),
+    ("lstm_kernel_is_profitable", DOTS, ("cpu", BF16, 128, 512), True),
+    ("lstm_kernel_is_profitable", DOTS | ALONE, ("cpu", BF16, 128, 512), True),
+    ("lstm_kernel_is_profitable", DOTS | TWO, ("cpu", BF16, 128, 512), True),
+    ("lstm_kernel_is_profitable", DOTS | TWO | ALONE, ("cpu", BF16, 128, 512), False),
+    ("lstm_kernel_is_profitable", DOTS | MANY, ("cpu", BF16, 128, 512), True),
+    ("lstm_kernel_is_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 128, 512), False),
+    ("lstm_kernel_is_profitable", DOTS | MANY, ("cpu", FP16, 32, 512), False),
+    ("lstm_kernel_is_profitable", DOTS | MANY, ("cuda", BF16, 32, 512), False),
+    ("lstm_kernel_is_profitable", UNITS | MANY, ("cpu", BF16, 32, 512), True),
+    ("lstm_kernel_is_profitable", UNITS | MANY | ALONE, ("cpu", BF16, 32, 512), False),
+    ("lstm_kernel_is_profitable", UNITS | ALONE, ("cpu", BF16, 32, 512), True),
+    ("lstm_kernel_is_profitable", UNITS | ALONE, ("cpu", BF16, 128, 512), False),
+    ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 1024, 768, 3072), True),
+    ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 512, 384, 768), True),
+    (
+        "one_of_two_threads_idles",
+        UNITS | TWO,
+        ("cpu", BF16, 512, 768, 3072),
+        False,
+    ),  # more columns are spread
+    ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 1536, 768, 3072), False),  # several blocks are
+    ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 256, 256, 3072), False),
+    ("one_of_two_threads_idles", UNITS | TWO, ("cpu", FP16, 1024, 768, 3072), False),
+    ("one_of_two_threads_idles", UNITS | TWO, ("cuda", BF16, 1024, 768, 3072), False),
+    (
+        "one_of_two_threads_idles",
+        UNITS | TWO | ALONE,
+        ("cpu", BF16, 1024, 768, 3072),
+        False,
+    ),  # nor has ours two
+    ("one_of_two_threads_idles", UNITS, ("cpu", BF16, 1024, 768, 3072), False),  # none to idle
+    ("one_of_two_threads_idles", UNITS | {"threads": 4}, ("cpu", BF16, 1024, 768, 3072), False),  # not timed
+]
+
+
+@pytest.mark.parametrize(("name", "machine", "asked", "answer"), ROWS, ids=str)
+def test_which_products_are_handed_to_our_kernels(name, machine, asked, answer, monkeypatch):
+    monkeypatch.setattr(rules, "cpu_has_amx", lambda: machine["amx"])
+    monkeypatch.setattr(rules, "has_openmp", lambda: machine.get("openmp", True))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: machine.get("threads", 1))
+    for each in ("cpu_has_bf16", "multiplies_bf16"):
+        monkeypatch.setattr(rules, each, lambda: True)
+    assert getattr(rules, name)(*asked) is answer
+
+
+def test_the_pass_asks_these():
+    assert lower_linears.small_linear_is_profitable is rules.small_linear_is_profitable

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from amp_graph.cli.pass_states import KEYS
+from amp_graph.cli.command_passes import KEYS
+from amp_graph.passes.pipeline import GROUPS
 from amp_graph.passes.pipeline_row import Phase, Row
-from amp_graph.passes.pipeline_skips import GROUPS
 from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 

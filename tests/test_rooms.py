@@ -37,7 +37,7 @@ ROOMS = (
     ("passes/backends/cuda", "passes/backends/inductor", "passes/backends/recurrent"),
     ("passes/pipeline_row.py",),
     ("passes/pipeline_table.py",),
-    ("passes/pipeline_skips.py", "passes/pipeline.py"),
+    ("passes/pipeline.py",),
     ("amp_graph/errors.py",),
     ("amp_graph/policy_words.py",),
     (
@@ -83,7 +83,7 @@ HIDDEN = {
     " nothing was converted: what tells optimizers of masters imports their module",
     (
         "amp_graph/policy_words.py",
-        "amp_graph.passes.pipeline_skips",
+        "amp_graph.passes.pipeline",
     ): "asked only of policies that skip passes: the table imports every pass",
     (
         "amp_graph/run/trained_models.py",

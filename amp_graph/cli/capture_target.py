@@ -103,21 +103,23 @@ def captured_step(args: argparse.Namespace) -> str:
 
 def any_loss(out: Any) -> torch.Tensor:
     """Return the loss that a model's result has, else the mean of its first floating-point output."""
-    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if loss is not None:
+    if (loss := _own_loss(out)) is not None:
         return loss
     return next(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()).float().mean()
 
 
 def loss_or_mixture(out: Any) -> torch.Tensor:
     """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
-    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    if loss is not None:
+    if (loss := _own_loss(out)) is not None:
         return loss
     drawn = torch.Generator().manual_seed(0)
     parts = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
     mixed = [(t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts]
     return torch.stack(mixed).sum() if mixed else torch.zeros(())
+
+
+def _own_loss(out: Any) -> Any:
+    return out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
-from amp_graph.cli.calibrate_model import calibrate_model
 from amp_graph.cli.calibration import calibrate
+from amp_graph.cli.capture_target import plain_target, users_code
 from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
+from amp_graph.numerics.calibrate import calibrate as calibrate_values
 from amp_graph.passes.native.atomic_files import write_atomically
 from amp_graph.passes.precision.machine_rates import FAMILIES, Machine, class_of, machine_text, place_of_own_file
 
@@ -26,7 +28,7 @@ COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
 def run(args: argparse.Namespace) -> int:
     """Measure, print beside the built-in rates, and write the file."""
     if args.target is not None:
-        return calibrate_model(args)
+        return _of_model(args)
     if args.input or args.policy or args.training is not None:
         raise AmpGraphError(
             "calibrate: --input, --policy, --train and --eval are for a TARGET, and there is none\n"
@@ -71,3 +73,27 @@ def _write(path: Path, text: str) -> None:
             f"calibrate: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
             "  legal: a file in a directory that exists or can be created\n  fix:   --output machine.toml"
         ) from error
+
+
+# -- the ranges of a model ----------------------------------------------------------------------------
+
+
+DEFAULT = "calibration.json"
+
+
+def _of_model(args: argparse.Namespace) -> int:
+    """Measure TARGET on its inputs, and the gradients of a loss that it returns; print, and write the file."""
+    with users_code():
+        target = plain_target(args, "fp16")
+        batch = target.named_inputs() if target.kwargs else target.args
+        found = calibrate_values(target.model, [(batch,)], policy=target.policy, progress=False)
+    dtype = str(target.policy.torch_dtype(device_of_model(target.model) or "cpu")).removeprefix("torch.")
+    path = args.output or DEFAULT
+    found.save(path)
+    if args.json:
+        scale = found.loss_scale(dtype)
+        told = {"file": path, "model": found.model, "gradients": found.gradients, "operations": found.rows(dtype)}
+        write_json({**told, "loss_scale": scale.scale, "underflow": scale.underflow}, sys.stdout)
+        return 0
+    print(f"{found.text(dtype)}\n\nwritten to {path}: policy '{found.policy},calibration={path}' uses it")
+    return 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from amp_graph.cli.capture_target import captured
 from amp_graph.cli.command_dump import write_page
-from amp_graph.cli.command_lists import entry_of, rule_lines
+from amp_graph.cli.command_lists import entry_of, rule_lines, rule_row
 from amp_graph.cli.terminal import write_json, write_lines
 from amp_graph.errors import AmpGraphError
 from amp_graph.policy import Policy
@@ -117,7 +117,7 @@ def _entry(one: Found, policy: Policy) -> list[str]:
     lists = policy.op_list(one.graph.device)
     rules = (entry_of(lists, op, one.node.origin) for op in one.node.ops if one.node.origin)
     rule = next(filter(None, rules), None)
-    return rule_lines(rule) if rule is not None else [one.node.origin] if one.node.origin else []
+    return rule_lines(rule_row(rule)) if rule is not None else [one.node.origin] if one.node.origin else []
 
 
 def _inputs(one: Found) -> Iterator[str]:

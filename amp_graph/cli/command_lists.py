@@ -18,58 +18,53 @@ from amp_graph.lists.schema import Kind, lookup_keys
 from amp_graph.passes.graph import node_info
 from amp_graph.policy import Policy
 
+Row = dict[str, Any]
+RULE = ("operation", "class", "when", "why")
+
 
 def run(args: argparse.Namespace) -> int:
     """Print the rules for one operation, or all of them."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.parse(args.policy)
     lists = policy.op_list(device)
+    told = _as_dict(args.op, lists, policy)
     if args.json:
-        write_json(_as_dict(args.op, lists, policy), sys.stdout)
+        write_json(told, sys.stdout)
         return 0
-    lines = _one(args.op, lists) if args.op else []
-    head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
-    write_lines([(head, "bold")], sys.stdout)
+    write_lines([(f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}", "bold")], sys.stdout)
     if args.op:
-        write_lines([(line, "") for line in lines], sys.stdout)
+        lines = [line for rule in told["rules"] for line in rule_lines(rule)]
+        write_lines([(line, "") for line in lines or [f"{told['operation']}: {told['note']}"]], sys.stdout)
         return 0
-    rules = sorted(lists, key=lambda rule: rule.op)
-    rows = [((r.op, str(r.cls), when_text(r) or "always", r.why), "") for r in rules]
-    write_table(("operation", "class", "when", "why"), rows, sys.stdout)
-    modules = [((m.path, m.precision, m.why, m.origin), "") for m in lists.modules]
-    if modules:
+    write_table(RULE, [([row[name] for name in RULE], "") for row in told["rules"]], sys.stdout)
+    if told["modules"]:
         write_lines([("", "")], sys.stdout)
-        write_table(("module", "precision", "why", "from"), modules, sys.stdout)
+        rows = [((row["path"], row["precision"], row["why"], row["from"]), "") for row in told["modules"]]
+        write_table(("module", "precision", "why", "from"), rows, sys.stdout)
     return 0
 
 
-def _as_dict(name: str | None, lists: OpList, policy: Policy) -> dict[str, object]:
+def _as_dict(name: str | None, lists: OpList, policy: Policy) -> Row:
     """Return the rules of one operation, or all rules; an operation that no list names has a note and no rules."""
-    told: dict[str, object] = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
+    told: Row = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
     if name:
         op, overload, rules = _rules_of(name, lists)
         note = {} if rules else {"note": _unlisted(op, overload, lists)}
-        return {**told, "operation": op, **note, "rules": [_rule(rule) for rule in rules]}
+        return {**told, "operation": op, **note, "rules": [rule_row(rule) for rule in rules]}
     rules = sorted(lists, key=lambda rule: rule.op)
     modules = [{"path": m.path, "precision": m.precision, "why": m.why, "from": m.origin} for m in lists.modules]
-    return {**told, "rules": [_rule(rule) for rule in rules], "modules": modules}
+    return {**told, "rules": [rule_row(rule) for rule in rules], "modules": modules}
 
 
-def _rule(rule: Rule) -> dict[str, object]:
+def rule_row(rule: Rule) -> Row:
+    """Return a rule as plain values."""
     return {
-        "operation": rule.op, "class": str(rule.cls), "when": when_text(rule) or "always", "why": rule.why,
+        "operation": rule.op, "class": str(rule.cls), "when": when_text(rule), "why": rule.why,
         "from": rule.origin, "inputs": rule.inputs, "promotes": rule.promotes, "source": rule.source,
     }  # fmt: skip
 
 
-def _one(name: str, lists: OpList) -> list[str]:
-    op, overload, found = _rules_of(name, lists)
-    if not found:
-        return [f"{op}: {_unlisted(op, overload, lists)}"]
-    return [line for rule in found for line in rule_lines(rule)]
-
-
-def _rules_of(name: str, lists: OpList) -> tuple[str, Any, list[Rule]]:
+def _rules_of(name: str, lists: OpList) -> tuple[str, torch._ops.OpOverload, list[Rule]]:
     """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:
@@ -92,23 +87,25 @@ def _unlisted(op: str, overload: Any, lists: OpList) -> str:
     return f"in no list; it runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
 
 
-def rule_lines(rule: Rule) -> list[str]:
+def rule_lines(row: Row) -> list[str]:
     """Return a rule as lines of text."""
-    lines = [f"{rule.op}: {rule.cls}", f"  why     {rule.why}", f"  from    {rule.origin}"]
-    if rule.when:
-        lines.append(f"  when    {when_text(rule)}")
-    if rule.inputs is not None:
-        lines.append(f"  inputs  {', '.join(rule.inputs)}; others stay as captured")
-    if rule.promotes:
-        lines.append("  mixed   its kernel promotes operands of different dtypes")
-    if rule.source:
-        lines.append(f"  source  {rule.source}")
-    return lines
+    told = {
+        "why": row["why"],
+        "from": row["from"],
+        "when": row["when"] if row["when"] != ALWAYS else "",
+        "inputs": "" if row["inputs"] is None else f"{', '.join(row['inputs'])}; others stay as captured",
+        "mixed": "its kernel promotes operands of different dtypes" if row["promotes"] else "",
+        "source": row["source"],
+    }
+    return [f"{row['operation']}: {row['class']}", *(f"  {label:<8}{text}" for label, text in told.items() if text)]
+
+
+ALWAYS = "always"
 
 
 def when_text(rule: Rule) -> str:
-    """``exponent is 1, 2, 3 or 4`` for a rule's conditions; "" where it has none."""
-    return " and ".join(f"{name} is {_condition(condition)}" for name, condition in rule.when)
+    """``exponent is 1, 2, 3 or 4`` for a rule's conditions; "always" where it has none."""
+    return " and ".join(f"{name} is {_condition(condition)}" for name, condition in rule.when) or ALWAYS
 
 
 def _condition(condition: object) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 
 from amp_graph.run.options import RunError, RunOptions, check_compiler
-from amp_graph.run.running import run as run_target
 from amp_graph.run.script import module_target, script_target
+from amp_graph.run.script import run as run_target
 
 USAGE = "run: a SCRIPT or -m MODULE is needed\n  legal: one of them\n  fix:   amp-graph run --policy bf16 train.py"
 
@@ -18,16 +19,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if not name:
             raise RunError(USAGE)
-        options = RunOptions.checked(
-            args.policy,
-            args.compile,
-            args.only,
-            args.dry_run,
-            args.report,
-            args.measure,
-            args.replace_autocast,
-            args.json,
-        )
+        options = RunOptions.checked(**{one.name: getattr(args, one.name) for one in fields(RunOptions)})
         check_compiler(args.compile)
         target = script_target(name) if args.module_words is None else module_target(name)
     except RunError as error:

@@ -33,8 +33,7 @@ from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
 from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.frozen_weights import is_frozen
-from amp_graph.report.captured_flow import captured_nodes
-from amp_graph.report.graph_parts import Part, cast_dtype, is_cast, mark_of, parts_of, shown_name
+from amp_graph.report.graph_parts import Part, captured_nodes, cast_dtype, is_cast, mark_of, parts_of, shown_name
 from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"

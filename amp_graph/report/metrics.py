@@ -15,6 +15,7 @@ from torch import Tensor
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.optim.master_weights import MASTER
+from amp_graph.passes.torch_compat.modules import is_uninitialized
 from amp_graph.report.graph_parts import is_cast, parts_of
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.grad_scaler import GradScaler
@@ -56,7 +57,7 @@ ADDED = ("casts", "held_bytes")
 def _of(source: Any) -> Iterator[tuple[str, Value]]:
     scale, converted = _loss_scale_of(source), conversion_of(source) if isinstance(source, torch.nn.Module) else None
     if isinstance(source, TrainStep):
-        copies = sum(t.numel() * t.element_size() for t in source.weight_copies())
+        copies = _bytes(source.weight_copies())
         yield from _held(source.model, [captured.rewritten for captured in source.captured], copies)
         if source.grad_norm is not None:
             yield "grad_norm", source.grad_norm
@@ -90,9 +91,7 @@ def _loss_scale_of(source: Any) -> LossScale | torch.amp.GradScaler | None:
 def _held(model: torch.nn.Module, graphs: Iterable[Rewritten], copies: int) -> Iterator[tuple[str, Value]]:
     nodes = (node for graph in graphs for part in parts_of(graph) for node in part.gm.graph.nodes)
     yield "casts", sum(map(is_cast, nodes))
-    masters = (master for p in model.parameters() if (master := getattr(p, MASTER, None)) is not None)
-    held = sum(m.full.numel() * m.full.element_size() for m in masters if m.full is not None)
-    yield "held_bytes", copies + held
+    yield "held_bytes", copies + _bytes(_masters(model.parameters()))
 
 
 def _on_host(found: dict[str, Value]) -> dict[str, float]:
@@ -103,3 +102,35 @@ def _on_host(found: dict[str, Value]) -> dict[str, float]:
         here = {name: value for name, value in tensors.items() if value.device == device}
         read |= dict(zip(here, torch.stack([value.double() for value in here.values()]).tolist(), strict=True))
     return {name: read[name] if name in read else float(value) for name, value in found.items()}
+
+
+# -- memory in training -------------------------------------------------------------------------------
+
+
+def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Tensor] = ()) -> dict[str, int]:
+    """Return bytes by kind, without kinds of 0 bytes.
+
+    Gradients are counted for every parameter that trains, in its dtype, whether they exist at the moment or not;
+    ``copies`` are the low-precision copies in the weight cache.
+    """
+    params = [p for p in model.parameters() if not is_uninitialized(p)]
+    trained = [p for p in params if p.requires_grad]
+    state = [t for s in optimizer.state.values() for t in s.values()] if optimizer is not None else []
+    found = {
+        "parameters": _bytes(params),
+        "gradients": _bytes(trained),
+        "masters": _bytes(_masters(params)),
+        "weight copies": _bytes(copies),
+        "optimizer state": _bytes(t for t in state if isinstance(t, Tensor)),
+    }
+    return {kind: size for kind, size in found.items() if size}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _masters(params: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the fp32 masters that are held, without asking whether their parameters were written to."""
+    masters = (getattr(p, MASTER, None) for p in params)
+    yield from (master.full for master in masters if master is not None and master.full is not None)

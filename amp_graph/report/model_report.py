@@ -23,11 +23,9 @@ from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
-from amp_graph.report.loss_scale_rows import ScaleRow, scale_rows
-from amp_graph.report.memory_report import memory_of
+from amp_graph.report.metrics import memory_of
 from amp_graph.report.networkx_graph import digraph
-from amp_graph.report.page_summary import checked_times, summary_of
-from amp_graph.report.precision_report import precision_lines
+from amp_graph.report.page_summary import ScaleRow, checked_times, scale_rows, summary_of
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
@@ -37,6 +35,7 @@ from amp_graph.report.report_notes import (
     notes_of_passes,
     notes_of_replay,
     notes_of_scale,
+    precision_lines,
 )
 from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.step.train_step import TrainStep

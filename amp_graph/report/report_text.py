@@ -10,8 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text
-from amp_graph.report.reasons import split_reason
+from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text, split_reason
 from amp_graph.report.records import GraphReport, NodeReport
 
 if TYPE_CHECKING:

@@ -1,23 +1,29 @@
 """Converts the models that are trained, and keeps what the exit report says of them.
 
+Converted models are saved, copied, traced and exported as if they were not.
+
 The only file of the room that imports ``convert``, ``capture`` and ``report``, and with them Dynamo: it is imported
 when the first model is converted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
+from amp_graph.capture.conversion import CONVERSION, Conversion, conversion_of, whole_of
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
 from amp_graph.report.model_report import Report, report
 from amp_graph.report.records import GraphReport
-from amp_graph.run.as_written import keep_as_written
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
 from amp_graph.run.own_scale import OwnScale as OwnScale
@@ -146,3 +152,83 @@ def _with_fix(error: BaseException) -> str:
     line, _, rest = str(error).partition("\n")
     fix = next((r.strip() for r in rest.splitlines() if r.strip().startswith("fix:")), "")
     return line.removeprefix("convert: ") + (f" ({' '.join(fix.split())})" if fix else "")
+
+
+# -- save, copy, trace and export as written ----------------------------------------------------------
+
+
+ENTRIES = (
+    (torch.jit, ("script", "trace", "trace_module")),
+    (torch.export, ("export", "draft_export")),
+    (torch.onnx, ("export",)),
+)
+"""The functions that read the source of a model's forward, or trace it."""
+
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_lock = threading.RLock()
+
+
+def keep_as_written(model: torch.nn.Module) -> None:
+    """Let ``model``, which was just converted, be saved and exported as written."""
+    if not _models:
+        _pickle_as_written()
+        _export_as_written()
+    _models.add(model)
+
+
+# -- saving ---------------------------------------------------------------------------------------------
+
+
+def _pickle_as_written() -> None:
+    plain: Callable[[Any], Any] = torch.nn.Module.__getstate__
+
+    def __getstate__(self: torch.nn.Module) -> Any:
+        state = plain(self)
+        found = state.get(CONVERSION) if isinstance(state, dict) else None
+        if not isinstance(found, Conversion):
+            return state
+        kept = {name: value for name, value in state.items() if name not in (CONVERSION, "forward")}
+        return kept if found.wrapped is None else {**kept, "forward": found.wrapped}
+
+    torch.nn.Module.__getstate__ = __getstate__  # type: ignore[method-assign]
+    copyreg.pickle(Conversion, _its_forward)  # classes may have a __getstate__ of their own
+
+
+def _its_forward(found: Conversion) -> tuple[Any, ...]:
+    """Pickle a conversion as the method that it stands for."""
+    return getattr, (found.model, "forward")
+
+
+# -- exporting ------------------------------------------------------------------------------------------
+
+
+def _export_as_written() -> None:
+    for place, names in ENTRIES:
+        for name in names:
+            if hasattr(place, name):
+                setattr(place, name, _without_conversions(getattr(place, name)))
+
+
+def _without_conversions(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _not_converted():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _not_converted() -> Iterator[None]:
+    """Take all conversions out of their models for a while."""
+    with _lock:
+        found = [(m, c) for m in list(_models) if (c := conversion_of(m)) is not None and m.forward is c]
+        for model, conversion in found:
+            del model.__dict__["forward"], model.__dict__[CONVERSION]
+            if conversion.wrapped is not None:
+                model.__dict__["forward"] = conversion.wrapped
+        try:
+            yield
+        finally:
+            for model, conversion in found:
+                model.__dict__.update({CONVERSION: conversion, "forward": conversion})

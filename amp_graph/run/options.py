@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.native.output_file import why_unwritable
@@ -43,24 +44,21 @@ class RunOptions:
     @staticmethod
     def checked(
         policy: str | None = None,
-        compile: str = "eager",
+        *,
         only: str | None = None,
-        dry_run: bool = False,
         report: str | None = None,
         measure: bool = False,
-        replace_autocast: bool = False,
-        json: bool = False,
+        dry_run: bool = False,
+        **others: Any,
     ) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
         return RunOptions(
             _policy(policy),
-            compile,
-            _pattern(only),
-            dry_run,
-            _writable(report),
-            measure and not dry_run,
-            replace_autocast,
-            json,
+            only=_pattern(only),
+            report=_writable(report),
+            measure=measure and not dry_run,
+            dry_run=dry_run,
+            **others,
         )
 
 

@@ -1,5 +1,6 @@
 """Loads a script or module, and runs it as ``python SCRIPT`` and ``python -m MODULE`` do.
 
+``run(target, arguments, options)`` converts what it trains, and reports when it ends.
 ``__main__``, ``sys.argv``, ``sys.path[0]``, ``__file__``, tracebacks and exit codes are Python's own.
 """
 
@@ -11,12 +12,19 @@ import io
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
-from amp_graph.run.options import RunError
+from amp_graph.lists.errors import TAKERS, Attempt
+from amp_graph.run.eligibility import needs_scale
+from amp_graph.run.exit_report import Workers, is_first_rank, report_json, report_lines
+from amp_graph.run.module_calls import hear
+from amp_graph.run.options import RunError, RunOptions
+from amp_graph.run.step_times import StepTimes
+from amp_graph.run.trained_models import TrainedModels
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
@@ -146,3 +154,46 @@ def raise_as_python_does(error: BaseException) -> None:
 
 def _printed_already(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """Print nothing."""
+
+
+# -- with all that sees its models, and the report at its end -----------------------------------------
+
+
+def run(target: Target, arguments: list[str], options: RunOptions) -> int:
+    """Run ``target`` with ``arguments``, converting what it trains; return 0 if it ends without an exception."""
+    notes: Counter[str] = Counter()
+    TAKERS.append(lambda text: notes.update([text]))
+    models = TrainedModels(options, StepTimes(options.measure), lambda text: notes.update([text]))
+    workers, process = Workers(), os.getpid()
+    hear(models)
+    if needs_scale(options.policy):
+        models.scaling.start()
+    failure: BaseException | None = None
+    try:
+        execute(target, arguments)
+    except BaseException as error:
+        failure = error
+    if os.getpid() == process:
+        models.stop()
+        _report(models, workers, notes)
+    if failure is not None:
+        raise_as_python_does(failure)
+    return 0
+
+
+def _report(models: TrainedModels, workers: Workers, notes: Counter[str]) -> None:
+    """Print what was converted; nothing here may change how the script ended."""
+    if not is_first_rank():
+        return
+    with Attempt() as tried:
+        if models.options.json:
+            text = report_json(models, workers, notes)
+        else:
+            text = "amp-graph run: " + "\n".join(report_lines(models, workers, notes))
+    if (error := tried.error) is not None:
+        text = f"amp-graph run: the exit report failed: {type(error).__name__}: {error}"
+    try:
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # closed by the script
+        return

@@ -67,13 +67,12 @@ class StepTimes:
         """Return what was measured, in a line."""
         if not self.measured:
             return []
-        before, after = self._times[False], self._times[True]
-        if not before or not after:
+        if not (medians := self.medians()):
             return [f"time: not measured: optimizers made {self.steps} steps, and {2 * (WARM_UP + TIMED)} are needed"]
-        a, b = statistics.median(before), statistics.median(after)
+        before, after = medians.values()
         return [
-            f"time a step: {_ms(a)} as written, {_ms(b)} converted: {a / b:.2f} times the speed "
-            f"(medians of {len(before)} and {len(after)} steps)"
+            f"time a step: {_ms(before)} as written, {_ms(after)} converted: {before / after:.2f} times the speed "
+            f"(medians of {len(self._times[False])} and {len(self._times[True])} steps)"
         ]
 
 

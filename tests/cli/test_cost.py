@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from amp_graph.cli.command_cost import verdict
+from amp_graph.cli.command_cost import FROZEN, interleaved, verdict
 from amp_graph.cli.main import main
-from amp_graph.cli.measure_target import FROZEN, interleaved
 
 SOURCE = """
 import torch
@@ -33,7 +32,7 @@ class Mixed(nn.Module):
 @pytest.fixture
 def cost(tmp_path, capsys, monkeypatch):
     """Run the command on a target of the file above, and return what it printed as JSON, and as text."""
-    monkeypatch.setattr("amp_graph.cli.measure_target.ROUNDS", 1)
+    monkeypatch.setattr("amp_graph.cli.command_cost.ROUNDS", 1)
     path = tmp_path / "cost_models.py"
     path.write_text(SOURCE)
 

@@ -76,7 +76,7 @@ def target(tmp_path):
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
-    for place in ("amp_graph.cli.plan_estimates", "amp_graph.passes.precision.plan_precision"):
+    for place in ("amp_graph.cli.command_plan", "amp_graph.passes.precision.plan_precision"):
         monkeypatch.setattr(f"{place}.machine_for", lambda device: machine("cpu_amx"))
 
 

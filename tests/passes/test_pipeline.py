@@ -17,9 +17,8 @@ import amp_graph.passes
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
 from amp_graph.passes.base import Pass, PassError, PassResult
-from amp_graph.passes.pipeline import pipeline, why_off
+from amp_graph.passes.pipeline import GROUPS, SKIPPABLE, passes_named, pipeline, why_off
 from amp_graph.passes.pipeline_row import BIT_EXACT, Phase, Row, Stage, approximate, checked
-from amp_graph.passes.pipeline_skips import GROUPS, SKIPPABLE, passes_named
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.step.step_table import EVERY

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.report.reasons import split_reason
+from amp_graph.report.graph_facts import split_reason
 
 
 def captured(model, *inputs, policy="bf16"):

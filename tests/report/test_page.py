@@ -14,9 +14,8 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
-from amp_graph.report.loss_scale_rows import scale_rows
-from amp_graph.report.page_data import page_place
-from amp_graph.report.report_html import html_page
+from amp_graph.report.page_summary import scale_rows
+from amp_graph.report.report_html import html_page, page_place
 from tests.report.pages import Page, copies_of
 
 EVIL = "</script><script>alert(1)</script><!--"

@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
-from amp_graph.report.graph_facts import size_text
-from amp_graph.report.reasons import split_reason
+from amp_graph.report.graph_facts import size_text, split_reason
 from amp_graph.report.report_text import CELL, fold
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from amp_graph.capture.conversion import Conversion
-from amp_graph.run import as_written
+from amp_graph.run import conversions
 from amp_graph.run.module_calls import hear
 from amp_graph.run.options import RunOptions
 from amp_graph.run.step_times import StepTimes
@@ -20,11 +20,11 @@ def watch(request, monkeypatch):
     """Return a function that starts to watch calls; all that is replaced in the process is put back."""
     ends = []
     monkeypatch.setattr(nn.Module, "__getstate__", nn.Module.__getstate__)
-    for place, names in as_written.ENTRIES:
+    for place, names in conversions.ENTRIES:
         for name in filter(partial(hasattr, place), names):
             monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", multiprocessing.process.BaseProcess.start)
-    monkeypatch.setattr(as_written, "_models", type(as_written._models)())
+    monkeypatch.setattr(conversions, "_models", type(conversions._models)())
 
     policy = getattr(request.module, "POLICY", "bf16")
 

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.run import eligibility
 from amp_graph.run.call_site import site_of_call
-from amp_graph.run.exit_report import report_lines, write_reports
+from amp_graph.run.exit_report import Workers, report_lines, write_reports
 from amp_graph.run.options import RunOptions
 from amp_graph.run.trained_models import State
-from amp_graph.run.worker_processes import Workers
 from tests.report.pages import Page
 
 

@@ -5,7 +5,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from amp_graph.run.worker_processes import Workers
+from amp_graph.run.exit_report import Workers
 
 WRITTEN = "left as written: what 2 worker processes train, started at "
 FORKED = "not reported: what 2 worker processes train, forked at "

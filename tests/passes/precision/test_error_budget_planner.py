@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.cli.plan_estimates import count_casts
+from amp_graph.cli.command_plan import count_casts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.meta_keys import BUDGET, CAST
 from amp_graph.passes.precision.build_assignment import low_of

@@ -7,8 +7,8 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.backends.cpu.linear.amx_gemm import OPS
-from amp_graph.passes.backends.inductor import inductor_options
-from amp_graph.passes.backends.inductor.inductor_options import options_of_step
+from amp_graph.passes.backends.inductor import compile as inductor_compile
+from amp_graph.passes.backends.inductor.compile import options_of_step
 from amp_graph.passes.torch_compat.fake import make_fx
 
 CHECKS = {"size_asserts": False, "alignment_asserts": False}
@@ -39,9 +39,9 @@ def test_operators_of_others_are_looked_at():
 @pytest.mark.parametrize("limit", ["MOST_FLOPS", "MOST_ELEMENTS"])
 def test_a_step_that_takes_its_time_is_called_from_python(limit, monkeypatch):
     counted = {"MOST_FLOPS": 2 * 8 * 16 * 32, "MOST_ELEMENTS": 8 * 16 + 16 * 32}[limit]  # the product; and a transpose
-    monkeypatch.setattr(inductor_options, limit, counted)
+    monkeypatch.setattr(inductor_compile, limit, counted)
     assert options(lambda x, w: F.linear(x, w), X, W) == CHECKS | {"cpp_wrapper": True}
-    monkeypatch.setattr(inductor_options, limit, counted - 1)
+    monkeypatch.setattr(inductor_compile, limit, counted - 1)
     assert options(lambda x, w: F.linear(x, w), X, W) == CHECKS
 
 

@@ -64,7 +64,7 @@ def rule_row(rule: Rule) -> Row:
     }  # fmt: skip
 
 
-def _rules_of(name: str, lists: OpList) -> tuple[str, torch._ops.OpOverload, list[Rule]]:
+def _rules_of(name: str, lists: OpList) -> tuple[str, Any, list[Rule]]:
     """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:

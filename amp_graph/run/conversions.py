@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.conversion import CONVERSION, Conversion, conversion_of, whole_of
+from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
+from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
-from amp_graph.passes.torch_compat import symbolic_sizes
+from amp_graph.passes.torch_compat import fake
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 WIDTH, ROWS = 16, 12
@@ -259,11 +259,11 @@ def test_comparing_sizes_adds_no_guard():
     x, env = symbolic((4, 8), [0])
     with x.fake_mode:
         y, known = x + 1, torch.zeros(4, 8)
-    assert symbolic_sizes.same(x.shape, y.shape)
-    assert symbolic_sizes.alike(x, y)
-    assert not symbolic_sizes.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
-    assert symbolic_sizes.is_contiguous(x)
-    assert not symbolic_sizes.is_contiguous(x.t())
+    assert fake.same(x.shape, y.shape)
+    assert fake.alike(x, y)
+    assert not fake.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
+    assert fake.is_contiguous(x)
+    assert not fake.is_contiguous(x.t())
     assert not env.guards
 
 
@@ -274,7 +274,7 @@ def test_a_size_that_depends_on_data_counts_as_the_most_it_can_be():
     assert concrete_size(rows.shape[0]) == 40
     assert concrete_size(rows.shape[0] * 2 + 1) == 81
     assert concrete_size(env.create_unbacked_symint()) == 4
-    assert symbolic_sizes.depends_on_data(rows)
-    assert not symbolic_sizes.depends_on_data(x)
-    assert symbolic_sizes.is_contiguous(rows)
-    assert not symbolic_sizes.same(rows.shape, x.shape)
+    assert fake.depends_on_data(rows)
+    assert not fake.depends_on_data(x)
+    assert fake.is_contiguous(rows)
+    assert not fake.same(rows.shape, x.shape)

@@ -21,9 +21,8 @@ from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.dynamo_entries import undisabled
-from amp_graph.passes.torch_compat.dynamo_settings import inductor_config
 from amp_graph.passes.torch_compat.fake import numel
-from amp_graph.passes.torch_compat.inductor import compile_graph, graph_pass_hook
+from amp_graph.passes.torch_compat.inductor import compile_graph, graph_pass_hook, inductor_config
 
 HOOK = "post_grad_custom_pre_pass"
 

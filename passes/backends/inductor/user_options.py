@@ -10,8 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from amp_graph.passes.torch_compat.dynamo_settings import inductor_config
-from amp_graph.passes.torch_compat.inductor import mode_options
+from amp_graph.passes.torch_compat.inductor import inductor_config, mode_options
 
 DEFAULT = (None, "default")
 RECORDS = "triton.cudagraphs"  # records what it compiles in CUDA graphs; part of two modes

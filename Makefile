@@ -17,7 +17,6 @@ FUZZ_ARGS ?=
 SCRIPT_ARGS ?=
 BENCH_ARGS ?=
 GUARD_ARGS ?=
-MUTANTS_ARGS ?=
 PROGRAM_ARGS ?= --count 5000
 ZOO_ARGS ?=
 
@@ -27,7 +26,7 @@ STAMPS := $(VENV)/.stamps
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-integrations test-browser test-scripts test-versions test-plain docs conformance programs guard fuzz mutants zoo check format bench clean
+.PHONY: help demo test test-long test-integrations test-browser test-scripts test-versions test-plain docs conformance programs guard fuzz zoo check format bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -68,9 +67,6 @@ guard: $(STAMPS)/test  ## run all compiled C between guard pages, over odd and e
 
 fuzz: $(STAMPS)/test  ## check that random changes of each file format and state are accepted or refused
 	$(VENV)/bin/python -m tests.fuzz $(FUZZ_ARGS)
-
-mutants: $(STAMPS)/test $(STAMPS)/mutation  ## change the core in 200 places and see which changes no test finds (MUTANTS_ARGS="--seed 3 --only passes/casts")
-	nice -n 5 $(VENV)/bin/python -m tests.mutants $(MUTANTS_ARGS)
 
 zoo: $(STAMPS)/demo $(STAMPS)/zoo  ## train 400 models of other packages in bf16 and fp16 (hours; what is measured is not run again)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.zoo $(ZOO_ARGS)

@@ -153,7 +153,7 @@ def _restored(leaves: list[Any], dtypes: list[Any], own: set[int]) -> list[Any]:
         leaf, dtype = leaves[i], dtypes[i]
         if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES or dtype is None or id(leaf) in own:
             continue
-        strided = leaf.layout is torch.strided
+        strided = leaf.layout is torch.strided and not leaf.is_nested
         key = (storage_key(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), dtype) if strided else id(leaf)
         first, cast = wide.setdefault(key, (leaf, leaf.to(dtype)))
         if first is leaf:

@@ -300,6 +300,8 @@ class MixedPrecisionOptimizer(Optimizer):
         """Return the masters in ``state``, possibly none; ValueError where they are not those of this optimizer."""
         masters: Sequence[Tensor] = state.get("masters", [])
         fulls = [full for _, full in self._pairs]
+        if not isinstance(masters, Sequence):
+            raise ValueError(f"its masters are a {type(masters).__name__}, and no list")
         if len(masters) and not (len(masters) == len(fulls) and all(map(_is_like, masters, fulls))):
             raise ValueError(f"it has {len(masters)} masters of other kinds than the {len(fulls)} of this optimizer")
         return masters

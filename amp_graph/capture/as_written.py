@@ -154,8 +154,10 @@ def _restored(leaves: list[Any], dtypes: list[Any], own: set[int]) -> list[Any]:
         if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES or dtype is None or id(leaf) in own:
             continue
         strided = leaf.layout is torch.strided and not leaf.is_nested
-        key = (storage_key(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), dtype) if strided else id(leaf)
-        first, cast = wide.setdefault(key, (leaf, leaf.to(dtype)))
+        place = (storage_key(leaf), leaf.storage_offset(), leaf.shape, leaf.stride()) if strided else id(leaf)
+        if (place, dtype) not in wide:
+            wide[place, dtype] = leaf, leaf.to(dtype)
+        first, cast = wide[place, dtype]
         if first is leaf:
             found[i] = cast
         else:

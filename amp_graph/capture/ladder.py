@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
+from amp_graph.lists.errors import Attempt
 from amp_graph.model_state import Contents, RandomState
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.graph.grad_regions import switches_modes
@@ -83,14 +84,17 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
         nonlocal run, later
         if later is not None:
             return later(*args)
-        random, written = torch.get_rng_state(), Written(range(len(args)), args, draws=False)
-        before = Copies(args)
+        written = Written(range(len(args)), args)
+        with Attempt() as copied:  # of a value that cannot be copied, or for which there is no memory
+            before: Before = Copies(args)
+        if copied.error is not None:
+            before = written
         try:
             run = ladder[0]()
             result = run(*args)
         except Exception as error:
             result = below(error, args, before)
-        changed, draws = written.changed(), not torch.equal(random, torch.get_rng_state())
+        changed, draws = written.changed(), written.has_drawn()
         later = partial(watched, changed, draws) if changed or draws else plain
         return result
 
@@ -130,6 +134,10 @@ class Written(Before):
     def changed(self) -> list[int]:
         """Return the places of what was written to since."""
         return [i for i, tensor, version in self.versions if tensor._version != version]
+
+    def has_drawn(self) -> bool:
+        """Say whether random numbers were drawn since."""
+        return self.random is not None and not torch.equal(self.random, torch.get_rng_state())
 
     def restore(self) -> bool:
         """Restore the random state, unless an input was written to."""

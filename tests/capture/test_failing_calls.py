@@ -77,3 +77,12 @@ def test_a_later_call_that_wrote_to_its_input_is_not_repeated():
         with pytest.raises(KeyError, match="made to fail"):
             model(x)
     assert int(model[1].num_batches_tracked) == before + 1
+
+
+@pytest.mark.parametrize("place", ["", "before call 1"])
+def test_without_memory_for_copies_a_first_call_runs_all_the_same(place, monkeypatch):
+    def full(self, args):
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    monkeypatch.setattr(ladder.Copies, "__init__", full)
+    assert not faults_of(Draw("resnet_basic", place or "pass eliminate-casts", "bf16", True))[0]

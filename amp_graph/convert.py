@@ -14,7 +14,6 @@ import torch
 from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of, whole_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.frozen_conversion import FrozenConversion
-from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.compiler_options import options_text, read_options
@@ -67,8 +66,7 @@ def convert(
     changes the loss. Without it, and in graphs of other operations, rules estimate that. It changes no gradient,
     buffer or random state.
     max_graphs: the most graphs kept per code object, for calls that differ in sizes or in values that cannot be graph
-    inputs. Large graphs are recaptured only after many calls. Calls without a graph run as code that escapes
-    capture, with a warning that says what changes.
+    inputs. Calls without a graph run as code that escapes capture, with a warning that says what changes.
 
     Raises CaptureError (the model cannot be converted), PolicyError, ListError; the model is then unchanged.
     """
@@ -99,8 +97,6 @@ def convert(
     measured = _measured(model, wanted, sample, dynamic)
     wrapped = model.__dict__.get("forward")
     made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs, found)
-    if compile == "eager" and wanted.level != "O0":
-        compile_ahead(model, wanted.torch_dtype("cpu"), trains=model.training)
     # Nothing of the model has changed so far; what follows is undone if it raises.
     with widen_parameters(model) if wanted.widen else nullcontext(None) as before:
         made.narrows_to = before or {}

@@ -5,9 +5,7 @@ Before: ``torch.fx.symbolic_trace(model)``. After: its modules inlined, and ``no
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from amp_graph.errors import CaptureError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.inline_modules import inline_modules
 from amp_graph.passes.graph.propagate_fake_values import record_values
+from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 
 
@@ -27,7 +26,7 @@ def with_example_values(gm: GraphModule, example_inputs: Sequence[Any]) -> Graph
     """
     _check_inputs(gm, example_inputs)
     inlined = inline_modules(gm)
-    with _quiet(), Attempt() as tried:
+    with errors_not_logged(), Attempt() as tried:
         record_values(inlined, example_inputs)
     if tried.error is not None:
         raise CaptureError(_why(tried.error)) from tried.error
@@ -71,14 +70,3 @@ def _why(error: Exception) -> str:
         "  legal: inputs of the shapes and dtypes that graph_module(*example_inputs) takes\n"
         "  fix:   call graph_module(*example_inputs), and mend what it says"
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what torch logs of a failing operation: the error that is raised says it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -210,10 +208,8 @@ class Policy:
         words = [w.replace("\\,", ",").strip() for w in re.split(r"(?<!\\),", text)]
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
         fields: dict[str, Any] = {}
-        before = ""
         for one in filter(None, words):
-            found = field_of(one, text, defaults, before)
-            before = one if "=" in one else ""
+            found = field_of(one, text, defaults)
             for name in found.keys() & fields.keys():
                 raise PolicyError(
                     f"policy: {shortened(text)} sets {name} twice, {shortened(fields[name])} and "
@@ -271,13 +267,7 @@ class Policy:
 
     def measured_ranges(self) -> Calibration | None:
         """Return the calibration that the policy names; None without one. Raises CalibrationError for a bad file."""
-        if not self.calibration:
-            return None
-        try:
-            changed = os.stat(self.calibration).st_mtime_ns
-        except (OSError, ValueError):
-            changed = 0
-        return _calibration(self.calibration, changed)
+        return Calibration.load(self.calibration) if self.calibration else None
 
     def op_list(self, device: str) -> OpList:
         """Return the lists in force for ``device``. Raises ListError, and PolicyError if they contradict the policy."""
@@ -351,12 +341,6 @@ class Policy:
             "  legal: planner=mincut, with the default lists or others over them\n"
             "  fix:   Policy.parse('bf16,skip_unprofitable=true')"
         )
-
-
-@functools.lru_cache(maxsize=8)
-def _calibration(path: str, changed: int) -> Calibration:
-    """Read a calibration once for each time that it is written."""
-    return Calibration.load(path)
 
 
 def _with_cpu_names(lists: OpList) -> OpList:

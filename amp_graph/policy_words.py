@@ -30,13 +30,10 @@ def word_of(dtype: torch.dtype) -> str:
     return next(word for word, known in DTYPES.items() if known == dtype)
 
 
-def field_of(word: str, text: str, defaults: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Read one word of a policy's text; ``before``: the ``name=value`` that it follows, or "" if it follows another.
-
-    ``defaults``: the default of each field.
-    """
+def field_of(word: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Read one word of a policy's text; ``defaults``: the default of each field."""
     if "=" not in word:
-        return _head(word, text, defaults, before)
+        return _head(word, text, defaults)
     name, value = (part.strip() for part in word.split("=", 1))
     if name not in defaults:
         raise PolicyError(unknown("word", name, set(defaults), text))
@@ -49,7 +46,7 @@ def field_of(word: str, text: str, defaults: Mapping[str, Any], before: str = ""
     return {name: ALIASES.get(value, value) if name == "dtype" else value}
 
 
-def _head(word: str, text: str, defaults: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _head(word: str, text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``bf16``, ``O1`` or ``fp16-O1``."""
     fields: dict[str, Any] = {}
     for part in word.split("-"):
@@ -60,22 +57,18 @@ def _head(word: str, text: str, defaults: Mapping[str, Any], before: str = "") -
             fields["level"] = part
         else:
             legal = {*DTYPES, "auto", *LEVELS} | {f"{field}=..." for field in defaults}
-            several = before if isinstance(defaults.get(before.partition("=")[0].strip()), tuple) else ""
-            raise PolicyError(unknown("word", part, legal, text, several))
+            raise PolicyError(unknown("word", part, legal, text))
     return fields
 
 
-def unknown(what: str, name: str, legal: set[str], text: str = "", before: str = "") -> str:
-    """Say that ``name`` is unknown; ``before``: a list of values that it follows, and may belong to."""
+def unknown(what: str, name: str, legal: set[str], text: str = "") -> str:
+    """Say that ``name`` is unknown, and what is near it."""
     alias = ALIASES.get(name.removeprefix("torch."))  # a torch.dtype
     known = {w.removesuffix("=...").lower(): w.removesuffix("=...") for w in legal}
     near = difflib.get_close_matches(name[:LONGEST_NAME].lower(), known, 1, 0.5)
     hint = f"did you mean {alias or known[near[0]]!r}?" if alias or near else "policy='bf16,accuracy=fast'"
-    if before and not alias:
-        hint = f"several values are separated by |: {shortened(before.strip() + '|' + name)}"
-    hint = f"\n  fix:   {hint}"
     where = f" in {shortened(text)}" if text else ""
-    return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}{hint}"
+    return f"policy: unknown {what} {shortened(name)}{where}\n  legal: {', '.join(sorted(legal))}\n  fix:   {hint}"
 
 
 def accuracy_of(value: Any) -> str | float:

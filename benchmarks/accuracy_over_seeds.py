@@ -32,7 +32,7 @@ from out_of_range_models import PHASES, given_to, out_of_range
 from result_file import machine
 
 import amp_graph
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 from examples.demo.interleaved_training import APART, race, train
 from examples.demo.tasks import NAMES, Task, built, task
 from examples.demo.variants import FP32, VARIANTS, Trainee, Variant

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "default_policy.json"
 NAMES = (

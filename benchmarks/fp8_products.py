@@ -22,7 +22,7 @@ from result_file import machine
 from tables import about
 from torch import Tensor
 
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 
 LOW, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = {"cpu": "128x2048x2048,128x8192x2048,128x2048x8192", "cuda": "8192x2048x2048,8192x8192x2048,8192x2048x8192"}

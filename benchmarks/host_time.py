@@ -31,7 +31,7 @@ from tables import about
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "host_time.json"
 LEAST = 0.02  # seconds of a round and variant

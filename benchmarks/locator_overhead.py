@@ -21,7 +21,7 @@ from result_file import machine
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.scaling.scale_records import ScaleRecords
 
 RESULTS = Path(__file__).parent / "results" / "locator_overhead.json"

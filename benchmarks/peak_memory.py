@@ -34,7 +34,7 @@ from result_file import Results, machine, opened, run_of, written
 from step_costs import held_by
 from variants import Setup, Variant, training_step
 
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "peak_memory.json"
 MODELS = [*MEMORY, "lstm"]

@@ -135,13 +135,13 @@ def _all_is_worth_it(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _said_once_per_process(monkeypatch):
     """Keep quiet of what is said once in a process, or once a model; the tests of it turn it on."""
-    monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", -1.0)
-    monkeypatch.setattr("amp_graph.capture.precompile_kernels.WARNS", False)
+    monkeypatch.setattr("amp_graph.capture.missing_loss_scale.LARGEST_UNSCALED", -1.0)
+    monkeypatch.setattr("amp_graph.capture.diagnostics.WARNS", False)
 
 
 def no_compiler():
     """Say what is missing for compiled C; "" where nothing is."""
-    from amp_graph.passes.native.run_compiler import CompilerError, compiler
+    from amp_graph.passes.native.code_cache import CompilerError, compiler
 
     try:
         compiler()

@@ -104,6 +104,7 @@ def failing(place: str, seen: list[str]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(captured_graphs, "name_nodes", fail))
         elif place == "kernel":
             stack.callback(jit_compiler.load.cache_clear)
+            stack.callback(jit_compiler._failed.clear)
             jit_compiler.load.cache_clear()
             for loader in kernel_table._loaders.values():
                 loader.cache_clear()

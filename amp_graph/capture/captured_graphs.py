@@ -17,13 +17,12 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import Place, break_at
-from amp_graph.capture.diagnostics import Diagnostics
+from amp_graph.capture.diagnostics import Diagnostics, warn_of_missing_kernels
 from amp_graph.capture.dynamo_backend import Compile, lower, with_sums_in_fp32
-from amp_graph.capture.gradient_underflow import UnderflowWatch
 from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
+from amp_graph.capture.missing_loss_scale import ScaleCheck
 from amp_graph.capture.name_nodes import name_nodes
-from amp_graph.capture.precompile_kernels import compile_ahead, warn_of_missing_kernels
-from amp_graph.capture.recapture_limits import GraphLimits
+from amp_graph.capture.recapture_limits import Variants
 from amp_graph.compiler_options import Options, records_itself
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
@@ -77,7 +76,7 @@ class CapturedGraphs:
     dynamic: bool | None
     measured: tuple[Measured, ...]
     diagnostics: Diagnostics
-    limits: GraphLimits
+    variants: Variants
     options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
@@ -89,8 +88,8 @@ class CapturedGraphs:
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
-        """Set up the underflow check; nothing is captured yet."""
-        self._underflow = UnderflowWatch(self.diagnostics)
+        """Set up the check for a loss scale; nothing is captured yet."""
+        self._scale_check = ScaleCheck(self.diagnostics)
         if self.policy.replays != "false":
             self.replays = Replays(self.model, self.policy.replays)
 
@@ -106,9 +105,10 @@ class CapturedGraphs:
         self.run = self._capturing()
         return self.run(*args, **kwargs)
 
-    def has_captures(self) -> bool:
-        """Say whether Dynamo has compiled code for some calls."""
-        return self._code is not None and has_compiled(self._code)
+    def start_again(self, runs: int) -> None:
+        """Start anew if no graph ran since there were ``runs``: Dynamo skips a frame without code for good."""
+        if self.runs == runs and self._code is not None and not has_compiled(self._code):
+            self.start()
 
     def _capturing(self) -> Runner:
         forward = self.wide  # by which name guards read it
@@ -121,7 +121,7 @@ class CapturedGraphs:
         if self.compile in ("eager", "inductor"):
             self.frames = CompiledFrames(own)
             self.find = self.frames.find
-        self.limits.variants.forget()  # Dynamo dropped those
+        self.variants.forget()  # Dynamo dropped those
         eager = self.compile == "eager"
         run = capture_with_dynamo(
             own,
@@ -129,7 +129,7 @@ class CapturedGraphs:
             dynamic=self.dynamic,
             fullgraph=False,
             heard=self.diagnostics.log,
-            choice=self.limits.variants,
+            choice=self.variants,
             collector_waits=eager,
             eager=eager,
         )
@@ -156,8 +156,9 @@ class CapturedGraphs:
             why = INDUCTORS_OWN if records_itself(self.options) else ""
             call = self.replays.wrap(gm, call, summing, eager=self.compile == "eager", why=why)
         warn_of_missing_kernels()
-        watched = rewritten.dtype == torch.float16 and self.graphs[-1].grad
-        return self._counted(call, left_alone=_is_all_fp32(rewritten), watched=watched)
+        checked = rewritten.dtype == torch.float16 and self.graphs[-1].grad
+        varies = any(isinstance(one, torch.SymInt) for one in example_inputs)
+        return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked, varies=varies)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
@@ -165,8 +166,6 @@ class CapturedGraphs:
         if break_of(gm) is not None:  # Python between graphs expects fp32
             policy = replace(policy, keep_outputs=True)
         device, eager = device_of_model(self.model), self.compile == "eager"
-        if eager and torch.is_grad_enabled():  # which are needed if the model was converted in eval mode
-            compile_ahead(self.model, policy.torch_dtype("cpu"), trains=True)
         self.frozen = self.frozen or self._new_frozen(device)  # not earlier: an unpickled model has no parameters yet
         modes: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
         last: list[Pass] = []
@@ -185,7 +184,6 @@ class CapturedGraphs:
             record.break_reason, record.break_line = broken.reason, broken.where
         self.graphs.append(record)
         self.notes_reads = True
-        self.limits.budget.nodes += len(rewritten.gm.graph.nodes)
 
     def _warn_of_failure(self, error: Exception) -> None:
         """Report that a graph runs as captured; raises ``error`` if strict."""
@@ -204,41 +202,31 @@ class CapturedGraphs:
         self.diagnostics.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
-    def _counted(self, run: Runner, *, left_alone: bool = False, watched: bool = False) -> Runner:
+    def _counted(self, run: Runner, *, left_alone: bool = False, checked: bool = False, varies: bool = False) -> Runner:
         """Wrap ``run`` to count its runs, those of graphs left in fp32 (``left_alone``), and the parameters it reads.
 
-        Its fast path counts nothing: the conversion, which calls it, does. ``watched``: gradients that underflow in
-        fp16 are looked for in its backward.
+        Its fast path counts nothing: the conversion, which calls it, does. ``checked``: a loss scale is looked for at
+        its first backward. ``varies``: its sizes are symbols: where it is left in fp32, it has no fast path, as that
+        would take the calls of others.
         """
-        first, owner, watch = True, weakref.ref(self), weakref.ref(self._underflow)
-
-        def watching(run: Runner) -> Runner:
-            def call(*args: Any) -> Any:
-                results = run(*args)
-                if (underflow := watch()) is not None:
-                    underflow.after(results)
-                return results
-
-            return call if watched else run
-
-        checked = watching(run)
+        first, owner = True, weakref.ref(self)
 
         def counted(*args: Any) -> Any:
             nonlocal first
             graphs = owner()
-            if graphs is not None:  # a captured function of the user may be called by another model
-                first = False
-                if graphs.notes_reads:
-                    graphs._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
-                graphs.runs += 1
-                graphs.runs_left_alone += left_alone
-            return checked(*args)
+            if graphs is None:  # a captured function of the user may be called by another model
+                return run(*args)
+            first = checked and not graphs._scale_check.done
+            if graphs.notes_reads:
+                graphs._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
+            graphs.runs += 1
+            graphs.runs_left_alone += left_alone
+            results = run(*args)
+            if first:
+                graphs._scale_check.after(results)
+            return results
 
-        def fast_path() -> Runner | None:
-            found = None if first or left_alone else fast_path_of(run)
-            return None if found is None else watching(found)
-
-        return with_fast_path(counted, fast_path)
+        return with_fast_path(counted, lambda: None if first or (left_alone and varies) else fast_path_of(run))
 
     def _is_recorded(self, device: str | None) -> bool:
         return self.replays is not None and device in RECORDERS

@@ -20,20 +20,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.jit import is_tracing
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.as_written import AsWritten
 from amp_graph.capture.capture_log import TwoDtypes
 from amp_graph.capture.captured_graphs import OWN, Captured, CapturedGraphs
-from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, forget_new_objects, watch_new_objects
+from amp_graph.capture.diagnostics import CONVERSION, Diagnostics
 from amp_graph.capture.dynamo_backend import Compile
-from amp_graph.capture.recapture_limits import MOST, Budget, GraphLimits, NoGraph
-from amp_graph.capture.unprofitable_calls import CallsLeftAlone
+from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.lists.errors import first_line
+from amp_graph.lists.errors import Undo, first_line
 from amp_graph.optim.master_weights import copy_masters, widened
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.memory.gradient_buffers import POOL
 from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
@@ -42,7 +42,6 @@ from amp_graph.passes.torch_compat.dispatch import (
     in_transform,
     innermost_transform,
     is_autocast_on,
-    jit_trace,
     mode_without_capture,
 )
 from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
@@ -59,7 +58,7 @@ from amp_graph.policy_words import HALVES, HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-TRIED_AGAIN = frozenset(8**n for n in range(20))  # calls without any graph, after which one is captured: it may be now
+TRIED_AGAIN = 8  # the call of a kind, of which one was without any graph, that is captured: the first set things up
 Graphs = TypeVar("Graphs", bound=CapturedGraphs)
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
 
@@ -93,10 +92,9 @@ class Conversion:
         self.diagnostics = Diagnostics(self.model, self.strict)
         self.plain = AsWritten(self.model, self._wide, self.policy, self.diagnostics)  # runs calls without graphs
         self.captured = self._graphs(CapturedGraphs, options=self.options)
-        self._misses = 0  # calls without any graph, one after the other
-        self._partial = set[tuple[bool, bool, bool]]()  # modes in which graphs leave out weights: such calls have none
+        self._partial = set[tuple[bool, bool, bool]]()  # modes without graphs, or of graphs that leave out weights
+        self._missed = dict[tuple[bool, bool, bool], int]()  # calls since one had no graph, by mode
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
-        self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
 
     @property
@@ -115,10 +113,10 @@ class Conversion:
         return (self.plain.how if self._partial else "in fp32") if self.diagnostics.log.breaks else ""
 
     def _graphs(self, kind: type[Graphs], **options: Any) -> Graphs:
-        static = (self.max_graphs, self.dynamic is not False)
-        limits = GraphLimits(self.model, self.forward, OWN, *static, Budget(), self.diagnostics, lambda: self.plain.how)
+        symbols = self.dynamic is not False
+        variants = Variants(OWN, self.max_graphs, symbols, names=argument_names(self.forward))
         compiled = (self.policy, self.compile, self.dynamic, self.measured)
-        return kind(self.model, self.forward, self._wide, *compiled, self.diagnostics, limits, **options)
+        return kind(self.model, self.forward, self._wide, *compiled, self.diagnostics, variants, **options)
 
     def taken_by(self, kind: type[Graphs], diagnostics: Diagnostics, **options: Any) -> Graphs:
         """Let a ``kind`` of ``CapturedGraphs`` take what is captured, with these ``diagnostics``; before ``attach``.
@@ -135,7 +133,6 @@ class Conversion:
         self.captured.start()
         _attached.add(self)
         self.model.__dict__.update({CONVERSION: self, "forward": self})
-        watch_new_objects(self.model, str(self.policy))
 
     def detach(self) -> None:
         """Restore the model's own forward."""
@@ -143,7 +140,6 @@ class Conversion:
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)
-        forget_new_objects(self.model)
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
@@ -161,18 +157,12 @@ class Conversion:
         """Run the captured graph whose guards hold; capture one if there is none."""
         if dynamo_listens() is not None:
             return self._with_dynamo_off(*args, **kwargs)
-        last = self._alone.last
-        if last is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor and not one.is_nested:
-            # The cheapest check first; the guard also covers autocast, tracing and modes.
-            training, grad, is_like_it = last
-            if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
-                return self._wide(one)
         ready = self._ready
         if (
             ready is not None
             and (run := ready.fast_path) is not None
             and FRAMES._stance is ready.stance
-            and not (is_autocast_on() or has_modes() or jit_trace() or innermost_transform())  # an export is a mode
+            and not (is_autocast_on() or has_modes() or is_tracing() or innermost_transform())  # an export is a mode
             and ready.compiles_autograd() is not True
             and (guards := ready.guards()) is not None
             and guards.cache_entry is not None
@@ -183,9 +173,7 @@ class Conversion:
                 fits = ready.restore()
             if fits:
                 CALLS.generation += 1
-                captured = self.captured
-                captured.runs += 1
-                captured.limits.budget.calls += 1
+                self.captured.runs += 1
                 return run(*args, **kwargs)
         if being_traced():
             raise self._not_to_be_traced()
@@ -193,8 +181,6 @@ class Conversion:
             self.diagnostics.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
-        if self._alone.kinds and self._alone.has(args, kwargs):
-            return self._wide(*args, **kwargs)
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)
@@ -222,9 +208,9 @@ class Conversion:
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.plain.how}"
             )
             return self.plain.run(args, kwargs)
-        captured, limits, self._ready = self.captured, self.captured.limits, None
+        captured, self._ready = self.captured, None
         before, alone = captured.runs, captured.runs_left_alone
-        if self._has_no_graph(args, kwargs) or (limits.has_pauses() and limits.passes()):
+        if (self._partial or self._missed) and self._has_no_graph(self._mode(args, kwargs)):
             return self.plain.run(args, kwargs)
         try:
             found = captured.find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -235,10 +221,12 @@ class Conversion:
             )
             return self.plain.run(args, kwargs)
         try:
-            result = (found or captured.run)(*args, **kwargs)
+            with Undo(lambda: captured.start_again(before)):
+                result = (found or captured.run)(*args, **kwargs)
         except NoGraph as stopped:
-            if not limits.has_none(stopped):
+            if stopped.owner is not captured.variants:
                 raise
+            self._warn_of_what_varies()
         except TwoDtypes as stopped:
             self._partial.add(self._mode(args, kwargs))
             self.plain.widens = True
@@ -248,14 +236,12 @@ class Conversion:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None
             raise
-        except Exception as error:
-            if isinstance(error, RuntimeError) and refused_under_fx(error):
-                if captured.runs == before and wait_for_traces_of_others():
-                    return self._call(args, kwargs)
-                raise self._not_to_be_traced() from error
-            if captured.runs == before and not captured.has_captures():
-                captured.start()  # Dynamo skips that frame for good
-            raise
+        except RuntimeError as error:
+            if not refused_under_fx(error):
+                raise
+            if captured.runs == before and wait_for_traces_of_others():
+                return self._call(args, kwargs)
+            raise self._not_to_be_traced() from error
         else:
             return self._ran(result, args, kwargs, before, alone)
         return self.plain.run(args, kwargs)
@@ -265,32 +251,33 @@ class Conversion:
         halves = any(isinstance(t, Tensor) and t.dtype in HALVES for t in tree_leaves((args, kwargs)))
         return self.model.training, is_grad_enabled(), halves
 
-    def _has_no_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_no_graph(self, mode: tuple[bool, bool, bool]) -> bool:
         """Say whether calls like this one run without graphs, as an earlier one has shown."""
-        if self._misses:
-            self._misses += 1
-            if self._misses not in TRIED_AGAIN:
-                return True
-            self.captured.start()  # Dynamo skips a frame for good, even if the cause is gone
-        return bool(self._partial) and self._mode(args, kwargs) in self._partial
+        if mode in self._missed:
+            self._missed[mode] += 1
+            return self._missed[mode] != TRIED_AGAIN
+        return mode in self._partial
 
     def _ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: int, alone: int) -> Any:
         """Return ``result`` after checking which graphs ran; ``before``, ``alone``: run counts before the call."""
         captured = self.captured
-        captured.limits.ran()
+        if captured.variants.why:
+            self._warn_of_what_varies()
         if captured.runs == before:
-            self._nothing_ran(result)
+            self._nothing_ran(result, args, kwargs)
+            captured.start_again(before)
             return result
-        self._misses = 0
+        if self._missed:
+            self._missed.pop(self._mode(args, kwargs), None)
         is_new = self.diagnostics.log.events > 0
         if is_new:
             self.plain.learn(result)
             self._report_parts(self._mode(args, kwargs))
         captured.notes_reads = False
+        if captured.frames is not None and not is_new:
+            self._ready = captured.frames.fast_path()  # nothing is left to report of calls like this one
         if captured.runs_left_alone - alone == captured.runs - before:
-            self._leave_alone(args, kwargs)
-        elif not is_new and (frames := captured.frames) is not None and not captured.limits.has_pauses():
-            self._ready = frames.fast_path()  # nothing is left to report of calls like this one
+            self._leave_alone()
         return result
 
     def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
@@ -309,24 +296,30 @@ class Conversion:
         further = self.plain.how if plain else ""
         self.diagnostics.uncaptured_parts(list(unread), further, only_note=plain or not multiplies)
 
-    def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
+    def _leave_alone(self) -> None:
+        """Report a call whose graphs are all fp32, as that is faster."""
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
             return
-        if WIDENED not in left.gm.meta:  # else the code as written needs autocast
-            if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
-                self._alone.add(args, kwargs)
-            if self.captured.frames is not None:
-                self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
+        if self.captured.frames is not None and self._ready is None:
+            self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
         self.diagnostics.left_alone(left.gm, left.dtype)
 
-    def _nothing_ran(self, result: Any) -> None:
+    def _warn_of_what_varies(self) -> None:
+        """Report once that captures have stopped, and which value, constant in each graph, keeps changing."""
+        variants = self.captured.variants
+        without = f"calls without a graph run {self.plain.how}" if variants.whole else "code without one runs in fp32"
+        self.diagnostics.warn(
+            f"captured {variants.most} times, and calls still differ: {without} from now on",
+            f"they differ in {variants.why}\n  fix:   {FIX}; max_graphs={variants.most} is how many graphs are kept",
+        )
+
+    def _nothing_ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
         if self.diagnostics.log.skips or self.diagnostics.log.breaks:  # else Dynamo was kept from this call
             self.plain.learn(result)
-            self._misses = self._misses or 1
+            self._missed.setdefault(self._mode(args, kwargs), 1)
         self.diagnostics.uncaptured_call(self.forward, self.plain.how)
 
     @property

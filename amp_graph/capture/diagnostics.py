@@ -16,9 +16,10 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.capture_log import CaptureLog
-from amp_graph.capture.recapture_reasons import call_site
 from amp_graph.errors import CaptureError, warn
 from amp_graph.graph_log import warn_of_full_precision
+from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
+from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.torch_compat.modules import is_sharded
 from amp_graph.policy_words import word_of
 
@@ -36,9 +37,9 @@ FIXES = (
     (r"tracing failed", "mend the error, or convert the submodules that can be captured"),
 )
 ELSE = "amp_graph.report(model).text() shows what was not captured; convert the submodules that can be"
-# peft's PeftModel and its tuners: the model inside, with or without the adapters' weights in it.
-RETURN_ANOTHER = ("merge_and_unload", "unload")
 CONVERSION = "_amp_graph"  # the attribute that marks a converted model
+WARNS = True  # whether missing kernels are reported; tests that remove the compiler turn it off
+_warned: set[str] = set()  # reasons, once per process
 
 
 @dataclass
@@ -81,7 +82,9 @@ class Diagnostics:
 
     def uncaptured_call(self, forward: Callable[..., Any], how: str) -> None:
         """Report that no graph ran in a call of ``forward``, and ``how`` further ones run."""
-        causes = _with_place(self._causes() or "no tensor operations", call_site(inspect.unwrap(forward)).where)
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
+        causes = _with_place(self._causes() or "no tensor operations", where)
         then = "" if how == "in fp32" else f", and further ones run {how}"
         self.warn(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 
@@ -116,38 +119,13 @@ def _with_place(causes: str, where: str) -> str:
     return causes if re.search(r"\.py:\d+", causes) or not where else f"{where}: {causes}"
 
 
-@dataclass
-class Watched:
-    """Calls ``method``, and warns if what it returns is a module that is not converted; can be copied and pickled.
-
-    Such as ``model = model.merge_and_unload()`` of peft: ``model(x)`` would run in fp32, silently.
-    """
-
-    method: Callable[..., Any]
-    name: str
-    policy: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method."""
-        result = self.method(*args, **kwargs)
-        if isinstance(result, torch.nn.Module) and CONVERSION not in result.__dict__:
+def warn_of_missing_kernels() -> None:
+    """Warn of each new reason for which kernels could not be compiled or loaded."""
+    for why, names in why_refused().items():
+        if WARNS and why not in _warned:
+            _warned.add(why)
             warn(
-                f"amp_graph: {self.name}() of a converted model returned another object, a {type(result).__name__}, "
-                "which is not converted: it runs as it was written\n"
-                f"  fix:   amp_graph.convert(amp_graph.revert(model).{self.name}(), '{self.policy}')"
+                f"amp_graph: torch's kernels run in place of compiled ones ({', '.join(names)}), which is slower: "
+                f"{why}\n"
+                f"  fix:   install gcc or clang, or set CC; a folder that can be written: {OWN_FOLDER}"
             )
-        return result
-
-
-def watch_new_objects(model: torch.nn.Module, policy: str) -> None:
-    """Put a watch on the methods of ``model`` that return another module."""
-    for name in RETURN_ANOTHER:
-        if name not in model.__dict__ and callable(method := getattr(model, name, None)):
-            model.__dict__[name] = Watched(method, name, policy)
-
-
-def forget_new_objects(model: torch.nn.Module) -> None:
-    """Remove the watch."""
-    for name in RETURN_ANOTHER:
-        if isinstance(model.__dict__.get(name), Watched):
-            del model.__dict__[name]

@@ -58,58 +58,49 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
     run: Runner | None = None
     later: Callable[..., Any] | None = None
 
-    def below(error: Exception, args: tuple[Any, ...], before: Before) -> Any:
-        """Run a call that raised ``error`` on the rungs below the one in use."""
+    def descend(args: tuple[Any, ...], before: Before, error: Exception | None = None) -> Any:
+        """Run a call on the first rung that does not raise, below the one in use if that raised ``error``."""
         nonlocal run
-        failed = error
-        for rung in ladder[1:]:
-            if is_of_others(error) or not before.restore():
-                break
-            traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
+        first = error
+        for rung in ladder[error is not None :]:
+            if error is not None:
+                if is_of_others(error) or not before.restore():
+                    break
+                traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
             try:
-                result = rung()(*args)
+                chosen = rung()
+                result = chosen(*args)
             except Exception as another:
-                error = another
+                error, first = another, first or another
                 continue
-            warn(failed)
-            del ladder[: ladder.index(rung)]
-            run = rung()
+            if first is not None:
+                warn(first)
+                del ladder[: ladder.index(rung)]
+            run = chosen
             return result
         try:
+            assert error is not None, "there is a rung"
             raise error
         finally:
-            del error, failed  # its frames, of which this is one, hold the user's regions open
+            del error, first  # its frames, of which this is one, hold the user's regions open
 
     def call(*args: Any) -> Any:
-        nonlocal run, later
+        nonlocal later
         if later is not None:
             return later(*args)
         written = Written(range(len(args)), args)
         with Attempt() as copied:  # of a value that cannot be copied, or for which there is no memory
             before: Before = Copies(args)
-        if copied.error is not None:
-            before = written
-        try:
-            run = ladder[0]()
-            result = run(*args)
-        except Exception as error:
-            result = below(error, args, before)
-        changed, draws = written.changed(), written.has_drawn()
-        later = partial(watched, changed, draws) if changed or draws else plain
+        result = descend(args, written if copied.error is not None else before)
+        later = partial(once, written.changed(), written.has_drawn())
         return result
 
-    def plain(*args: Any) -> Any:
+    def once(places: Sequence[int], draws: bool, *args: Any) -> Any:
+        before = Written(places, args, draws=draws) if places or draws else Before()
         try:
             return run(*args)  # type: ignore[misc]  # it is known by now
         except Exception as error:
-            return below(error, args, Before())
-
-    def watched(places: Sequence[int], draws: bool, *args: Any) -> Any:
-        before = Written(places, args, draws=draws)
-        try:
-            return run(*args)  # type: ignore[misc]
-        except Exception as error:
-            return below(error, args, before)
+            return descend(args, before, error)
 
     return with_fast_path(call, lambda: later)
 

@@ -1,35 +1,30 @@
 """Limits recaptures of the same code, whose calls differ in values that capture treats as constants.
 
 Before: ``self.calls += 1`` in a forward, a new graph for each number. After: the number is a symbol from the third
-capture on; if it cannot be one, captures stop, and calls without a graph run under ``torch.autocast``, pieces in fp32.
-
-A capture takes 100 to 1000 times as long as a call. The first few are free. More are made while their graphs are
-small, or after enough calls since the last one. The limits count graphs, nodes and calls, never seconds, so that the
-same program always runs the same graphs.
+capture on; if it cannot be one, captures stop at ``max_graphs``, and a warning names it: "self.calls (model.py:7, in
+forward: self.calls += 1)". Graphs are counted, never seconds, so that the same program always runs the same graphs.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from amp_graph.capture.diagnostics import Diagnostics
-from amp_graph.capture.recapture_reasons import CallSite, ChangedValue, call_site, changed_value
+from amp_graph.capture.capture_log import break_at
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
 
 MOST = 16  # graphs per code object
 STATIC = 2
-FREE = 4  # captures that are free: train, eval, with and without gradients
-NODES = 500  # of further captures before calls must earn another: some 10 ms each
-EARNS = 64  # calls that earn the first further capture; the next takes twice as many
-PAUSE = 16  # the most calls in a row without a guard check, after calls without a graph
+LONGEST = 80  # characters of a name that are shown
+FIX = "use few values of it, or pass it as a tensor if it is only used in arithmetic"
 
 
 class NoGraph(Exception):
@@ -48,55 +43,12 @@ def check_max_graphs(caller: str, count: Any) -> None:
         )
 
 
-@dataclass
-class Budget:
-    """The capture budget of one model: counted in nodes, earned by calls."""
-
-    nodes: int = 0  # of all captures so far
-    beyond: int = 0  # nodes of the captures beyond the free ones
-    calls: int = 0  # since the last capture
-    earns: int = EARNS
-
-    def allows(self) -> bool:
-        """Return whether another capture is within the budget."""
-        return self.beyond <= NODES or self.calls >= self.earns
-
-    def spend(self, nodes: int) -> None:
-        """Charge a capture beyond the free ones."""
-        self.earns *= 2 if self.beyond > NODES else 1
-        self.beyond += nodes
-        self.calls = 0
-
-
-@dataclass
-class Backoff:
-    """Calls without a graph after captures have stopped: the more there are, the more rarely guards are checked.
-
-    The guards of 16 graphs take a noticeable part of a small model's call. Counted per mode, train or eval.
-    """
-
-    pauses: dict[tuple[bool, bool], list[int]] = field(default_factory=dict)  # [calls until a check, length of pause]
-
-    def passes(self, training: bool) -> bool:
-        """Return whether this call runs without a guard check."""
-        if not self.pauses:
-            return False
-        pause = self.pauses.get((training, torch.is_grad_enabled()))
-        if pause is None or not pause[0]:
-            return False
-        pause[0] -= 1
-        return True
-
-    def missed(self, training: bool) -> None:
-        """Record that no guard held."""
-        pause = self.pauses.setdefault((training, torch.is_grad_enabled()), [0, 0])
-        pause[1] = min(2 * pause[1] + 1, PAUSE)
-        pause[0] = pause[1]
-
-    def hit(self, training: bool) -> None:
-        """Record that a call ran on a graph."""
-        if self.pauses:
-            self.pauses.pop((training, torch.is_grad_enabled()), None)
+def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments of ``forward``."""
+    try:
+        return tuple(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # it has no code object
+        return ()
 
 
 @dataclass(eq=False)
@@ -110,12 +62,10 @@ class Variants(CaptureChoice):
     own: str
     most: int
     symbols: bool
-    budget: Budget
     static: int = STATIC  # captures that treat integer attributes of modules as constants
-    of: CallSite = field(default_factory=CallSite)  # the function named in messages
+    names: Sequence[str] = ()  # of the arguments of the captured function
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # graphs, by place
-    _before: int = 0  # nodes captured before the current capture
-    why: ChangedValue | None = None  # the varying value that stopped captures
+    why: str = ""  # the varying value that stopped captures
     whole: bool = False  # whether they stopped for whole calls, not for the code after a graph break
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
@@ -123,13 +73,12 @@ class Variants(CaptureChoice):
         if self.captures and self._is_own(frame) and not is_remembered(frame.f_code):
             self.forget()
         count = self.captures[self._place(frame)]
-        if count >= self.most or (count >= min(FREE, self.most) and not self.budget.allows()):
-            if self.why is None:
-                self.why, self.whole = changed_value(failed_guards(frame), frame, self.of, count), self._is_own(frame)
+        if count >= self.most:
+            if not self.why:
+                self.why, self.whole = changed_value(failed_guards(frame), self.names), self._is_own(frame)
             if self._is_own(frame):
                 raise NoGraph(self)
             return None
-        self._before = self.budget.nodes  # captures run one at a time
         return CHANGING_INTS if self.symbols and count >= self.static else {}
 
     @property
@@ -139,10 +88,7 @@ class Variants(CaptureChoice):
 
     def made(self, frame: Any) -> None:
         """Count a capture."""
-        place = self._place(frame)
-        self.captures[place] += 1
-        if self.captures[place] > FREE:
-            self.budget.spend(self.budget.nodes - self._before)
+        self.captures[self._place(frame)] += 1
 
     def forget(self) -> None:
         """Record that Dynamo has dropped all captures."""
@@ -162,56 +108,25 @@ class Variants(CaptureChoice):
         return name, code.co_filename, code.co_firstlineno, of
 
 
-@dataclass(eq=False)
-class GraphLimits:
-    """The capture limits of ``model``: ``variants`` counts the graphs of each place."""
+def changed_value(guards: Sequence[tuple[str, Any]], names: Sequence[str]) -> str:
+    """Return the most frequent cause among failed ``guards``, one per graph, given with their stacks."""
+    read = [(_named(re.split(r" #| == ", guard)[0].strip(), names), stack) for guard, stack in guards]
+    if not read:
+        return "a value that no guard names: see TORCH_LOGS=recompiles"
+    what = Counter(what for what, _ in read).most_common(1)[0][0]
+    where = break_at("", dict(read)[what]).where
+    return f"{what} ({where})" if where else what
 
-    model: torch.nn.Module
-    forward: Callable[..., Any]
-    own: str  # the name of the function that is captured
-    most: int
-    symbols: bool  # whether numbers may become symbols
-    budget: Budget
-    diagnostics: Diagnostics
-    how: Callable[[], str]  # how calls without a graph run, in words
 
-    def __post_init__(self) -> None:
-        """Start with no captures."""
-        self.variants = Variants(self.own, self.most, self.symbols, self.budget, of=call_site(self.forward))
-        self._backoff = Backoff()
-        self.has_pauses = self._backoff.pauses.__len__  # whether ``passes`` has to be asked, in one C call
+def _named(source: str, names: Sequence[str]) -> str:
+    """Return a Dynamo name as the user writes it: ``self.calls``, ``x``."""
 
-    def passes(self) -> bool:
-        """Return whether a call runs without checking guards."""
-        if not self._backoff.passes(self.model.training):
-            return False
-        self.budget.calls += 1
-        return True
+    def argument(found: re.Match[str]) -> str:
+        place = int(found[1])
+        return names[place] if place < len(names) else f"args[{place}]"
 
-    def has_none(self, stopped: NoGraph) -> bool:
-        """Return whether these limits ``stopped`` the call; if so, warn about what varies between calls."""
-        if stopped.owner is not self.variants:
-            return False
-        self.budget.calls += 1
-        self._backoff.missed(self.model.training)
-        self._warn_of_what_varies()
-        return True
-
-    def ran(self) -> None:
-        """Record a call that ran on captured graphs, at least in part."""
-        self.budget.calls += 1
-        if self._backoff.pauses:
-            self._backoff.hit(self.model.training)
-        if self.variants.why is not None:
-            self._warn_of_what_varies()
-
-    def _warn_of_what_varies(self) -> None:
-        """Report once that captures have stopped, and which value, constant in each graph, keeps changing."""
-        why = self.variants.why
-        assert why is not None, "only called after captures have stopped"
-        rarely = "" if why.captures >= self.most else ", and new captures get ever rarer"
-        bare = f"calls without a graph run {self.how()}" if self.variants.whole else "code without a graph runs in fp32"
-        self.diagnostics.warn(
-            f"captured {why.captures} times, and calls still differ: {bare} from now on{rarely}",
-            f"they differ in {why}\n  fix:   {why.fix}; max_graphs={self.most} limits the graphs that are kept",
-        )
+    text = re.sub(r"L\['args'\]\[(\d+)\]", argument, source)
+    text = re.sub(r"L\['(?:forward|model)'\]\.__self__|L\['model'\]", "self", text)
+    text = re.sub(r"[LG](?:\['kwargs'\])?\['([^']+)'\]", r"\1", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    return text[:LONGEST]

@@ -18,7 +18,7 @@ from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.numerics.calibrate import calibrate as calibrate_values
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.passes.precision.machine_rates import FAMILIES, Machine, class_of, machine_text, place_of_own_file
 
 KEYS = ("rate", "dtype", "measured", "class")

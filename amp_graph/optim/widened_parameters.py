@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from amp_graph.errors import CaptureError
+from amp_graph.lists.errors import Undo
 from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises, updated_master
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.policy_words import HALVES
@@ -49,13 +50,14 @@ def widen_parameters(model: Module) -> Iterator[dict[str, torch.dtype]]:
             setattr(parameter, WIDENED, True)
         _hold_buffers(buffers, dict.fromkeys(buffers, torch.float32))
         on_every_optimizer_step(_before_step)
-        try:
-            yield before
-        except BaseException:
+
+        def undo() -> None:
             _hold_buffers(buffers, before)
             for parameter in halves.values():
                 parameter.__dict__.pop(WIDENED, None)
-            raise
+
+        with Undo(undo):
+            yield before
 
 
 def narrow_parameters(model: Module, before: Mapping[str, torch.dtype]) -> None:

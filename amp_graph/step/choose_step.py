@@ -17,9 +17,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from amp_graph.capture.as_written import AsWritten
 from amp_graph.capture.diagnostics import Diagnostics
-from amp_graph.capture.recapture_limits import Backoff, NoGraph, Variants
-from amp_graph.capture.recapture_reasons import call_site
+from amp_graph.capture.recapture_limits import FIX, NoGraph, Variants
 from amp_graph.errors import AmpGraphError, CaptureError, warn
+from amp_graph.lists.errors import Undo
 from amp_graph.model_state import ModelState
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
@@ -82,12 +82,10 @@ class StepRuns:
         self.free = {"loss_fn": loss_fn, "outputs": outputs, "model": model}  # the function's closure
         policy = replace(self.policy, keep_outputs=True)
         self._plain_forward = AsWritten(self.model, amp_graph_step, policy, self.diagnostics)
-        self._backoff = Backoff()
         self._failed: set[bool] = set()  # the modes, train or eval, in which a capture has failed
-        budget, traced = self.steps.budget, min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
-        named = call_site(self.model.forward)
-        self._traced = Variants(OWN, traced, False, budget, of=named)
-        self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, budget, static=0, of=named)
+        traced = min(TRACED, self.max_graphs) if self.learns else NO_LIMIT
+        self._traced = Variants(OWN, traced, False)
+        self._plain = Variants(OWN, max(self.max_graphs - traced, 0), True, static=0)
         self.run = self._captured_by(function, self.steps.take, self._traced, dynamic=False)
         self._run_plain = self._captured_by(again, self.steps.take_plain, self._plain, dynamic=None)
 
@@ -107,8 +105,6 @@ class StepRuns:
     def __call__(self, batch: Sequence[Any]) -> Any:
         """Run one step: traced whole, else its forward captured with symbolic sizes, else as written."""
         mode = self.model.training
-        if self._backoff.passes(mode):
-            return self._as_written(batch)
         known, local = len(self.steps.captured), {"batch": tuple(batch), **self.free}
         no_more = mode in self._failed
         found = self.find(local) or (self._find_plain(local) if no_more or self._traced.is_full else None)
@@ -125,11 +121,9 @@ class StepRuns:
                 break
             if len(self.steps.captured) > known and not self.learns:
                 self._recaptures.note(batch)
-            self._backoff.hit(mode)
             return result
         if failed is not None:  # outside of the handler, so that the user's errors are not chained to Dynamo's
             return self._after_failed_capture(failed, batch)
-        self._backoff.missed(mode)
         self._say_what_varies()
         return self._as_written(batch)
 
@@ -143,11 +137,8 @@ class StepRuns:
         before = ModelState(self.model, list(batch))
         if not self.learns:
             self._refuse_with_ranks(failed, before, batch)
-        try:
+        with Undo(before.restore):
             result = self._as_written(batch)
-        except BaseException:
-            before.restore()
-            raise
         self._failed.add(self.model.training)
         told = f"{type(self.model).__name__} and its loss are not one graph: steps like this one run {self.how}"
         fix = "change that line, or amp_graph.convert(model) with amp_graph.GradScaler, which has graphs between breaks"
@@ -186,11 +177,11 @@ class StepRuns:
     def _say_what_varies(self) -> None:
         """Report once which value differs between steps, so that captures stopped."""
         why = self._plain.why or self._traced.why
-        if why is not None and not any(note.startswith("captured ") for note in self.diagnostics.notes):
+        if why and not any(note.startswith("captured ") for note in self.diagnostics.notes):
             self.diagnostics.warn(
                 f"captured {len(self.steps.captured)} times, and steps still differ: steps without a graph run "
                 f"{self.how} from now on; they differ in {why}",
-                fix=f"{why.fix}; max_graphs={self.max_graphs} limits the graphs that are kept",
+                fix=f"{FIX}; max_graphs={self.max_graphs} limits the graphs that are kept",
             )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from amp_graph.capture.recapture_limits import Budget
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.optim.torch_fused_update import GroupUpdate
@@ -32,7 +31,6 @@ class CapturedSteps:
     def __init__(self, builder: StepBuilder, at_floor: str) -> None:
         """Start with none; at_floor: "warn" or "error"."""
         self.captured: list[CapturedStep] = []
-        self.budget = Budget()
         self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
@@ -68,7 +66,6 @@ class CapturedSteps:
 
     def _recorded(self, captured: CapturedStep) -> Runner:
         self.captured.append(captured)
-        self.budget.nodes += len(captured.rewritten.gm.graph.nodes)
         owner, own = weakref.ref(self), weakref.ref(captured)
 
         def run(*args: Any) -> Any:
@@ -94,7 +91,6 @@ class CapturedSteps:
         else:
             self._state.refresh(())  # masters are refreshed, too
         found = graph(*args)
-        self.budget.calls += 1
         if self.last:
             self._was_updated(graph)
             self._look_at_floor(graph, args)

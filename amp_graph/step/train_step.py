@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
-from amp_graph.capture.precompile_kernels import compile_ahead
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.lists.errors import Undo
 from amp_graph.optim.check_optimizer import refuse_hooks, unwrapped
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
@@ -165,8 +165,6 @@ class TrainStep:
         widen_states(optimizer)
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
-        if compile == "eager" and self.policy.level != "O0":
-            compile_ahead(model, self.policy.torch_dtype("cpu"), trains=True)
         self._state = StepState()
         self._watches: tuple[StepWatch, ...] = ()
         clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
@@ -214,11 +212,8 @@ class TrainStep:
         if self.micro_batches == 1:
             return self._once(batch, last=True)
         parts = split_batch(batch, self.micro_batches)
-        try:
+        with Undo(self._state.drop_sums):
             found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
-        except BaseException:
-            self._state.drop_sums()
-            raise
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
 

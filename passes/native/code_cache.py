@@ -1,29 +1,40 @@
-"""The cache directory of compiled code: ownership checks, verification before a library is loaded, and installation.
+"""The directory of compiled code, and the C compiler that fills it.
 
-A library's name holds a hash of its inputs and one of its content; a record beside it, written last, names the complete
-library. Before: ``kernel-5d0f...``, a key.
-After: ``kernel-5d0f....8c12....so``, verified, or None.
+A library's name holds a hash of what it was compiled from, and one of its content, by which it is verified before it
+is loaded. Before: ``kernel-5d0f...``, a key. After: ``kernel-5d0f....8c12....so``, verified, or None.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
-import stat
-import time
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from amp_graph.passes.native.atomic_files import replace_file, sync_folder
-from amp_graph.passes.native.run_compiler import SECONDS, refusal
+from amp_graph.lists import AmpGraphError
 
 FOLDER = "AMP_GRAPH_CACHE"  # the environment variable for the cache directory
 FIX = f"{FOLDER}=/a/folder/of/your/own"
-_PART = re.compile(r"\.?[\w+-]+-[0-9a-f]{24}(\.sha256)?\.[0-9a-f]{32}\.part")
-_LIBRARY = re.compile(r"[\w+-]+-[0-9a-f]{24}\.[0-9a-f]{16}\.so")
-_RECORDED = re.compile(r"[\w+-]+-[0-9a-f]{24}\.sha256")
-_RECORD = re.compile(r"[0-9a-f]{64}\n?")
+SECONDS = 60  # that a compilation may take; it needs half a second
+QUOTED = 2000  # bytes of compiler output
+_LIBRARY = re.compile(r"[\w+-]+-[0-9a-f]{24}\.[0-9a-f]{32}\.so")
+
+
+class CompilerError(AmpGraphError):
+    """C code could not be compiled or loaded on this machine."""
+
+
+def refusal(what: str, fix: str = "another compiler: CC=gcc") -> CompilerError:
+    """Return the error that says ``what`` went wrong."""
+    return CompilerError(
+        f"compiling for this CPU: {what}\n  legal: a C compiler that makes shared libraries\n"
+        f"  fix:   {fix}; or TrainStep(..., update='torch')"
+    )
 
 
 def folder() -> Path:
@@ -34,72 +45,37 @@ def folder() -> Path:
     return kept.absolute()  # the loader would search elsewhere for a relative name
 
 
-def make_folder(kept: Path) -> None:
-    """Make ``kept``, accessible to this user only, and its parents; refuse one that belongs to another user."""
-    for missing in reversed([path for path in (kept, *kept.parents) if not path.exists()]):
-        missing.mkdir(mode=0o700, exist_ok=True)
-    if not is_there(kept):
-        raise NotADirectoryError(f"{kept} is not a directory")
-    if not os.access(kept, os.W_OK | os.X_OK):
-        raise PermissionError(f"{kept} is not writable")
-
-
 def is_there(kept: Path) -> bool:
     """Say whether the directory exists. Raises CompilerError if others could have put code into it."""
-    try:
-        found = kept.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    if not kept.is_dir():
         return False
-    if not stat.S_ISDIR(found.st_mode):
-        return False
-    if told := _distrust(found):
-        raise refusal(f"the directory {kept} {told}: its code is not loaded", f"chmod go-w {kept}, or {FIX}")
+    found, wrong = kept.stat(), ""
+    if found.st_mode & 0o022:
+        wrong = "may be written to by others"
+    elif hasattr(os, "geteuid") and found.st_uid not in (os.geteuid(), 0):
+        wrong = f"belongs to another user ({found.st_uid})"
+    if wrong and os.name == "posix":
+        raise refusal(f"the directory {kept} {wrong}: its code is not loaded", f"chmod go-w {kept}, or {FIX}")
     return True
 
 
-def _distrust(found: os.stat_result) -> str:
-    """Return why another user may have written ``found``; empty if only this user or root can have."""
-    if not hasattr(os, "getuid"):
-        return ""
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"belongs to another user ({found.st_uid})"
-    return "may be written to by others" if found.st_mode & 0o022 else ""
-
-
 def verified(kept: Path, key: str) -> Path | None:
-    """Return the library of ``key`` whose content matches its record; None if there is none to trust."""
-    if not is_there(kept):
-        return None
-    record = _own_bytes(kept / f"{key}.sha256", 1024)
-    if record is None or not _RECORD.fullmatch(text := record.decode("ascii", "replace")):
-        return None
-    library = kept / _name(key, text.strip())
-    content = _own_bytes(library)
-    return library if content is not None and _digest(content) == text.strip() else None
-
-
-def part_of(kept: Path, key: str, unique: str) -> Path:
-    """Return the temporary path to which a process writes the library of ``key``."""
-    return kept / f"{key}.{unique}.part"
+    """Return a library of ``key`` whose content is that of its name; None if there is none."""
+    found = kept.glob(f"{key}.*.so") if is_there(kept) else ()
+    return next((one for one in found if one.name == _name(key, one.read_bytes())), None)
 
 
 def put(part: Path, key: str) -> None:
     """Move ``part``, the complete library of ``key``, to the name that later processes find. Raises OSError."""
-    mode = stat.S_IMODE(part.stat().st_mode) & 0o755  # whatever the umask, nobody else can write to it
-    os.chmod(part, mode)
+    os.chmod(part, 0o755)  # whatever the umask, nobody else can write to it
     with open(part, "r+b") as opened:
-        digest = _digest(opened.read())
+        content = opened.read()
         os.fsync(opened.fileno())
-    os.replace(part, part.with_name(_name(key, digest)))
-    sync_folder(part.parent)
-    replace_file(part.with_name(f"{key}.sha256"), f"{digest}\n".encode(), mode & 0o644)
+    os.replace(part, part.with_name(_name(key, content)))
 
 
-def forget(library: Path, key: str) -> None:
-    """Remove ``library``, which could not be used, so that it is compiled again."""
-    for path in (library.with_name(f"{key}.sha256"), library):
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _name(key: str, content: bytes) -> str:
+    return f"{key}.{hashlib.sha256(content).hexdigest()[:32]}.so"
 
 
 def libraries(kept: Path) -> list[Path]:
@@ -108,66 +84,45 @@ def libraries(kept: Path) -> list[Path]:
 
 
 def remove(kept: Path) -> int:
-    """Remove all libraries and their records; return how many there were. Raises OSError, and CompilerError.
+    """Remove all libraries; return how many there were. Raises OSError, and CompilerError.
 
     Libraries that a process has loaded stay usable in it.
     """
     found = libraries(kept) if is_there(kept) else []
-    for record in kept.glob("*.sha256") if found else ():
-        if _RECORDED.fullmatch(record.name):
-            record.unlink(missing_ok=True)  # first, so that no process looks for a library that is gone
     for library in found:
         library.unlink(missing_ok=True)
     return len(found)
 
 
-def forget_parts(kept: Path) -> None:
-    """Remove partial files of this user's processes that ended during a compilation; nothing else."""
-    for part in kept.glob("*.part"):
-        with contextlib.suppress(OSError):  # another process removes it
-            found = part.lstat()
-            own = stat.S_ISREG(found.st_mode) and not _distrust(found) and _PART.fullmatch(part.name)
-            if own and time.time() - found.st_mtime > 2 * SECONDS:
-                part.unlink()
-
-
-def is_whole(library: Path) -> bool:
-    """Say whether an ELF file is as long as its headers say: loading a truncated one crashes the process."""
-    content = library.read_bytes()
-    if content[:4] != b"\x7fELF":
-        return bool(content)  # for another system; the loader refuses what it does not know
-    if len(content) < 64:
-        return False
-    if content[4:6] != b"\x02\x01":  # not 64-bit, or big-endian
-        return True
-    at, size, count = (int.from_bytes(content[i : i + n], "little") for i, n in ((40, 8), (58, 2), (60, 2)))
-    start, entry, number = (int.from_bytes(content[i : i + n], "little") for i, n in ((32, 8), (54, 2), (56, 2)))
-    if max(at + size * count, start + entry * number) > len(content) or entry < 56:
-        return False
-    for place in range(start, start + entry * number, entry):
-        offset, length = (int.from_bytes(content[place + i : place + i + 8], "little") for i in (8, 32))
-        if offset + length > len(content):
-            return False
-    return True
-
-
-def _name(key: str, digest: str) -> str:
-    return f"{key}.{digest[:16]}.so"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _own_bytes(path: Path, most: int = -1) -> bytes | None:
-    """Return the content of a regular file that only this user or root can have written; else None."""
+def compiler_words() -> tuple[str, ...]:
+    """Return the words of the variable CC: a compiler and the user's options."""
     try:
-        with open(path, "rb", opener=_without_waiting) as opened:
-            found = os.fstat(opened.fileno())
-            return opened.read(most) if stat.S_ISREG(found.st_mode) and not _distrust(found) else None
-    except OSError:
-        return None
+        return tuple(shlex.split(os.environ.get("CC", "")))
+    except ValueError as error:
+        raise refusal(f"CC={os.environ['CC']!r}: {error}", "CC=gcc") from error
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
+def compiler() -> tuple[str, ...]:
+    """Return the C compiler's command: ``CC``, or the first of the usual ones that is installed."""
+    given = compiler_words()
+    for command in [given] if given else [("cc",), ("gcc",), ("clang",)]:
+        if shutil.which(command[0]):
+            return command
+    raise refusal(f"no C compiler: {given[0] if given else 'cc, gcc and clang'} not found", "install one, or set CC")
+
+
+def run_compiler(arguments: Sequence[str]) -> None:
+    """Run the C compiler with ``arguments``. Raises CompilerError if it fails, or takes longer than ``SECONDS``."""
+    whole = [*compiler(), *arguments]
+    with tempfile.TemporaryFile() as printed:  # not a pipe, which what a killed compiler started would keep open
+        try:
+            nothing = subprocess.DEVNULL
+            status = subprocess.run(whole, stdin=nothing, stdout=nothing, stderr=printed, timeout=SECONDS).returncode
+        except subprocess.TimeoutExpired as error:
+            raise refusal(f"{whole[0]} took more than {SECONDS} seconds") from error
+        except OSError as error:
+            raise refusal(f"{whole[0]} cannot be run: {error}") from error
+        printed.seek(0)
+        text = printed.read(QUOTED).decode("utf-8", "replace").strip()
+    if status:
+        raise refusal(f"{shlex.join(whole)}\n{text or f'exit status {status}, and no output'}")

@@ -15,11 +15,6 @@ from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16, mul
 LEAST_MAPPED = 1 << 25
 
 
-def _shares_threads() -> bool:
-    """Say whether our matmuls run on as many threads as oneDNN's."""
-    return torch.get_num_threads() == 1 or has_openmp()
-
-
 # A matmul with fewer outputs runs another kernel, which needs no packed layout.
 FEWEST_OUTPUTS = 16
 
@@ -38,7 +33,6 @@ def packing_is_profitable(device: str, dtype: torch.dtype, outputs: int, inputs:
 # Multiplications up to which our kernel is faster for a linear over few rows, and elements of its weight. The weight
 # may be packed twice: here for few rows, and in another graph for many.
 MOST_OF_FEW, MOST_OF_A_WEIGHT = 1 << 25, 1 << 20
-MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE = 1 << 21, 1 << 18  # if only oneDNN runs on several threads
 # Rows up to which our kernel reads a weight of any size from memory faster than oneDNN; the second with AMX.
 MOST_ROWS_OF_ANY, MOST_ROWS_OF_ANY_BY_UNITS = 16, 32
 OF_A_PANEL = 64  # fewest outputs per thread
@@ -61,18 +55,15 @@ def panels_are_profitable(device: str, dtype: torch.dtype, rows: int, outputs: i
     """
     if device != "cpu" or dtype != torch.bfloat16 or not cpu_has_bf16():
         return False
-    most, of_a_weight = MOST_OF_FEW, MOST_OF_A_WEIGHT
     of_any = MOST_ROWS_OF_ANY_BY_UNITS if cpu_has_amx() else MOST_ROWS_OF_ANY
-    if not _shares_threads():
-        most, of_a_weight = MOST_OF_FEW_BY_ONE, MOST_OF_A_WEIGHT_BY_ONE
-    elif rows <= of_any and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
+    if rows <= of_any and outputs >= OF_A_PANEL * threads_for(outputs * inputs):
         return rows * outputs * inputs > 0
-    return 0 < rows * outputs * inputs <= most and outputs * inputs <= of_a_weight
+    return 0 < rows * outputs * inputs <= MOST_OF_FEW and outputs * inputs <= MOST_OF_A_WEIGHT
 
 
-# Multiplications up to which our kernel is faster for a training linear, and that limit if only oneDNN has threads;
-# elements of its weight, whose gradient has that many short sums; the narrowest sides that fill the kernel's tiles.
-MOST_TRAINED, MOST_TRAINED_BY_ONE, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 20, 1 << 17, 32
+# Multiplications up to which our kernel is faster for a training linear; elements of its weight, whose gradient has
+# that many short sums; the narrowest sides that fill the kernel's tiles.
+MOST_TRAINED, MOST_OF_A_TRAINED_WEIGHT, NARROWEST = 1 << 23, 1 << 17, 32
 MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS = 1 << 24, 1 << 19
 MOST_TRAINED_BY_UNITS_OF_SEVERAL = 1 << 21  # with AMX on several threads
 LEAST_OF_LIBRARY = 1 << 12  # multiplications up to which torch's own loops run a bf16 matmul, and not oneDNN
@@ -100,8 +91,6 @@ def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outpu
         most, of_a_weight = MOST_TRAINED_BY_UNITS, MOST_OF_A_TRAINED_WEIGHT_BY_UNITS
         if torch.get_num_threads() > 1:
             most, of_a_weight = MOST_TRAINED_BY_UNITS_OF_SEVERAL, MOST_OF_A_TRAINED_WEIGHT
-    if not _shares_threads():
-        most = MOST_TRAINED_BY_ONE
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= of_a_weight
     return fits and LEAST_OF_LIBRARY < rows * outputs * inputs <= most
 
@@ -183,5 +172,5 @@ def lstm_kernel_is_profitable(device: str, dtype: torch.dtype, batch: int, size:
     * AMX: 1.7 for 32 of 512, 3.2 to 1.2 for 8 to 64, 0.8 for 128; 2.4 for 32 of 1,024, 1.5 for 20 of 256, 0.8 for 32
       of 128, 1.2 for 4 of 64. Two threads: 2.1 for 32 of 512, 2.9 to 1.6 for 8 to 64, 1.1 for 128, 1.0 for 32 of 128.
     """
-    known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16() and _shares_threads()
+    known = device == "cpu" and dtype == torch.bfloat16 and cpu_has_bf16()
     return known and (not cpu_has_amx() or batch * STATES_BY_UNITS <= size)

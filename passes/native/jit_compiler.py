@@ -21,23 +21,21 @@ from pathlib import Path
 
 import torch
 
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import (
     FIX,
+    compiler,
+    compiler_words,
     folder,
-    forget,
-    forget_parts,
-    is_whole,
-    make_folder,
-    part_of,
     put,
+    refusal,
+    run_compiler,
     verified,
 )
 from amp_graph.passes.native.code_cache import FOLDER as FOLDER
-from amp_graph.passes.native.run_compiler import CompilerError as CompilerError
-from amp_graph.passes.native.run_compiler import compiler, compiler_words, refusal, run_compiler
+from amp_graph.passes.native.code_cache import CompilerError as CompilerError
 
 HEADER = Path(__file__).with_name("low_precision.h")  # which any source, here or elsewhere, may include
-IDENTITY = HEADER.with_name("library_identity.h")
 LEAST_OF_A_THREAD = 1 << 17  # elements per thread: starting a thread takes as long as some 50,000 of them
 # No fused multiply-add that the source does not ask for.
 FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
@@ -55,9 +53,8 @@ _locks: defaultdict[tuple[Path, tuple[str, ...]], threading.Lock] = defaultdict(
 # Symbols of torch's OpenMP, the same in GNU's and in compatible runtimes.
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _on_openmp: list[ctypes.CDLL] = []
-_refused: dict[tuple[str, tuple[str | None, ...]], str] = {}  # reasons, by source and by environment settings
-# What could not be compiled, and why, by compiler, directory and key: one attempt per process is enough.
-_failed: dict[tuple[tuple[str, ...], str, str], str] = {}
+# Why a source could not be compiled or loaded, with its macros and the environment's settings: one attempt is enough.
+_failed: dict[tuple[Path, tuple[str, ...], tuple[str | None, ...]], str] = {}
 _is_forked = False
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)
@@ -70,20 +67,23 @@ def load(source: Path, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
 
     Raises CompilerError if there is no compiler, if it fails, or if the directory is not trusted or not writable.
     """
+    attempt = (source, macros, _settings())
     with _locks[source, macros]:
+        if attempt in _failed:
+            raise CompilerError(_failed[attempt])
         try:
             return _loaded(source, macros)
         except CompilerError as error:
-            _refused[source.stem, _settings()] = str(error).partition("\n")[0]
+            _failed[attempt] = str(error)
             raise
 
 
 def why_refused() -> dict[str, list[str]]:
     """Return, by reason, the sources that could not be compiled or loaded with the current environment settings."""
     found: dict[str, list[str]] = {}
-    for (name, settings), why in list(_refused.items()):
+    for (source, _, settings), why in list(_failed.items()):
         if settings == _settings():
-            found.setdefault(why, []).append(name)
+            found.setdefault(first_line(why), []).append(source.stem)
     return found
 
 
@@ -104,11 +104,7 @@ def _loaded(source: Path, macros: tuple[str, ...]) -> ctypes.CDLL:
     try:
         kept, key = folder(), _key(source, options)
         path = verified(kept, key)
-        if path is not None and (found := _opened(path, key)) is not None:
-            return _sharing_threads(found)
-        if path is not None:
-            forget(path, key)
-        return _sharing_threads(_built(source, options, kept, key))
+        return _sharing_threads(_built(source, options, kept, key) if path is None else ctypes.CDLL(str(path)))
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a user without a home
         raise refusal(str(error), FIX) from error
 
@@ -131,16 +127,6 @@ def _cpu() -> tuple[str, ...]:
     except OSError:
         lines = [platform.processor()]
     return tuple(dict.fromkeys(lines))
-
-
-def _opened(path: Path, key: str) -> ctypes.CDLL | None:
-    """Load the library at ``path``; None if it is not the library of ``key``."""
-    try:
-        found = ctypes.CDLL(str(path))
-        said = (ctypes.c_char * (len(key) + 1)).in_dll(found, "amp_graph_key").value
-    except (OSError, ValueError):  # ValueError: no such symbol
-        return None
-    return found if said == key.encode() else None
 
 
 def _sharing_threads(found: ctypes.CDLL) -> ctypes.CDLL:
@@ -192,31 +178,19 @@ def threads_at_once(elements: int) -> int:
 
 def _built(source: Path, options: tuple[str, ...], kept: Path, key: str) -> ctypes.CDLL:
     """Compile ``source`` and load it; cache the library in the directory ``kept`` for later processes."""
-    made = (compiler(), str(kept), key)
-    if made in _failed:
-        raise CompilerError(_failed[made])
-    make_folder(kept)
-    forget_parts(kept)
-    part = part_of(kept, key, uuid.uuid4().hex)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.mkdir(mode=0o700, exist_ok=True)
+    part = kept / f"{key}.{uuid.uuid4().hex}.part"
+    part.touch(mode=0o700)  # raises in a directory that is not writable
     try:
-        _compile(source, (*options, f'-DAMP_GRAPH_KEY="{key}"'), part)
-        found = _opened(part, key) if is_whole(part) else None
-        if found is None:
-            raise refusal(f"{shlex.join(made[0])} did not produce a valid library of {source.name}")
+        arguments = [*options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}"]
+        run_compiler([*arguments, str(source), "-o", str(part), "-lm"])
+        try:
+            found = ctypes.CDLL(str(part))
+        except OSError as error:
+            raise refusal(f"{shlex.join(compiler())} did not produce a valid library of {source.name}") from error
         with contextlib.suppress(OSError):  # a full disk: this process runs it, and the next one compiles again
             put(part, key)
         return found
-    except CompilerError as error:
-        _failed[made] = str(error)
-        raise
     finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
-
-
-def _compile(source: Path, options: tuple[str, ...], made: Path) -> None:
-    """Compile to ``made``, a shared library."""
-    arguments = [*options, "-shared", "-fPIC", "-pthread", f"-I{HEADER.parent}", "-include", str(IDENTITY)]
-    run_compiler(compiler(), [*arguments, str(source), "-o", str(made), "-lm"])
-    if not made.is_file():
-        raise refusal(f"{shlex.join(compiler())} wrote no output file")
+        part.unlink(missing_ok=True)

@@ -7,10 +7,12 @@ Before: ``PermissionError``, ``ValueError: embedded null byte`` or a ``TypeError
 from __future__ import annotations
 
 import os
+import stat
+import uuid
+from pathlib import Path
 from typing import Any
 
-from amp_graph.lists.errors import AmpGraphError, shortened
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.lists.errors import AmpGraphError, Undo, shortened
 
 
 class FileError(AmpGraphError, OSError):
@@ -19,6 +21,28 @@ class FileError(AmpGraphError, OSError):
     def __str__(self) -> str:
         """Return the whole message; that of an OSError would be the system's alone."""
         return str(self.args[0])
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Replace the file ``path`` by ``content``, UTF-8 text. On failure: OSError, and the old file is unchanged.
+
+    Follows links, and keeps the mode of an old file. A device or a pipe (``/dev/stdout``) is written to directly.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    mode = target.stat().st_mode if target.exists() else None
+    if mode is not None and not stat.S_ISREG(mode):  # a directory raises here
+        target.write_bytes(data)
+        return
+    part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
+    with Undo(lambda: part.unlink(missing_ok=True)):
+        with open(part, "xb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        if mode is not None:
+            os.chmod(part, stat.S_IMODE(mode))
+        os.replace(part, target)
 
 
 def write_or_refuse(path: Any, content: str | bytes, who: str, fix: str, kind: type[AmpGraphError] = FileError) -> None:

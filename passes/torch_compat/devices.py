@@ -51,8 +51,7 @@ def stream_of(tensor: torch.Tensor) -> int | None:
         return 0
     if torch.cuda.is_current_stream_capturing():
         return None
-    found: int = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-    return found
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 _SUMS = ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation")
@@ -78,8 +77,13 @@ def set_sums_of_products(settings: tuple[Any, ...]) -> None:
 
 
 # Both kinds of products of each backend; "rnn" is left out, which no list keeps in full precision alone.
-BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
-_precision_of: Any = torch._C._get_fp32_precision_getter  # a fifth of the time of ``fp32_precision`` of torch.backends
+_PRODUCTS: dict[tuple[str, str], Any] = {
+    ("cuda", "matmul"): torch.backends.cuda.matmul,
+    ("cuda", "conv"): torch.backends.cudnn.conv,
+    ("cpu", "matmul"): torch.backends.mkldnn.matmul,
+    ("cpu", "conv"): torch.backends.mkldnn.conv,
+}
+_DEVICES: dict[str, Any] = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
 
 
 def fp32_precision(device: str, kind: str) -> str:
@@ -88,9 +92,10 @@ def fp32_precision(device: str, kind: str) -> str:
     A setting that is "none" is that of its backend, and then that of all backends; 2.11 - 2.13.
     ``torch.set_float32_matmul_precision`` and ``allow_tf32`` change the same settings.
     """
-    backend = BACKENDS.get(device)
-    places = () if backend is None else ((backend, kind), (backend, "all"), ("generic", "all"))
-    return next((found for place in places if (found := str(_precision_of(*place))) != "none"), "ieee")
+    if device not in _DEVICES:
+        return "ieee"
+    places = (_PRODUCTS[device, kind], _DEVICES[device], torch.backends)
+    return next((found for place in places if (found := str(place.fp32_precision)) != "none"), "ieee")
 
 
 def kernel_settings() -> tuple[object, ...]:
@@ -107,9 +112,9 @@ def kernel_settings() -> tuple[object, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
-        _precision_of("cuda", "conv"),
-        _precision_of("mkldnn", "matmul"),
-        _precision_of("mkldnn", "conv"),
+        cudnn.conv.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,
+        torch.backends.mkldnn.conv.fp32_precision,
     )
 
 

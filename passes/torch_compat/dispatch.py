@@ -30,11 +30,6 @@ enter_autocast, exit_autocast = _enter_autocast, _exit_autocast  # of a graph's 
 SET_GRAD: Any = torch._C._set_grad_enabled  # what a graph calls at both ends of ``no_grad``; 2.11 - 2.13
 
 
-def dispatch_has_kernel(op: OpOverload, key: str) -> bool:
-    """Say whether ``op`` has a kernel registered for the dispatch key named ``key``."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
-
-
 def dispatched(operator: Any) -> Callable[..., Any]:
     """Return the dispatcher's function of an operator overload, all that calling the overload calls. 2.11 - 2.13."""
     plain = type(operator) is OpOverload
@@ -43,13 +38,12 @@ def dispatched(operator: Any) -> Callable[..., Any]:
 
 
 # Looked up once, because every call of a converted model asks; 2.11 - 2.13.
-jit_trace: Callable[[], Any] = torch._C._get_tracing_state  # the state of ``torch.jit.trace``; None without one
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # of ``torch.func``
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording the current call."""
-    return jit_trace() is not None or torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

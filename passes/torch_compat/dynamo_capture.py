@@ -97,22 +97,14 @@ def failed_guards(frame: Any) -> list[tuple[str, Any]]:
     for entry in entries(frame.f_code) if entries is not None else ():
         with Attempt():  # what a guard reads may be freed: then there is nothing to report
             info = entry.guard_manager.check_verbose(frame.f_locals)
-            parts = [] if info.result else list(info.verbose_code_parts)
-            if len(parts) > 1:  # the guards on sizes, which are checked as one
-                parts = [part for part in parts if _is_false(part, entry.guard_manager, frame.f_locals)]
-            found += [(part, getattr(info, "user_stack", None)) for part in parts[:1]]
+            if not info.result:  # guards on sizes are checked as one
+                found.append((" and ".join(info.verbose_code_parts), getattr(info, "user_stack", None)))
     return found
 
 
 def is_remembered(code: types.CodeType) -> bool:
     """Say whether Dynamo has met ``code`` since the last ``torch._dynamo.reset()``; 2.11 - 2.13."""
     return code in torch._dynamo.convert_frame.input_codes
-
-
-def _is_false(part: str, manager: Any, local: dict[str, Any]) -> bool:
-    """Say whether one of Dynamo's guards fails for these locals."""
-    scope = {"L": local, "G": manager.global_scope["G"], **manager.closure_vars}
-    return not eval(part, dict(manager.global_scope), scope)
 
 
 # Errors of Dynamo's own tracing that running the code might not raise: of fake tensors, of unbacked sizes, of a dynamic

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.convert_frame import compile_lock  # held by each of Dynamo's captures
 from torch.nn.modules import transformer
 
-from amp_graph.passes.torch_compat.fake import free_unbacked_symbols
 from amp_graph.passes.torch_compat.versions import torch_version
 
 
@@ -124,7 +122,7 @@ def _calling_others(plain: Plain) -> Plain:
             function = getattr(fn, "value", getattr(fn, "fn", None))
         elif isinstance(fn, variables.GetAttrVariable) and isinstance(fn.obj, variables.TensorVariable):
             function, given = getattr(torch, fn.name, None), [fn.obj, *args]
-        found = _substitute(self, function, given, kwargs)
+        found = _substitute(self, function, kwargs)
         if found is None:
             return plain(self, fn, args, kwargs)
         return plain(self, variables.UserFunctionVariable(found), given, kwargs)
@@ -132,15 +130,13 @@ def _calling_others(plain: Plain) -> Plain:
     return call_function
 
 
-def _substitute(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+def _substitute(tx: Any, function: Any, kwargs: Any) -> Any:
     if getattr(function, "__name__", "") in _ASK_IF_COMPILED and function.__module__ in _ASKED:
         return None if _is_told_of_capture(tx) else is_compiling
     if function is transformer._detect_is_causal_mask:
         return mask_as_given
     if function is torch.masked_select and "out" not in kwargs:
         return masked_select_of_broadcast
-    if function is torch.nn.functional.batch_norm and any(map(_is_number_of_tensor, (*args, *kwargs.values()))):
-        return batch_norm_of_averages
     return None
 
 
@@ -169,11 +165,6 @@ def _is_told_of_capture(tx: Any) -> bool:
     if name.startswith("transformers.models."):
         return False
     return name.startswith(("torch.", "amp_graph.", "transformers.")) and name != transformer.__name__
-
-
-def _is_number_of_tensor(variable: Any) -> bool:
-    number = getattr(variable, "sym_num", None)
-    return number is not None and bool(free_unbacked_symbols(number))
 
 
 _translator = symbolic_convert.InstructionTranslatorBase
@@ -208,27 +199,3 @@ def masked_select_of_broadcast(input: Tensor, mask: Tensor) -> Tensor:
     input, mask = torch.broadcast_tensors(input, mask)
     selected: Tensor = torch.ops.aten.masked_select.default(input, mask)
     return selected
-
-
-def batch_norm_of_averages(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Return ``F.batch_norm`` for a ``momentum`` that is one over a tensor's count: ``nn.BatchNorm2d(momentum=None)``.
-
-    The kernel needs it as a number, which a graph does not know; the graph averages in the batch's statistics itself.
-    """
-    if running_mean is None or running_var is None or not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, 0.0, eps)
-    mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-    result = F.batch_norm(input, mean, var, weight, bias, True, 1.0, eps)
-    factor = torch.scalar_tensor(momentum, dtype=running_mean.dtype, device=running_mean.device)
-    running_mean.lerp_(mean, factor)
-    running_var.lerp_(var, factor)
-    return result

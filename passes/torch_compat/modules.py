@@ -33,13 +33,6 @@ def is_uninitialized(tensor: Tensor) -> bool:
     return is_lazy(tensor)
 
 
-def weights_of(module: Module) -> Iterator[Tensor]:
-    """Yield the stored parameters in ``module`` with two or more dimensions, also if parametrized or pruned."""
-    for parameter in module.parameters():
-        if not is_uninitialized(parameter) and parameter.dim() >= 2:
-            yield parameter
-
-
 def uninitialized(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of the uninitialized parameters and buffers."""
     return [name for name, tensor in named if is_uninitialized(tensor)]

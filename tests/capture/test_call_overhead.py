@@ -6,25 +6,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.mutation_guard import GenerationTracker
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
 
 X = torch.randn(3, 8)
-
-
-class Breaks(nn.Module):
-    """Two linears with a graph break between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.second(x)
 
 
 def found(model, *args, **kwargs):
@@ -47,19 +35,6 @@ def test_a_call_like_the_last_one_finds_its_code_and_another_does_not():
     assert found(model, X) is None
 
 
-def test_hooks_on_parts_are_seen():
-    model = amp_graph.convert(nn.Sequential(nn.Linear(8, 4)), strict=True)
-    model(X)
-    calls = []
-    handle = model[0].register_forward_hook(lambda *_: calls.append(1))
-    assert found(model, X) is None
-    model(X)
-    assert calls
-    handle.remove()
-    model(X)
-    assert found(model, X) is not None
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_where_autograd_is_compiled_the_long_way_is_gone(before):
     with torch._dynamo.config.patch(compiled_autograd=before):
@@ -68,18 +43,6 @@ def test_where_autograd_is_compiled_the_long_way_is_gone(before):
     for switched in (True, False):
         with torch._dynamo.config.patch(compiled_autograd=switched):
             assert (found(model, X) is None) is switched
-
-
-def test_what_goes_on_behind_a_break_is_converted_too():
-    model = amp_graph.convert(Breaks())
-    for _ in range(3):
-        before = conversion_of(model).runs
-        result = model(X)
-        assert conversion_of(model).runs == before + 2
-        assert found(model, X) is None
-    exact = amp_graph.revert(model)(X)
-    assert not torch.equal(result, exact)
-    assert torch.allclose(result, exact, atol=0.05)
 
 
 def test_a_stance_is_obeyed():
@@ -101,26 +64,12 @@ def test_what_dynamo_forgets_is_captured_anew():
     assert len(conversion_of(model).graphs) == 2
 
 
-def test_errors_of_a_model_left_as_it_is_arrive():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        amp_graph.convert(nn.Linear(8, 4), "O0")(X[:, :3])
-
-
 def test_errors_of_the_model_arrive():
     model = amp_graph.convert(nn.Linear(8, 4), strict=True)
     model(X)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(X[:, :3])
     assert found(model, X) is not None
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_calls_through_inductor_find_their_code_as_well():
-    model = amp_graph.convert(nn.Linear(8, 4), compile="inductor", strict=True)
-    first = model(X)
-    assert torch.equal(found(model, X)(X), first)
-    assert found(model, X[:2]) is None
-    assert torch.equal(model(X), first)
 
 
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
@@ -143,26 +92,6 @@ def test_a_training_step_finds_its_code_and_captures_what_is_new(compile):
     assert looked_up(X) is None
     step(X)
     assert len(step.captured) == 3
-
-
-def test_a_direct_call_is_counted_as_a_call():
-    """CUDA graphs tell one call's memory from the next one's by this number."""
-    from torch._dynamo.mutation_guard import GenerationTracker
-
-    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
-    model(X)
-    before = GenerationTracker.generation
-    model(X)
-    assert GenerationTracker.generation > before
-
-
-def test_the_guards_that_held_last_are_not_trusted_once_dynamo_dropped_them():
-    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
-    for x in (X, X[:2], X):
-        model(x)
-        assert torch.equal(found(model, x)(x), model(x))
-    torch._dynamo.reset()
-    assert found(model, X) is None
 
 
 def test_a_graph_goes_with_dynamos_entry():
@@ -201,9 +130,9 @@ def trained():
 
 def test_a_call_like_the_last_is_counted_and_right():
     model = trained()
-    runs, calls = conversion_of(model).runs, conversion_of(model).captured.limits.budget.calls
+    runs, generation = conversion_of(model).runs, GenerationTracker.generation  # by which CUDA graphs tell calls apart
     found = model(X)
-    assert (conversion_of(model).runs, conversion_of(model).captured.limits.budget.calls) == (runs + 1, calls + 1)
+    assert (conversion_of(model).runs, GenerationTracker.generation) == (runs + 1, generation + 1)
     weight, bias = model.weight.bfloat16(), model.bias.bfloat16()
     assert torch.equal(found, nn.functional.linear(X.bfloat16(), weight, bias).float())
 

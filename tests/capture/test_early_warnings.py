@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import amp_graph
-from amp_graph.capture import precompile_kernels
+from amp_graph.capture import diagnostics
 from amp_graph.capture.diagnostics import ELSE, fix_of
 from amp_graph.errors import AmpGraphWarning
 
@@ -18,14 +18,14 @@ X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.ara
 
 @pytest.fixture
 def _on(monkeypatch):
-    monkeypatch.setattr("amp_graph.capture.gradient_underflow.LARGEST_UNSCALED", 1.0)
+    monkeypatch.setattr("amp_graph.capture.missing_loss_scale.LARGEST_UNSCALED", 1.0)
     gc.collect()  # of scalers of other tests
 
 
 @pytest.fixture
 def _tells_of_kernels(monkeypatch):
-    monkeypatch.setattr(precompile_kernels, "WARNS", True)
-    monkeypatch.setattr(precompile_kernels, "_warned", set())
+    monkeypatch.setattr(diagnostics, "WARNS", True)
+    monkeypatch.setattr(diagnostics, "_warned", set())
 
 
 def said(policy, *, steps=2, scale=1.0, scaler=None):
@@ -72,7 +72,7 @@ def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     monkeypatch.setattr(jit_compiler, "load", jit_compiler.load.__wrapped__)  # not what other tests have loaded
     assert jit_compiler.load_if_possible(attention_kernel.SOURCE) is None
     found = [*said("bf16", steps=1), *said("bf16", steps=1)]
-    reason = "no C compiler: no-such-compiler not found" if way == "compiler" else "cache"
+    reason = "no C compiler: no-such-compiler not found" if way == "compiler" else str(tmp_path / "file")
     assert reason in found[0]
     assert len([one for one in found if "torch's kernels run in place of compiled ones (" in one]) == 1
     assert all(

@@ -49,11 +49,8 @@ KINDS = {
 }
 
 
-def train(model, optimizer, step=None):
+def train(model, optimizer):
     for _ in range(2):
-        if step is not None:
-            step(X, Y)
-            continue
         optimizer.zero_grad()
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()
@@ -78,20 +75,6 @@ def test_converting_computes_no_parametrization_and_training_is_as_under_autocas
         theirs = train(cast, optimizers[1])
     assert error(train(ours, optimizers[2]), exact) <= 1.2 * error(theirs, exact) + 2e-3
     assert all(b.dtype is torch.float32 for b in ours.buffers() if b.is_floating_point())
-
-
-@pytest.mark.parametrize("kind", ["spectral norm", "pruned"])
-def test_a_train_step_computes_no_parametrization_before_its_first_call(kind):
-    ours = nn.Sequential(KINDS[kind](nn.Linear(16, 16)), nn.ReLU(), nn.Linear(16, 4))
-    with torch.no_grad():
-        ours(X)
-    plain = copy.deepcopy(ours)
-    before = [b.clone() for b in ours.buffers()]
-    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
-    step = amp_graph.TrainStep(ours, F.cross_entropy, optimizer, "bf16")
-    assert all(map(torch.equal, ours.buffers(), before))
-    exact = train(plain, torch.optim.SGD(plain.parameters(), 0.1))
-    assert error(train(ours, None, step), exact) < 1e-2
 
 
 class Hidden(nn.Module):
@@ -243,21 +226,6 @@ def test_levels_that_change_parameters_want_them_initialized(policy):
 
 
 # -- how modules are read -----------------------------------------------------------------------------
-
-
-def test_plain_attributes():
-    module = Hidden()
-    module.option = 3
-    found = [modules.plain_attribute(module, n, "-") for n in ("option", "weight", "stored", "none", "forward")]
-    assert found == [3, "-", "-", "-", "-"]
-    assert modules.plain_attribute(module, "training") is True
-    assert modules.plain_attribute(amp_graph.precision("full")(type("Kept", (nn.Module,), {}))(), "amp_precision")
-
-
-def test_weights_are_read_as_they_are_stored():
-    shapes = [[tuple(w.shape) for w in modules.weights_of(KINDS[kind](nn.Linear(16, 4)))] for kind in KINDS]
-    assert shapes == [[(4, 16)], [(4, 1), (4, 16)], [(4, 16)], [(4, 16)], [(4, 16)], [(4, 16)]]
-    assert [*modules.weights_of(nn.LazyLinear(4))] == []
 
 
 def test_state_of_sees_a_change():

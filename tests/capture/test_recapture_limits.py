@@ -15,7 +15,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.recapture_limits import EARNS, FREE, MOST, NODES, PAUSE, Backoff, Budget
+from amp_graph.capture.recapture_limits import MOST
 from amp_graph.errors import AmpGraphWarning, CaptureError
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -45,14 +45,6 @@ class InverseRoot(Net):
         return self.b(torch.relu(self.a(x))) * self.calls**-0.5 + math.cos(self.calls / 10)
 
 
-class Exponential(Net):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.b(self.a(x)) * (1 - math.exp(-self.calls))
-
-
 class Annealed(Net):
     tau = 1.0
 
@@ -68,25 +60,6 @@ class Inside(Net):
 
     def forward(self, x):
         return self.parts(x)
-
-
-class Scheduled(Net):
-    schedule, at = (1.0, 0.5, 0.25), 0
-
-    def forward(self, x):
-        self.at += 1
-        return self.b(self.a(x)) * self.schedule[self.at % 3]
-
-
-class Settings(Net):
-    def __init__(self):
-        super().__init__()
-        self.settings = {"step": 0, "scale": 1.0}
-
-    def forward(self, x):
-        self.settings["step"] += 1
-        self.settings["scale"] *= 0.9
-        return self.b(self.a(x)) * self.settings["scale"] + self.settings["step"]
 
 
 class Epoch(Net):
@@ -184,8 +157,6 @@ def same(*args):
         (InverseRoot, same(), 4),
         (Annealed, same(), 3),
         (Inside, same(), 5),
-        pytest.param(Scheduled, same(), 6, marks=pytest.mark.slow),
-        pytest.param(Settings, same(), 3, marks=pytest.mark.slow),
         (Epoch, [(X, n, 0.9**n) for n in range(STEPS)], 4),
         (Epoch, [(torch.cat([X] * 3)[: n + 2], n) for n in range(STEPS - 2)], 4),
     ],
@@ -197,24 +168,14 @@ def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
     assert not warned
 
 
-@pytest.mark.parametrize("grad", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "fp16",
-        "bf16-O2",
-        pytest.param("bf16,accuracy=fast", marks=pytest.mark.slow),
-    ],
-)
-def test_a_counter_under_other_policies(policy, grad):
+@pytest.mark.parametrize("policy", ["fp16", "bf16-O2"])
+def test_a_counter_under_other_policies(policy):
     model = Counter()
     converted = amp_graph.convert(copy.deepcopy(model), policy)
-    with torch.set_grad_enabled(grad):
-        for _ in range(8):
-            found, wanted = converted(X), model(X)
-            assert (found - wanted).norm() < 0.05 * wanted.norm()
-            if grad:
-                found.sum().backward()
+    for _ in range(8):
+        found, wanted = converted(X), model(X)
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+        found.sum().backward()
     assert len(conversion_of(converted).graphs) <= 3
     assert converted.calls == 8
 
@@ -222,11 +183,10 @@ def test_a_counter_under_other_policies(policy, grad):
 @pytest.mark.parametrize(
     ("kind", "calls", "what"),
     [
-        (Curriculum, same(), r"self\.active, which is 5 now"),
-        pytest.param(Exponential, same(), r"self\.calls, which is 5 now", marks=pytest.mark.slow),
-        (Repeated, [(X, n) for n in range(STEPS)], "times, which is 5 now"),
-        (Repeated, [(X, torch.tensor(n)) for n in range(STEPS)], r"times\.item\(\), which is 5 now"),
-        (Named, [(X, f"both{n}") for n in range(STEPS)], "mode, which is 'both5' now"),
+        (Curriculum, same(), r"self\.active"),
+        (Repeated, [(X, n) for n in range(STEPS)], "times"),
+        (Repeated, [(X, torch.tensor(n)) for n in range(STEPS)], r"times.item\(\)"),
+        (Named, [(X, f"both{n}") for n in range(STEPS)], "mode"),
     ],
 )
 def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
@@ -234,7 +194,6 @@ def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
     assert len(conversion.graphs) == 5
     assert conversion.runs == 5
     assert re.search(f"captured 5 times.*under torch.autocast.*differ in {what}", warned)
-    assert "test_recapture_limits.py:" in warned
     assert "max_graphs" in warned
     assert any("captured 5 times" in note for note in amp_graph.report(conversion.model).notes)
 
@@ -245,7 +204,7 @@ def test_graphs_that_are_kept_go_on_being_used():
     runs = conversion.runs
     for n in [1, 2, 3] * 10:
         conversion.model(X, n)
-    assert conversion.runs >= runs + 30 - PAUSE  # some calls were not looked up
+    assert conversion.runs >= runs + 30
     conversion.model.eval()  # which has no calls without graphs yet
     conversion.model(X, 9)
     assert len(conversion.graphs) == 4
@@ -267,33 +226,13 @@ def test_pieces_of_a_call_are_counted_by_place():
     conversion, (warned,) = called(Speaking(depth=0), same(), max_graphs=3)
     assert len(conversion.graphs) == 2 * 3
     assert conversion.runs == 2 * 3 + STEPS - 3, "the first piece has a graph in every call, the second in three"
-    assert "code without a graph runs in fp32 from now on: they differ in self.calls, which is 4 now" in warned
-
-
-def test_large_graphs_are_captured_a_few_times(monkeypatch):
-    monkeypatch.setattr("amp_graph.capture.recapture_limits.NODES", 10)
-    torch.manual_seed(0)
-    conversion, (warned,) = called(Repeated(), [(X, n) for n in range(4, STEPS)])
-    assert len(conversion.graphs) == FREE + 1
-    assert "new captures get ever rarer" in warned
-
-
-def test_calls_earn_another_graph(monkeypatch):
-    monkeypatch.setattr("amp_graph.capture.recapture_limits.NODES", 0)
-    torch.manual_seed(0)
-    conversion, _ = called(Repeated(), [(X, n) for n in range(6)])
-    assert len(conversion.graphs) == FREE + 1
-    for _ in range(amp_graph.capture.recapture_limits.EARNS + amp_graph.capture.recapture_limits.PAUSE):
-        conversion.model(X, 1)
-    called_again = conversion.model(X, 7)
-    assert called_again.shape == (8, 4)
-    assert len(conversion.graphs) == FREE + 2
+    assert "code without one runs in fp32 from now on: they differ in self.calls (" in warned
 
 
 def test_strict_conversions_raise():
     model = amp_graph.convert(Repeated(), "bf16", strict=True, max_graphs=2)
     model(X, 1), model(X, 2)
-    with pytest.raises(CaptureError, match="differ in times, which is 3"):
+    with pytest.raises(CaptureError, match="differ in times"):
         model(X, 3)
 
 
@@ -303,11 +242,6 @@ def test_numbers_of_graphs_that_make_no_sense_are_refused(count):
     with pytest.raises(CaptureError, match="legal: a whole number"):
         amp_graph.convert(model, "bf16", max_graphs=count)
     assert conversion_of(model) is None
-
-
-def test_a_copy_keeps_the_limit():
-    model = amp_graph.convert(Repeated(), "bf16", max_graphs=2)
-    assert conversion_of(copy.deepcopy(model)).max_graphs == 2
 
 
 def test_users_errors_take_no_graphs():
@@ -324,8 +258,7 @@ def test_users_errors_take_no_graphs():
 def test_what_dynamo_forgets_is_not_counted():
     conversion, _ = called(Repeated(), [(X, n) for n in range(3)], max_graphs=2)
     torch._dynamo.reset()
-    for _ in range(2):  # the first may not be looked up
-        conversion.model(X, 5)
+    conversion.model(X, 5)
     assert len(conversion.graphs) == 3
 
 
@@ -345,40 +278,3 @@ def test_modes_and_orders_are_few_graphs():
         found, wanted = converted(X, options), model(X, options)
         assert (found - wanted).norm() < 0.05 * wanted.norm()
     assert len(conversion_of(converted).graphs) <= 4
-
-
-# -- the arithmetic of the limits ---------------------------------------------------------------------------
-
-
-def test_a_budget_is_nodes_and_then_calls_twice_as_many_each_time():
-    budget = Budget()
-    budget.spend(NODES)
-    assert budget.allows(), "up to and with the limit"
-    budget.spend(1)
-    assert (budget.earns, budget.beyond, budget.allows()) == (EARNS, NODES + 1, False)
-    budget.calls = EARNS - 1
-    assert not budget.allows()
-    budget.calls += 1
-    assert budget.allows()
-    budget.spend(3)
-    assert (budget.earns, budget.beyond, budget.calls, budget.allows()) == (2 * EARNS, NODES + 4, 0, False)
-
-
-def test_pauses_between_looks_at_guards_double_up_to_a_limit_and_end_with_a_hit():
-    bare = Backoff()
-    assert not bare.passes(True)
-    lengths = []
-    for _ in range(6):
-        bare.missed(True)
-        lengths.append(0)
-        while bare.passes(True):
-            lengths[-1] += 1
-    assert lengths == [1, 3, 7, 15, PAUSE, PAUSE]
-    bare.missed(True)
-    assert not bare.passes(False), "of the other mode"
-    with torch.no_grad():
-        assert not bare.passes(True)
-    bare.hit(False)
-    assert bare.passes(True)
-    bare.hit(True)
-    assert not bare.pauses

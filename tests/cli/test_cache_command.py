@@ -7,15 +7,15 @@ import pytest
 
 from amp_graph.cli.main import main
 
-KEY, DIGEST = "kernel-" + "0a" * 12, "1b" * 8
+KEY, DIGEST = "kernel-" + "0a" * 12, "1b" * 16
 
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """A cache of one library with its record, and a file of somebody else."""
+    """A cache of one library, and files of somebody else."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
-    for name in (f"{KEY}.{DIGEST}.so", f"{KEY}.sha256", "notes.txt", "other.so"):
+    for name in (f"{KEY}.{DIGEST}.so", "notes.txt", "other.so"):
         (folder / name).write_bytes(b"x" * 2048)
     monkeypatch.setenv("AMP_GRAPH_CACHE", str(folder))
     return folder
@@ -31,7 +31,7 @@ def test_list_shows_the_libraries_alone(kept, capsys):
     assert [row["library"] for row in told["libraries"]] == [f"{KEY}.{DIGEST}.so"]
 
 
-def test_clear_removes_libraries_and_records_and_nothing_else(kept, capsys):
+def test_clear_removes_libraries_and_nothing_else(kept, capsys):
     assert main(["cache", "clear"]) == 0
     assert "removed 1 libraries, 2 KiB" in capsys.readouterr().out
     assert sorted(os.listdir(kept)) == ["notes.txt", "other.so"]
@@ -50,7 +50,7 @@ def test_a_folder_that_others_may_write_to_is_refused(kept, capsys):
     kept.chmod(0o777)
     assert main(["cache", "clear"]) == 1
     assert "may be written to by others" in capsys.readouterr().err
-    assert len(os.listdir(kept)) == 4
+    assert len(os.listdir(kept)) == 3
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -18,7 +18,7 @@ import torch
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from amp_graph.passes.backends.recurrent import lstm_kernel
-from amp_graph.passes.native import gemm_builds, jit_compiler
+from amp_graph.passes.native import jit_compiler, kernel_table
 from tests.guard.memory import PLACES
 
 HERE = Path(__file__).parent
@@ -61,11 +61,11 @@ def prepare(variant: Variant, called: set[tuple[str, str]]) -> None:
         torch.backends.cpu.get_cpu_capability = lambda: capability
     if variant.build == "emulated units":
         version = f"-DEMULATED=0x{hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]}"
-        flags = (*gemm_builds.DOT_PRODUCTS, "-DMATRIX_UNITS", "-include", str(TILES), version)
+        flags = (*kernel_table.DOT_PRODUCTS, "-DMATRIX_UNITS", "-include", str(TILES), version)
         _tiled(lambda source, part=(): jit_compiler.load(source, (*flags, *part)))
         amx_gemm.built = lambda source, *_: jit_compiler.load(source, flags)
     if variant.build == "dot products":
-        _tiled(lambda source, part=(): gemm_builds.built(source, part=part))
+        _tiled(lambda source, part=(): kernel_table.built(source, part=part))
     _note_calls(called)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from amp_graph.passes.backends.cpu.linear import amx_gemm, linear_functions, panel_gemm
-from amp_graph.passes.native import gemm_builds
+from amp_graph.passes.native import kernel_table
 from amp_graph.passes.native.jit_compiler import CompilerError, load
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
@@ -17,14 +17,14 @@ M_PERTURB, LARGE = -6, 0x80  # malloc.h: fills what is given out with 0x7f, numb
 
 def built(source, name, part=()):
     """The library as it is called, or a skip where this machine cannot have it; ``part``: of it, by macros."""
-    if name == "emulated units" and gemm_builds.built(panel_gemm.SOURCE):
+    if name == "emulated units" and kernel_table.built(panel_gemm.SOURCE):
         version = hashlib.sha256(TILES.read_bytes()).hexdigest()[:8]
         macros = ("-DMATRIX_UNITS", "-include", str(TILES), f"-DEMULATED=0x{version}")
         try:
-            return load(source, (*gemm_builds.DOT_PRODUCTS, *macros, *part))
+            return load(source, (*kernel_table.DOT_PRODUCTS, *macros, *part))
         except CompilerError as error:
             pytest.fail(str(error))
-    found = gemm_builds.built(source, *(gemm_builds.MATRIX_UNITS if name == "matrix units" else ()), part=part)
+    found = kernel_table.built(source, *(kernel_table.MATRIX_UNITS if name == "matrix units" else ()), part=part)
     return found or pytest.skip(f"needs a C compiler, and a CPU for {name}")
 
 

@@ -10,7 +10,7 @@ from tests.versions.plain_cpu import plain_environment
 
 STATE = """
 import torch
-from amp_graph.passes.native.run_compiler import CompilerError, compiler
+from amp_graph.passes.native.code_cache import CompilerError, compiler
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 try:
     found = compiler()

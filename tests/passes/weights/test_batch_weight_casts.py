@@ -284,7 +284,7 @@ def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
 @pytest.mark.parametrize(("layers", "grouped"), [(3, False), (4, True)])
 def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr("amp_graph.capture.precompile_kernels.WARNS", False)
+    monkeypatch.setattr("amp_graph.capture.diagnostics.WARNS", False)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
     monkeypatch.setattr(CastWeights, "run", lambda self, gm: PassResult(gm))
     model = amp_graph.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), TOGETHER, strict=True)

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError, threads_for
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import best, kernel
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")

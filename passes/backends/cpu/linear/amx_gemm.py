@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native.gemm_builds import MATRIX_UNITS, built
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import MATRIX_UNITS, built, kernel
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
 from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
 from amp_graph.passes.torch_compat.storage import address_of

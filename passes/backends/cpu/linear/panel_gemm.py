@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_graph.passes.native.gemm_builds import best
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import best, kernel
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 

@@ -184,43 +184,6 @@ def test_two_processes_train_as_one_with_twice_the_batch(name, level, near, tmp_
     assert both == pytest.approx(alone, abs=near, rel=near)
 
 
-STYLES = {
-    "imagenet": [
-        ("--opt-level O2 --channels-last --cudnn-benchmark", 2**-5),
-        ("--opt-level O3 --keep-batchnorm-fp32 True", 2**-5),
-        ("--opt-level O1 --dtype fp16 --static-loss-scale 128.0", 2**-9),
-        ("--opt-level O2 --dtype fp16 --static-loss-scale 128.0", 2**-8),
-    ],
-    "bert_classifier": [
-        ("--fp16 --loss_scale 0 --opt_level O1", 2**-9),
-        ("--fp16 --loss_scale 128", 2**-8),
-        ("--opt_level O1 --gradient_accumulation_steps 2", 2**-6),
-        ("--fp16 --loss_scale 0 --gradient_accumulation_steps 2", 2**-8),
-    ],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "words", "near"), [(n, *style) for n, styles in STYLES.items() for style in styles])
-def test_two_processes_train_as_one_in_each_style(name, words, near, tmp_path):
-    """Within rounding; ``tests.example_styles`` has the longer runs.
-
-    A dynamic scale in fp16 may skip other steps: halves of a batch have larger gradients than their average.
-    """
-    small = {
-        "imagenet": ["--epochs 1 --steps 3 --size 32 --norm group --lr 0.004 -b 8", "-b 4"],
-        "bert_classifier": [
-            f"--num_train_epochs 1 --max_steps 4 --train_batch_size 16 --dropout 0 {' '.join(TINY_BERT)}",
-            "",
-        ],
-    }
-    base, half = small[name]
-    one = [*base.split(), *words.split()]
-    (alone,), (both,) = losses(tmp_path, 1, name, *one), losses(tmp_path, 2, name, *one, *half.split())
-    assert len(alone) >= 3
-    assert both == pytest.approx(alone, abs=near, rel=near)
-
-
 @pytest.mark.slow
 def test_batch_norms_of_two_processes_are_those_of_fp32_in_two(tmp_path):
     """Their statistics are each process's own, so that one process is no yardstick.

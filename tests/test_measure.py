@@ -33,13 +33,6 @@ def test_the_reference_is_exact_and_a_plain_run_has_fp32_errors():
     assert max(gradient_errors(plain, ref).values()) < 1e-5
 
 
-def test_autocast_has_bf16_errors_and_seeds_differ():
-    ref, low = measure.reference(MLP), measure.run(MLP, context=autocast)
-    assert 1e-3 < measure.output_error(low, ref) < 2e-2
-    assert 1e-3 < max(gradient_errors(low, ref).values()) < 5e-2
-    assert not torch.equal(measure.reference(MLP, 1).outputs[0], ref.outputs[0])
-
-
 def _lose_bias(model):
     model[0].bias.register_hook(torch.zeros_like)
     return model
@@ -82,11 +75,6 @@ class Times(nn.Module):
         return x * self.factor
 
 
-def test_outputs_of_other_shapes_are_refused():
-    with pytest.raises(ValueError, match="shape"):
-        measure.output_error(measure.run(MLP, prepare=lambda m: m[:1]), measure.reference(MLP))
-
-
 def test_a_gradient_that_is_mathematically_zero_is_measured_by_the_average_gradient():
     norm = case(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)), 32, 8)
     ref = measure.reference(norm)
@@ -99,12 +87,6 @@ def test_a_gradient_that_is_mathematically_zero_is_measured_by_the_average_gradi
     # ... and yet a wrong gradient there is found.
     wrong = Run(low.outputs, low.loss, {**low.grads, "0.bias": low.grads["0.bias"] + 1})
     assert gradient_errors(wrong, ref)["0.bias"] > 1
-
-
-def test_a_small_gradient_keeps_its_own_scale():
-    true = {"big": torch.ones(4, dtype=torch.float64), "small": torch.full((4,), 1e-3, dtype=torch.float64)}
-    lost = Run((), 0.0, {"big": true["big"], "small": torch.zeros(4, dtype=torch.float64)})
-    assert gradient_errors(lost, Run((), 0.0, true)) == {"big": 0.0, "small": 1.0}
 
 
 class Autocasted(nn.Module):

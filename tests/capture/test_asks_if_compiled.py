@@ -51,8 +51,9 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Asks, AsksBehindABreak])
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    ("kind", "question"), [*((Asks, question) for question in QUESTIONS), (AsksBehindABreak, library_asks)]
+)
 def test_it_hears_that_it_is_not(kind, question):
     model, x = kind(question), torch.randn(4, 8)
     want = model(x)
@@ -136,10 +137,9 @@ def inputs_of(name, padding):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "padding", "attention"),
-    [(name, None, None) for name in LIBRARY]
-    + [("Nystromformer", "", None), ("Bert", "", None)]
-    + [("Bart", p, None) for p in ("", "left", "right")]
-    + [(name, p, a) for name in ("Llama", "Mistral") for p in ("", "left", "right") for a in ("sdpa", "eager")],
+    [(name, None, None) for name in LIBRARY if name not in ("Bert", "Llama", "Mistral")]
+    + [("Nystromformer", "", None), ("Bert", "", None), ("Bart", "left", None), ("Bart", "right", None)]
+    + [("Llama", "left", "sdpa"), ("Llama", "right", "eager"), ("Mistral", "", "sdpa"), ("Mistral", "left", "eager")],
 )
 def test_a_library_that_asks(name, padding, attention):
     model, given = tiny(name, attention), inputs_of(name, padding)

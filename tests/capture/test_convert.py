@@ -9,15 +9,10 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.errors import CaptureError
 from tests.corpus import CASES, make
-from tests.measure import DtypeLog
 
 BF16 = torch.bfloat16
-PRODUCTS = {
-    "aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution",
-    "aten.mkldnn_rnn_layer",
-}  # fmt: skip
 
 
 class Net(nn.Module):
@@ -30,31 +25,7 @@ class Net(nn.Module):
         return self.second(F.gelu(self.norm(self.first(x)))) + self.shift
 
 
-def products(model, *args, **kwargs):
-    """Dtypes of the matrix products and convolutions that one call executes."""
-    with DtypeLog() as log:
-        model(*args, **kwargs)
-    return [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS]
-
-
-def assert_runs_low(model, *args, dtype=BF16, **kwargs):
-    before = conversion_of(model).runs
-    model(*args, **kwargs)  # captures, if it has to
-    found = products(model, *args, **kwargs)
-    assert found
-    assert set(found) == {dtype}
-    assert conversion_of(model).runs == before + 2
-
-
 # -- the same object ----------------------------------------------------------------------------------
-
-
-def test_the_same_object_comes_back():
-    model = Net()
-    assert amp_graph.convert(model) is model
-    assert isinstance(model, Net)
-    assert_runs_low(model, torch.randn(6, 16))
-    assert type(model) is Net
 
 
 def test_parameters_keys_and_dtypes_stay():
@@ -86,25 +57,6 @@ def test_frozen_later_and_thawed_later():
     model.first.requires_grad_(True)
     model(x).sum().backward()
     assert model.first.weight.grad is not None
-
-
-def test_training_converges_like_fp32():
-    losses = {}
-    for policy in (None, "bf16"):
-        torch.manual_seed(0)
-        model, x = Net(), torch.randn(32, 16)
-        target = x[:, :4] * 2 - 1
-        if policy:
-            amp_graph.convert(model, policy)
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), target)
-            loss.backward()
-            optimizer.step()
-        losses[policy] = loss.item()
-    assert losses[None] < 0.2
-    assert losses["bf16"] == pytest.approx(losses[None], rel=0.1)
 
 
 def test_outputs_keep_their_captured_dtype_unless_told():
@@ -178,13 +130,6 @@ def test_revert_leaves_nothing_behind():
         amp_graph.report(model)
 
 
-def test_converted_again_after_revert_with_another_policy():
-    model, x = amp_graph.convert(Net(), "bf16"), torch.randn(6, 16)
-    assert_runs_low(model, x)
-    amp_graph.convert(amp_graph.revert(model), "fp16")
-    assert_runs_low(model, x, dtype=torch.float16)
-
-
 def test_level_o0_runs_as_written():
     model, x = Net().eval(), torch.randn(6, 16)
     before = model(x)
@@ -194,15 +139,6 @@ def test_level_o0_runs_as_written():
 
 
 # -- what goes in and comes out -----------------------------------------------------------------------
-
-
-def test_keyword_arguments_and_nested_options():
-    case = CASES["keyword_inputs"]
-    model, args, kwargs = make(case)
-    assert_runs_low(amp_graph.convert(model, "bf16"), *args, **kwargs)
-    out = model(*args, **kwargs)
-    assert set(out) == {"mixed", "weights"}
-    assert out["mixed"].dtype == torch.float32
 
 
 @dataclass
@@ -230,25 +166,6 @@ def test_dataclass_outputs_keep_their_type():
         assert out.note == "as given"
         torch.testing.assert_close(out.right, out.left * 2)
     assert conversion_of(model).runs == 2
-
-
-def test_transformers_outputs_and_attributes():
-    model, args, kwargs = make("bert_sdpa")
-    plain = type(model(*args, **kwargs))
-    amp_graph.convert(model, "bf16")
-    assert_runs_low(model, *args, **kwargs)
-    out = model(*args, **kwargs)
-    assert type(out) is plain
-    assert out.loss.dtype == torch.float32
-    assert model.config.hidden_size == 32
-
-
-def test_generate_of_transformers():
-    model, _, kwargs = make("gpt2")
-    amp_graph.convert(model.eval(), "bf16")
-    ids = model.generate(kwargs["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert ids.shape == (2, kwargs["input_ids"].shape[1] + 3)
-    assert conversion_of(model).runs >= 3
 
 
 def test_tied_weights_stay_tied_and_add_their_gradients():
@@ -288,20 +205,3 @@ def test_writes_into_buffers_are_kept():
     for name in ("mean", "queue"):
         assert getattr(model, name).dtype == torch.float32
         torch.testing.assert_close(getattr(model, name), getattr(plain, name), rtol=2e-2, atol=2e-2)
-
-
-def test_batch_norm_statistics_are_full_precision():
-    model, plain, x = Net(), Net(), torch.randn(64, 16) * 3 + 1
-    plain.load_state_dict(model.state_dict())
-    amp_graph.convert(model)
-    for _ in range(3):
-        model(x)
-        plain(x)
-    assert model.norm.num_batches_tracked.item() == 3
-    assert model.norm.running_mean.dtype == torch.float32
-    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var, rtol=1e-2, atol=1e-3)
-
-
-def test_the_users_own_errors_are_no_part_of_ours():
-    assert issubclass(AmpGraphWarning, UserWarning)
-    assert issubclass(CaptureError, AmpGraphError)

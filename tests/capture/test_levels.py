@@ -62,11 +62,6 @@ def test_o2_holds_all_but_norms_low_in_the_same_parameter_objects():
     assert all(p.grad is None or p.grad.dtype is p.dtype for p in model.parameters())
 
 
-def test_keep_fp32_names_modules_that_stay():
-    model = amp_graph.convert(Net(), "bf16-O2,keep_fp32=second")
-    assert {name for name, dtype in dtypes(model).items() if dtype is BF16} == {"first.weight", "first.bias"}
-
-
 def test_o3_holds_all_low_and_keeps_no_masters():
     model = amp_graph.convert(Net(), "bf16-O3")
     assert set(dtypes(model).values()) == {BF16}
@@ -388,20 +383,6 @@ def test_resumed_at_any_level_it_is_the_same_run(first, second):
     assert all(torch.equal(state[i][name], wanted[i][name]) for i in wanted for name in wanted[i])
 
 
-def test_o3_resumes_too():
-    whole, theirs = build()
-    train(amp_graph.convert(whole, "bf16-O3"), theirs, batches(50))
-    model, optimizer = build()
-    given = list(batches(50))
-    train(amp_graph.convert(model, "bf16-O3"), optimizer, given[:25])
-    states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    model, optimizer = build(seed=9)
-    amp_graph.convert(model, "bf16-O3").load_state_dict(states[0])
-    optimizer.load_state_dict(states[1])
-    train(model, optimizer, given[25:])
-    assert same(parameters(whole), parameters(model))
-
-
 # -- the whole step -----------------------------------------------------------------------------------
 
 
@@ -421,44 +402,25 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     assert torch.equal(model.first.weight, master_of(model.first.weight).half())
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["bf16-O2", "fp16-O2"])
-@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(policy, options):
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
+def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(options):
     model, optimizer = build(optimizer=torch.optim.Adagrad, **options)
-    train(amp_graph.convert(model, policy), optimizer, batches(5))
+    train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(5))
     other, _ = build(optimizer=torch.optim.Adagrad, **options)
-    amp_graph.convert(other, policy)
+    amp_graph.convert(other, "bf16-O2")
     theirs = torch.optim.Adagrad(other.parameters(), **{**optimizer.defaults, **options})
     train(other, theirs, batches(5))
     assert {state["sum"].dtype for state in theirs.state.values()} == {F32}
     assert same(parameters(model), parameters(other))
 
 
-class RoundedOnce(torch.optim.SGD):
-    """What SGD is to do with parameters in low precision; torch's fused kernel for CPUs leaves most as they are."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.copy_(p.float() - torch.tensor(group["lr"]) * p.grad.float())
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "wanted"),
-    [
-        (torch.optim.AdamW, {"fused": True}, torch.optim.AdamW),
-        (torch.optim.SGD, {"fused": True}, RoundedOnce),
-        (torch.optim.RMSprop, {}, torch.optim.RMSprop),
-    ],
-)
-def test_a_train_step_at_o3_updates_the_low_parameters_themselves(kind, options, wanted):
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.RMSprop, {})])
+def test_a_train_step_at_o3_updates_the_low_parameters_themselves(kind, options):
     model, optimizer = build(optimizer=kind, **options)
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O3")
     for x, y in batches(10):
         step(x, y)
-    other, theirs = build(optimizer=wanted, **options)
+    other, theirs = build(optimizer=kind, **options)
     train(amp_graph.convert(other, "bf16-O3"), theirs, batches(10))
     assert set(dtypes(model).values()) == {BF16}
     assert same(parameters(model), parameters(other))

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from tests.measure import DtypeLog
 
@@ -206,15 +205,6 @@ def test_a_module_with_a_wish():
         model(X)
     assert [t[0] for name, t in log.entries if name == "aten.addmm"] == [BF16, torch.float32, BF16]
     assert "amp_graph.precision" in amp_graph.report(model).text()
-
-
-def test_a_wrapped_model_is_converted_inside():
-    model = nn.DataParallel(mlp())
-    assert amp_graph.convert(model) is model
-    model(X)
-    assert conversion_of(model).model is model.module
-    assert amp_graph.report(model).graphs
-    assert conversion_of(amp_graph.revert(model)) is None
 
 
 def test_a_typo_in_keep_fp32_is_said():

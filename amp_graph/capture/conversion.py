@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.jit import is_tracing
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.as_written import AsWritten
@@ -42,6 +41,7 @@ from amp_graph.passes.torch_compat.dispatch import (
     in_transform,
     innermost_transform,
     is_autocast_on,
+    is_tracing,
     mode_without_capture,
 )
 from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from amp_graph.lists.path_pattern import matches
 from amp_graph.passes.graph.meta_keys import MODULE
-from amp_graph.passes.torch_compat.dispatch import HigherOrderOperator, OpOverload
+from amp_graph.passes.torch_compat.dispatch import HigherOrderOperator, OpOverload, dispatch_has_kernel
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Functions of Python's ``operator`` that write to their first argument if it is a tensor.
@@ -84,12 +84,12 @@ def is_zero(argument: Any) -> bool:
 
 def autocast_has_rule(op: OpOverload, device: str) -> bool:
     """Say whether ``torch.autocast`` casts the operands of ``op`` on a device of type ``device``."""
-    return bool(op.has_kernel_for_dispatch_key(f"Autocast{device.upper()}"))
+    return dispatch_has_kernel(op, f"Autocast{device.upper()}")
 
 
 def is_composite(op: OpOverload) -> bool:
     """Say whether ``op`` is CompositeImplicitAutograd: implemented by other operators."""
-    return bool(op.has_kernel_for_dispatch_key("CompositeImplicitAutograd"))
+    return dispatch_has_kernel(op, "CompositeImplicitAutograd")
 
 
 def changes_shape_by_data(op: OpOverload) -> bool:

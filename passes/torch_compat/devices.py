@@ -77,13 +77,15 @@ def set_sums_of_products(settings: tuple[Any, ...]) -> None:
 
 
 # Both kinds of products of each backend; "rnn" is left out, which no list keeps in full precision alone.
+_CUDNN: Any = torch.backends.cudnn  # their stubs leave out some of these settings
+_ONEDNN: Any = torch.backends.mkldnn
 _PRODUCTS: dict[tuple[str, str], Any] = {
     ("cuda", "matmul"): torch.backends.cuda.matmul,
-    ("cuda", "conv"): torch.backends.cudnn.conv,
-    ("cpu", "matmul"): torch.backends.mkldnn.matmul,
-    ("cpu", "conv"): torch.backends.mkldnn.conv,
+    ("cuda", "conv"): _CUDNN.conv,
+    ("cpu", "matmul"): _ONEDNN.matmul,
+    ("cpu", "conv"): _ONEDNN.conv,
 }
-_DEVICES: dict[str, Any] = {"cuda": torch.backends.cudnn, "cpu": torch.backends.mkldnn}
+_DEVICES: dict[str, Any] = {"cuda": _CUDNN, "cpu": _ONEDNN}
 
 
 def fp32_precision(device: str, kind: str) -> str:
@@ -112,9 +114,9 @@ def kernel_settings() -> tuple[object, ...]:
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
-        cudnn.conv.fp32_precision,
-        torch.backends.mkldnn.matmul.fp32_precision,
-        torch.backends.mkldnn.conv.fp32_precision,
+        _CUDNN.conv.fp32_precision,
+        _ONEDNN.matmul.fp32_precision,
+        _ONEDNN.conv.fp32_precision,
     )
 
 

@@ -37,13 +37,20 @@ def dispatched(operator: Any) -> Callable[..., Any]:
     return found
 
 
+def dispatch_has_kernel(op: Any, key: str) -> bool:
+    """Say whether ``op``, an overload, has a kernel registered for the dispatch key named ``key``."""
+    return bool(op.has_kernel_for_dispatch_key(key))
+
+
 # Looked up once, because every call of a converted model asks; 2.11 - 2.13.
+_jit: Any = torch.jit  # exports its names, but not explicitly
+is_tracing: Callable[[], bool] = _jit.is_tracing
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # of ``torch.func``
 
 
 def being_traced() -> bool:
     """Say whether ``torch.jit.trace`` or ``torch.export`` is recording the current call."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return is_tracing() or torch.compiler.is_exporting()
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -136,8 +136,7 @@ def test_a_number_that_changes_becomes_a_symbol(kind, batches):
 def test_what_cannot_be_captured_for_all_runs_as_it_is_written(policy, optimizer, options):
     step, (warned,) = compare(Times, turns(), policy, optimizer, max_graphs=3, **options)
     assert len(step.captured) == 3
-    assert re.search(r"captured 3 times.*torch.autocast.*differ in batch\[0\]\[1\], which is 3 now", warned)
-    assert "test_step_variants.py:" in warned
+    assert re.search(r"captured 3 times.*torch.autocast.*differ in batch\[0\]\[1\]", warned)
     assert any("captured 3 times" in note for note in amp_graph.report(step).notes)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 
 LOW = torch.bfloat16
 SHAPES = ((1024, 768), (512, 768), (1576, 384), (256, 256), (128, 768))

@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import AmpGraphError, ListError, warn
 from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_errors import told_of_fakes
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.verify import Checked, Contract, verify
@@ -138,8 +137,7 @@ def _wrapped(one: Pass, error: Exception) -> AmpGraphError:
     elif isinstance(error, PassError):
         told = error if one.name in str(error) else PassError(f"pass {one.name} failed: {error}")
     else:
-        what = told_of_fakes(error) or f"{type(error).__name__}: {error}"
-        told = PassError(f"pass {one.name} failed: {what}{_at_node(error)}")
+        told = PassError(f"pass {one.name} failed: {type(error).__name__}: {error}{_at_node(error)}")
     if told is not error:
         told.__cause__ = error
     return told

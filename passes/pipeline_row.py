@@ -1,15 +1,13 @@
-"""What a row of the table of passes says: stage, phase, conditions, order, exactness; and the check of the order.
+"""What a row of the table of passes says: stage, phase, conditions, order, exactness. A test checks the order.
 
-Before: ``Row(RemoveNoOpDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``. After: ``checked([..., row, ...])``,
-or a ``PassError`` that names the row that stands in the wrong place, and the place.
+``Row(RemoveNoOpDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``.
 """
 
 from __future__ import annotations
 
-import difflib
 import enum
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from amp_graph.passes.base import Pass, PassError
@@ -199,43 +197,3 @@ class Row:
             )
         make: Callable[..., Pass] = self.cls
         return make(options) if "options" in getattr(make, "__dataclass_fields__", ()) else make()
-
-
-def checked(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return ``rows``; raise PassError for one in the wrong place, a second one of a pass, or an unknown name."""
-    table = tuple(rows)
-    places: dict[str, int] = {}
-    for place, row in enumerate(table):
-        if row.name in places:
-            raise PassError(
-                f"pipeline: the pass {row.name!r} has two rows\n  legal: one row a pass, with all of its phases\n"
-                f"  fix:   delete one of them, or give the second class a name of its own"
-            )
-        places[row.name] = place
-    for row in table:
-        for name in (*row.all_after, *row.all_before, *row.joins):
-            _check_known(row, name, places)
-        for first, second in (*((n, row.name) for n in row.all_after), *((row.name, n) for n in row.all_before)):
-            _check_order(first, second, row, places)
-    return table
-
-
-def _check_known(row: Row, name: str, places: dict[str, int]) -> None:
-    if name not in places:
-        near = difflib.get_close_matches(name, places, 1, 0.4)
-        raise PassError(
-            f"pipeline: the row of {row.name!r} names {name!r}, which is no pass of the table\n"
-            f"  legal: names of passes, such as {near[0] if near else FIRST!r}\n"
-            f"  fix:   {'did you mean ' + repr(near[0]) + '?' if near else 'leave it out of the row'}"
-        )
-
-
-def _check_order(first: str, second: str, row: Row, places: dict[str, int]) -> None:
-    if places[first] > places[second]:
-        other = second if row.name == first else first
-        side = "before" if row.name == first else "behind"
-        raise PassError(
-            f"pipeline: the pass {row.name!r} stands on the wrong side of {other!r}\n"
-            f"  legal: {first!r} before {second!r}\n"
-            f"  fix:   move the row of {row.cls.__name__} {side} that of {other!r}"
-        )

@@ -50,7 +50,6 @@ from amp_graph.passes.pipeline_row import (
     Row,
     Stage,
     approximate,
-    checked,
 )
 from amp_graph.passes.precision.decompose_composites import DecomposeComposites
 from amp_graph.passes.precision.plan_precision import PlanPrecision
@@ -62,7 +61,6 @@ from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
 from amp_graph.passes.step.row_gradients import RowGradients
 from amp_graph.passes.weights.batch_weight_casts import BatchWeightCasts
-from amp_graph.passes.weights.cast_weights import CastWeights
 from amp_graph.passes.weights.frozen_weights import FreezeWeights
 
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -76,7 +74,7 @@ CALLS, COMPILED, HANDOVER, INDUCTOR, STEP = (
 OURS, RUNS, TRAINS, FREEZES = (OPAQUE,), (OPAQUE, EAGER), (OPAQUE, TRAINING), (OPAQUE, FROZEN)
 
 
-TABLE = checked((
+TABLE = (
     Row(IdentifyOps, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(WidenHalves, Stage.GRAPH, BIT_EXACT, skippable=False),
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, skippable=False,
@@ -142,8 +140,6 @@ TABLE = checked((
     # Graphs that run eagerly in calls of a model; a training step casts its weights inside.
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, CALLS, needs=(FROZEN,),
         skippable=False),
-    Row(CastWeights, WEIGHTS, BIT_EXACT, CALLS, CPU, (TRAINING,),
-        worth="not measured: AMX"),
     Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, CALLS, CUDA, after=("freeze-weights",),
         worth="not measured: CUDA"),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, (*CALLS, *COMPILED), CPU, TRAINS),
@@ -158,4 +154,4 @@ TABLE = checked((
         worth="not measured: AMX"),
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
     Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS),
-))  # fmt: skip
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """Traits of the functions that passes insert into graphs, declared by the module that defines each function.
 
 Before: a list in the core of every function and module of the backends. After: ``own_functions(__name__)`` at the top
-of a module, ``declare(pointwise_conv, fp32_weight_gradient=True)`` below a function; ``traits_of(node.target)``.
+of a module, ``declare(norm_add_relu, saves=...)`` below a function; ``traits_of(node.target)``.
 
 A function without a declaration has no traits: the core treats it like any operation that the user called.
 """
@@ -39,12 +39,10 @@ class Recomputable:
 class Traits:
     """The traits of a function.
 
-    fp32_weight_gradient: its backward returns the gradient of its weight in fp32, if our C kernel computes it.
     saves: tells for a call and one of its inputs whether that input is saved for backward; None if unknown.
     recomputable: how its result is recomputed in backward.
     """
 
-    fp32_weight_gradient: bool = False
     saves: Callable[[Node, Node], bool] | None = None
     recomputable: Recomputable | None = None
 

@@ -14,7 +14,6 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_errors import told_of_fakes
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, value
 from amp_graph.passes.graph.graph_text import target_text, type_text
 from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
@@ -187,7 +186,7 @@ def _check_value(node: Node, mode: Any) -> None:
     except DEPENDS_ON_DATA:
         return
     except Exception as error:
-        raise VerifyError(_message(node, f"cannot run on its inputs: {told_of_fakes(error) or error}")) from error
+        raise VerifyError(_message(node, f"cannot run on its inputs: {error}")) from error
     told, found = tensors(stored), tensors(fresh)
     if len(told) != len(found) or not all(map(_alike, told, found)):
         raise VerifyError(_message(node, f"its metadata says {type_text(stored)}, it computes {type_text(fresh)}"))

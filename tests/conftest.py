@@ -114,7 +114,6 @@ def _freeze():
 
 # Thresholds of calls, for which the tests' tensors are too small, and the values at which everything is rewritten.
 ALWAYS_PROFITABLE = {
-    "amp_graph.passes.backends.cpu.linear.lower_linears.MOST_BEHIND_RECURRENCE": -1,
     "amp_graph.passes.casts.share_casts.FEWEST_SHARED": 0,
     "amp_graph.passes.backends.cpu.attention.lower_attention.MOST_SCORES_OF_TORCH": -1,
     "amp_graph.passes.backends.recurrent.lower_rnn.LEAST_RECURRENT": 0,

@@ -18,7 +18,6 @@ ROOMS = (
     ("passes/torch_compat",),
     ("passes/native",),
     ("passes/graph",),
-    ("passes/op_args",),
     ("passes/autocast_regions",),
     ("passes/calibration",),
     ("passes/pipeline_options.py",),

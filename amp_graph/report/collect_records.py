@@ -21,6 +21,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
 from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.liveness import size_of, writes_memory, written
 from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
@@ -29,7 +30,6 @@ from amp_graph.passes.graph.meta_keys import (
     SPARED,
     UNPLANNED,
 )
-from amp_graph.passes.graph.node_bytes import size_of, writes_memory, written
 from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.frozen_weights import is_frozen

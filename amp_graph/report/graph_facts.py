@@ -151,23 +151,15 @@ def short_place(place: str) -> str:
 # -- the words and the figures of a reason ------------------------------------------------------------
 
 
-# The end of a reason that compares one operation's two precisions: it has other figures for each.
-FIGURES = re.compile(r"; (?:takes the precision of its neighbours|as cheap as|[\d.]+ \w+ (?:cheaper|more expensive)).*")
 READER = re.compile(r"(\S+) \((.+)\) (takes \w+ precision)")
-BY_PRICE = "at the least predicted time"
 
 
 def split_reason(reason: str, ops: Sequence[str]) -> tuple[str, str]:
-    """Return a reason's words, without the names of the operations ``ops``, and its figures, or "".
+    """Return a reason's words, without the names of the operations ``ops``, and what is of one operation, or "".
 
-    The words of ``aten.gelu: it rounds once; 3.2 us cheaper than so`` are shared by many operations, its figures are
-    not. A cast's reason names the node that reads it, ``linear_3 (aten.linear) takes low precision``.
+    A cast's reason names the node that reads it, ``linear_3 (aten.linear) takes low precision``.
     """
     read = READER.fullmatch(reason)
     if read is not None:
         return f"{read[2]} {read[3]}", f"for {read[1]}"
-    words = reason.removeprefix(", ".join(ops) + ": ")
-    found = FIGURES.search(words)
-    if found is None:
-        return words, ""
-    return f"{words[: found.start()]}; {BY_PRICE}", found[0].removeprefix("; ")
+    return reason.removeprefix(", ".join(ops) + ": "), ""

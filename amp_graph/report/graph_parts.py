@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import value
@@ -22,7 +22,6 @@ from amp_graph.passes.graph.meta_keys import CAST, INPUT, MARK
 from amp_graph.passes.manager import Timed
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.batch_weight_casts import low_weight
-from amp_graph.passes.weights.cast_weights import cast_weight
 from amp_graph.passes.weights.frozen_weights import is_frozen
 from amp_graph.report.records import CapturedNode
 from amp_graph.rewrite import Rewritten
@@ -59,7 +58,7 @@ def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    ours = node.target in (low_weight, cast_weight, shared_cast) or is_frozen(node)
+    ours = node.target in (low_weight, shared_cast) or is_frozen(node)
     return CAST in node.meta and (node.op == "call_method" or ours)
 
 

@@ -25,7 +25,6 @@ from amp_graph.passes.loss_scaling.append import StateInput
 from amp_graph.passes.loss_scaling.scale_loss import COUNTS, SCALE
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Grade, Phase, Row, Stage, approximate
-from amp_graph.passes.pipeline_row import checked as checked_rows
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.step.lay_out_gradients import (
     AddGradients,
@@ -71,7 +70,7 @@ def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: 
 
 
 SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP
-STEP_TABLE = checked_rows((
+STEP_TABLE = (
     _row(ScaleLoss, SCALING, BIT_EXACT, SCALED_OR_SPLIT),
     _row(AddUpdateTargets, STEP, BIT_EXACT, MASTERS),
     _row(LayOutGradients, STEP, BIT_EXACT, after=(AddUpdateTargets,)),
@@ -86,7 +85,7 @@ STEP_TABLE = checked_rows((
     _row(WriteLowCopies, STEP, BIT_EXACT, after=(UpdateParameters,)),
     _row(ZeroSums, STEP, BIT_EXACT, SPLIT, after=(AddGradients, UpdateParameters)),
     _row(ReturnOutputs, STEP, BIT_EXACT, after=(AddGradients, CheckFiniteAndUnscale)),
-))  # fmt: skip
+)  # fmt: skip
 EVERY: tuple[Row, ...] = (*TABLE, *STEP_TABLE)
 _PLACES = {row.name: place for place, row in enumerate(STEP_TABLE)}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -24,15 +24,6 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 MANY = 64  # outputs of one storage up to which overlap is checked pair by pair; more are assumed to overlap
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
-
-
-class Writes(Protocol):
-    """An object that knows which inputs a node writes to (a classification, a mark)."""
-
-    @property
-    def written(self) -> frozenset[Node]:
-        """The inputs that are written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -77,10 +68,11 @@ class Memory:
         return sum(sum(1 for place in self.writers.get(key, ()) if place < at) for key in self.storages.get(node, ()))
 
 
-def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
+def observe(gm: GraphModule, writes: Mapping[Node, Any]) -> Memory:
     """Read aliasing from the captured values' storages, and writes from the operations' schemas.
 
-    ``writes`` covers ordinary calls. Writes of higher-order operators are found in their bodies.
+    ``writes`` has what knows the inputs ``written`` of each ordinary call: a classification, or a mark. Writes of
+    higher-order operators are found in their bodies.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     written = {node: writes[node].written if node in writes else written_inside(gm, node) for node in order}
@@ -93,7 +85,7 @@ def observe(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
     return Memory(storages, {k: tuple(v) for k, v in writers.items()}, order)
 
 
-def observe_with_caller(gm: GraphModule, writes: Mapping[Node, Writes]) -> Memory:
+def observe_with_caller(gm: GraphModule, writes: Mapping[Node, Any]) -> Memory:
     """Observe, and find storages of which the caller holds two overlapping values, such as an input and an output."""
     memory = observe(gm, writes)
     return replace(memory, leaving=_leaving(gm, memory.storages))

@@ -6,7 +6,6 @@ Before: ``node.meta["example_value"]`` (Dynamo) or ``node.meta["val"]`` (export)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -152,10 +151,3 @@ def argument_values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args = torch.fx.node.map_arg(node.args, value)
     kwargs = torch.fx.node.map_arg(node.kwargs, value)
     return tuple(args), dict(kwargs)
-
-
-def input_nodes(node: Node) -> Iterator[Node]:
-    """Yield the tensor-valued inputs of ``node``, each once."""
-    for source in node.all_input_nodes:
-        if tensors(value(source)):
-            yield source

@@ -21,8 +21,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
-from amp_graph.passes.graph.op_signature import node_key, tells_numbers
-from amp_graph.passes.graph.own_number import OWN_NUMBER, without_numbers
+from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import trace_node
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data
@@ -40,7 +39,6 @@ class Inner:
     """An argument of an operation that was computed inside the traced node."""
 
     dtype: torch.dtype | None
-    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

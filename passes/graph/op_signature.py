@@ -1,6 +1,8 @@
 """A key of everything that decides which ATen operations a node calls; nodes with one key share one identity.
 
 Before: the linears of twelve layers. After: one key, ``(call_function, F.linear, ("tensor", float32, 3, "cpu"), ...)``.
+``x.cumsum(0)`` and ``x.cumsum(1)`` share ``cumsum(dim=OWN_NUMBER)``, which raises if it is compared or computed with;
+``identify_ops.operation_of(node, mode)`` has the numbers of one node.
 """
 
 from __future__ import annotations
@@ -99,3 +101,36 @@ def _whole_slices(args: Sequence[Any]) -> tuple[bool | None, ...]:
 def _is_whole(part: slice, size: Any) -> bool | None:
     numbers = [n for n in (size, part.start, part.stop, part.step) if n is not None]
     return part.indices(size) == (0, size, 1) if is_number(*numbers) else None
+
+
+# -- what nodes of one key do not share -------------------------------------------------------------
+
+
+class _OwnNumber:
+    """A placeholder that raises TypeError if it is used as a number."""
+
+    def __repr__(self) -> str:
+        return "OWN_NUMBER"
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError(
+            "this integer is another node's: an identity is shared by calls that differ in their integers\n"
+            "  fix:   operation_of(node, mode).arguments, or the node's own args"
+        )
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _refuse
+    __hash__ = object.__hash__
+
+
+OWN_NUMBER = _OwnNumber()
+
+
+def without_numbers(leaf: Any) -> Any:
+    """Return an argument with each integer replaced by ``OWN_NUMBER``; booleans and enumerations stay."""
+    if isinstance(leaf, (list, tuple)):
+        return (
+            tuple(map(without_numbers, leaf)) if isinstance(leaf, tuple) else [without_numbers(part) for part in leaf]
+        )
+    return OWN_NUMBER if type(leaf) is int or isinstance(leaf, torch.SymInt) else leaf

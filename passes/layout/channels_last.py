@@ -6,7 +6,6 @@ operations keep that layout. Operations that depend on the layout get a contiguo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,10 +15,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, keep_trained, run_node, value
-from amp_graph.passes.graph.identify_ops import names_of, operation_of
 from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MODULE, REGION
 from amp_graph.passes.graph.node_info import HALVES
-from amp_graph.passes.layout.conv_args import padding_of, pair
 from amp_graph.passes.layout.memory_format import (
     CONVOLUTIONS,
     Layouts,
@@ -29,15 +26,10 @@ from amp_graph.passes.layout.memory_format import (
     keeps_layout,
     wants_dense,
 )
-from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
-from amp_graph.passes.torch_compat.inductor import ConvolutionArgs, lays_out_channels_last
 
-KEPT_BY_INDUCTOR = (
-    "left to Inductor, whose heuristic keeps the layout of these convolutions (torch._inductor.graph.decide_layout_opt)"
-)
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
 KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 
@@ -48,11 +40,9 @@ class ChannelsLast(Pass):
 
     Law: only layouts change. Operations that accept any layout propagate it. Every other reader, except averages over
     all pixels, gets a contiguous copy, and so do the graph's outputs. Skipped: graphs whose convolutions read
-    channels_last tensors already, and, through Inductor on CUDA, graphs that Inductor's own heuristic leaves
-    contiguous. Exactness: rounding-equal, kernels sum in another order.
+    channels_last tensors already. Exactness: rounding-equal, kernels sum in another order.
     """
 
-    options: PipelineOptions
     name: ClassVar[str] = "channels-last"
 
     def run(self, gm: GraphModule) -> PassResult:
@@ -66,35 +56,12 @@ class ChannelsLast(Pass):
             return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
         if not channels_last_is_profitable(first.device.type, first.dtype, len(convolutions)):
             return PassResult(gm, (), (Skip(convolutions[0].name, f"not profitable for {first.dtype} here"),))
-        given = self.options
-        if given.inductor is not None and given.planned_for == "cuda":  # for CPUs it lays out all convolutions so
-            told = _calls_of(convolutions, mode)
-            size = len(gm.graph.nodes)
-            if not told or not lays_out_channels_last(told, size, given.inductor, training=given.training):
-                return PassResult(gm, (), (Skip(convolutions[0].name, KEPT_BY_INDUCTOR),))
         memory = observe(gm, marks(gm))
         work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
         for node in list(gm.graph.nodes):
             if node.op != "placeholder":
                 work.visit(node)
         return PassResult(gm, tuple(work.changes))
-
-
-def _calls_of(convolutions: Sequence[Node], mode: FakeTensorMode) -> list[ConvolutionArgs]:
-    """Return the arguments of ``convolutions``; none if a size is a symbol, for which Inductor keeps the layout."""
-    found = []
-    for node in convolutions:
-        call = operation_of(node, mode)
-        x, weight = (value(source) for source in node.all_input_nodes[:2])
-        if any(isinstance(size, torch.SymInt) for size in (*x.shape, *weight.shape)):
-            return []
-        given = {} if call is None else call.arguments
-        padding = padding_of(given.get("padding", (0, 0)), pair(weight.shape[2:])) or (0, 0)
-        pairs = (pair(given.get("stride", (1, 1))), padding, pair(given.get("dilation", (1, 1))))
-        transposed = bool(given.get("transposed", "conv_transpose" in str(names_of(node))))
-        rest = (transposed, pair(given.get("output_padding", (0, 0))), given.get("groups", 1))
-        found.append(ConvolutionArgs(tuple(x.shape), tuple(weight.shape), *pairs, *rest))
-    return found
 
 
 @dataclass

@@ -17,6 +17,7 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
@@ -33,7 +34,6 @@ from amp_graph.passes.memory.recomputable_ops import (
     silu_computed_again,
 )
 from amp_graph.passes.memory.saved_tensors import Readers, readers_of
-from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import Recomputable, traits_of
@@ -260,5 +260,5 @@ def _replace(node: Node, relu: Any) -> None:
         node.target, node.kwargs = layer_norm_computed_again, {}
     else:
         given = batch_norm_arguments(node)
-        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in ARGUMENTS)
+        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
         node.kwargs = {}

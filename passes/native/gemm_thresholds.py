@@ -11,9 +11,6 @@ import torch
 from amp_graph.passes.native.jit_compiler import has_openmp, threads_for
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
-# Bytes from which on glibc maps every block anew, whatever was freed before: the maximum of its threshold (mallopt(3)).
-LEAST_MAPPED = 1 << 25
-
 
 # A matmul with fewer outputs runs another kernel, which needs no packed layout.
 FEWEST_OUTPUTS = 16
@@ -93,37 +90,6 @@ def small_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outpu
             most, of_a_weight = MOST_TRAINED_BY_UNITS_OF_SEVERAL, MOST_OF_A_TRAINED_WEIGHT
     fits = min(outputs, inputs) >= NARROWEST and outputs * inputs <= of_a_weight
     return fits and LEAST_OF_LIBRARY < rows * outputs * inputs <= most
-
-
-# Elements of a linear's result from which on copying the bias into it takes longer than calling an autograd.Function.
-LEAST_BIASED = 1 << 18
-
-
-def bias_in_trained_linear_is_profitable(device: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int) -> bool:
-    """Say whether a linear trained under autograd should add its bias inside the matmul kernel.
-
-    Speedups, bf16 on CPU with dot products, weights not packed: 1.08 for 512 rows of 768 x 3072, 1.10 for 788 of
-    384 x 1536, 1.3 for 32 of 256 x 256; 1.00 to 1.03 for 1,024 rows of 13 x 512 and 512 x 256. Time of a step: BERT
-    0.97, a ViT 0.98, GPT and a DLRM 0.99. The copy of the bias pages in freshly mapped memory faster than the matmul
-    does: 2,048 of 512 x 8192 took 1.1 times as long.
-    """
-    fits = LEAST_BIASED <= rows * outputs < LEAST_MAPPED // dtype.itemsize
-    return fits and packing_is_profitable(device, dtype, outputs, inputs)
-
-
-# Multiplications from which on the call of an autograd.Function is negligible with AMX.
-LEAST_BY_FUNCTION = 220_000_000
-
-
-def training_by_function_is_profitable(rows: int, outputs: int, inputs: int) -> bool:
-    """Say whether a linear trained under autograd is so large that a Python autograd.Function around it is negligible.
-
-    bf16 with AMX, casts of weight and bias included: our function takes about 0.1 ms more, with cold caches. Speed over
-    torch's, with one thread and with two: 0.7 to 0.8 up to 40 million multiplications, 0.8 to 0.95 at 75 to 226
-    million, 1.0 to 1.15 from 268 million on. A ViT of width 384 (231 million per projection) trains in 0.99 of the time
-    (two threads: 1.00), with 12 fewer casts of gradients. With dot products a multiplication takes six times as long.
-    """
-    return not cpu_has_amx() or rows * outputs * inputs >= LEAST_BY_FUNCTION
 
 
 # Sizes of matmuls that oneDNN treats as one block, which only one of two threads computes: rows, results and depth.

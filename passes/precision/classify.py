@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Inner, Operation, identify_for, tensor_inputs
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
 from amp_graph.passes.torch_compat.devices import ONEDNN_RNN, onednn_takes_bf16
@@ -38,10 +37,10 @@ class Classification:
 
     ``applies``: the inputs to which the class applies; the others keep their captured precision. ``written``: the
     inputs that the node writes to. ``mixed``: the kernel promotes operands of different precision itself.
-    ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``takes_dtype``: the call has such an
-    argument, and it is not set. ``partial``: the list names the inputs to which the class applies. ``one_dtype``: where
-    the node is low, its other inputs are cast as well, as its kernel takes no mixture.
-    ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns float32.
+    ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``partial``: the list names the inputs to
+    which the class applies. ``one_dtype``: where the node is low, its other inputs are cast as well, as its kernel
+    takes no mixture. ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns
+    float32.
     """
 
     cls: OpClass
@@ -56,7 +55,6 @@ class Classification:
     partial: bool = False
     one_dtype: bool = False
     full_in_autocast: bool = False
-    takes_dtype: bool = False
     expand: bool = False
     listed: bool = True
     decomposed: frozenset[OpOverload] = frozenset()
@@ -136,21 +134,10 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         partial=rule is not None and rule.inputs is not None,
         one_dtype=rule is not None and rule.one_dtype,
         full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
-        takes_dtype=len(operations) == 1 and _takes_dtype(operations[0], cls),
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
     )
-
-
-def _takes_dtype(operation: Operation, cls: OpClass | None) -> bool:
-    """Say whether the ``dtype`` argument of a call is unset and can be set, also for backward.
-
-    A composite converts its operand by a separate, differentiable operation. The backward of other operations that
-    compute in fp32 (``_safe_softmax``) needs the operand in the dtype of the result.
-    """
-    open_ = operation.arguments.get("dtype", ...) is None
-    return open_ and (cls is not OpClass.FP32_INSIDE or node_info.is_composite(operation.op))
 
 
 def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:
@@ -174,8 +161,7 @@ def _for_one_operand(rule: Rule | None, operation: Operation, inputs: list[Node]
         return rule
     operands = {i for name in operation.arguments for i in operation.operands(name)}
     floating = [i for i in operands if any(t.is_floating_point() for t in tensors(captured(inputs[i])))]
-    made = [a for a in tree_leaves(list(operation.arguments.values())) if isinstance(a, Inner) and a.shape]
-    if len(floating) != 1 or any(a.dtype is None or a.dtype.is_floating_point for a in made):
+    if len(floating) != 1:
         return rule
     return replace(rule, cls=OpClass.NEUTRAL, why="writes a number into a tensor")
 

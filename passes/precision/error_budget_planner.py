@@ -18,7 +18,7 @@ from amp_graph.passes.precision.build_assignment import Formulation, formulate, 
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
 from amp_graph.passes.precision.machine_rates import Machine
-from amp_graph.passes.precision.min_cut_planner import Prices, choices, time_text
+from amp_graph.passes.precision.min_cut_planner import choices
 from amp_graph.passes.precision.planning_problem import LOW, Choice, Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Cast, Task, cheapest
 from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
@@ -157,28 +157,9 @@ class ErrorBudget:
         unmeasured = len(self.influence.unmeasured)
         return Budget(multiple, self.error(plan), plan.cost, self.autocast.cost, self.influence.origin, unmeasured)
 
-    def choices(self, multiple: float, plan: Point) -> dict[Node, Choice]:
-        """Return the choices of a plan, with reasons that give time and error."""
-        allowed = multiple * multiple * self.autocast.harm
-        return choices(self.made, plan.low, _Weighed(self.plans, plan.low, allowed))
-
-
-class _Weighed(Prices):
-    """The change of cost and of harm if one variable alone took the other precision."""
-
-    def __init__(self, plans: Tradeoff, low: frozenset[int], allowed: float) -> None:
-        super().__init__(plans.costs, low)
-        self.harms, self.allowed = Prices(plans.harm, low), allowed
-
-    def told(self, i: int, other: str) -> str:
-        """Say how much time the choice saves, and which share of the allowed error it takes."""
-        saved, spared = self.of(i), self.harms.of(i)
-        if saved is None or spared is None:
-            return f"takes the precision of its neighbours, which are better so than {other}"
-        time = f"{time_text(abs(saved))} {'cheaper' if saved > 0 else 'more expensive'}" if saved else "as cheap"
-        text = f"{time} {'than' if saved else 'as'} {other}"
-        share = abs(spared) / self.allowed if self.allowed else math.inf
-        return f"{text}, and {'saves' if spared > 0 else 'takes'} {share:.2%} of the error budget" if spared else text
+    def choices(self, plan: Point) -> dict[Node, Choice]:
+        """Return the choices of a plan."""
+        return choices(self.made, plan.low)
 
 
 def plan_within(
@@ -187,4 +168,4 @@ def plan_within(
     """Choose a precision for every classified node: the fastest plan with error up to ``multiple`` of autocast's."""
     plans = ErrorBudget(problem, machine, dtype, influence)
     plan = plans.within(multiple)
-    return plans.choices(multiple, plan), plans.budget(multiple, plan)
+    return plans.choices(plan), plans.budget(multiple, plan)

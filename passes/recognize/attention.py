@@ -20,17 +20,15 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.call_arguments import attention_kernel_is_profitable, transposes
 from amp_graph.passes.graph.edit import describe, put_before, put_call
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.match import PLACE, Formula, is_written_meanwhile
 from amp_graph.passes.graph.meta_keys import WISH, WRITTEN_OUT
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.native.kernel_table import is_available
-from amp_graph.passes.op_args.attention_args import attention_kernel_is_profitable
-from amp_graph.passes.op_args.transposes import transposes
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, Term, attention_around, read_statements, told
+from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, attention_around, told
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 ALLOWED = (
@@ -46,13 +44,12 @@ class FuseAttention(Pass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` where it is profitable.
 
     Law: four dimensions, or three with heads folded into the batch; as many key heads as query heads; scores scaled by
-    numbers; masks without gradients, added (also by ``baddbmm``) or as ``masked_fill`` with -inf or a number far below
-    all scores, in place as well; dropout if our kernel draws it, with the same draws; no other reader inside the
-    formula, such as one that returns the probabilities. The lists allow both matmuls and the call. What is added stays
+    numbers; masks without gradients, added (also by ``baddbmm``) or as ``masked_fill`` with -inf, in place as well;
+    dropout if our kernel draws it, with the same draws; no other reader inside the formula, such as one that returns
+    the probabilities. The lists allow both matmuls and the call. What is added stays
     fp32, as only our kernel takes it: a bias of 300 would be rounded by 1, and the least number to -inf.
-    Exactness: rounding-different; scores stay fp32, where the formula rounds them. A fully masked row gives zeros if
-    its scores are all -inf, where the formula gives NaN; with another fill value it gives the mean of all values and no
-    gradient to queries and keys, like the formula.
+    Exactness: rounding-different; scores stay fp32, where the formula rounds them. A row of scores that are all -inf
+    gives zeros, where the formula gives NaN.
     """
 
     options: PipelineOptions
@@ -66,7 +63,6 @@ class FuseAttention(Pass):
         for node in list(gm.graph.nodes) if self._is_wanted() else ():
             if names_of(node) not in SOFTMAX:
                 continue
-            read_statements(node)
             found = attention_around(node)
             if found is None or operands is None or not self._is_free(found.formula.inside):
                 continue
@@ -104,7 +100,6 @@ class _Operands:
 
     def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
         self.gm, self.mode = gm, mode
-        self.shared: dict[Any, Node] = {}  # combined masks, which layers share
 
     def call(self, found: Found) -> Node:
         """Replace ``found`` by a call, erase nodes without other readers, and return the call."""
@@ -112,8 +107,6 @@ class _Operands:
         keys = self._untransposed(scores.turned)
         read = [self._four_dimensional(n, found) for n in (scores.query, keys, found.values)]
         mask = self._mask(found)
-        if (blind := self._blind(found)) is not None:
-            read[0] = self._put(formula.last, torch.masked_fill, read[0], blind, 0.0, like=formula.last)
         given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
         given |= {"dropout_p": found.dropped} if found.dropped else {}
         given["scale"] = scores.scale
@@ -154,66 +147,17 @@ class _Operands:
 
     def _mask(self, found: Found) -> Node | None:
         """Return the mask of the call, additive or boolean; None if there is none."""
-        scores, last = found.scores, found.formula.last
-        key = (scores.terms, scores.hidden, scores.filled)
-        if (known := self._known(key, found)) is not None:
-            return known
-        masks = [self._four_dimensional(term.node, found, folded=term.folded) for term in scores.terms]
-        hidden, blind = scores.hidden, self._blind(found)
-        if hidden is None and not masks:
-            return None
-        if hidden is None and len(masks) == 1 and scores.terms[0].factor == 1:
-            return masks[0]
-        if not masks and hidden is not None:
-            made = self._where(found, hidden, seen=True)
-            made = made if blind is None else self._put(last, torch.logical_or, made, blind, like=last)
-        else:
-            made = self._sum(masks, scores.terms, last)
-            if hidden is not None:
-                nowhere = self._where(found, hidden, seen=False)
-                made = self._put(last, torch.masked_fill, made, nowhere, -math.inf, like=last)
-            made = made if blind is None else self._put(last, torch.masked_fill, made, blind, 0.0, like=last)
-        self.shared[key] = made
-        return made
-
-    def _where(self, found: Found, hidden: Term, *, seen: bool) -> Node:
-        """Return a boolean mask of the ``seen`` scores, or of the hidden ones."""
-        mask, last = self._four_dimensional(hidden.node, found, folded=hidden.folded), found.formula.last
-        return mask if hidden.seen is seen else self._put(last, torch.logical_not, mask, like=last)
-
-    def _sum(self, masks: list[Node], terms: tuple[Term, ...], last: Node) -> Node:
+        hidden, terms, last = found.scores.hidden, found.scores.terms, found.formula.last
+        masks = [self._four_dimensional(term.node, found, folded=term.folded) for term in terms]
+        blocked = None if hidden is None else self._four_dimensional(hidden.node, found, folded=hidden.folded)
+        if not masks:
+            return None if blocked is None else self._put(last, torch.logical_not, blocked, like=last)
         scaled = [
             mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
             for mask, term in zip(masks, terms, strict=True)
         ]
-        return reduce(lambda all_so_far, mask: self._put(last, torch.add, all_so_far, mask, like=last), scaled)
-
-    def _blind(self, found: Found) -> Node | None:
-        """Return a mask of the queries whose scores are all filled in; None if the fill value is -inf.
-
-        The caller sets such queries to zero and masks nothing for them. Then their scores are all equal, as in the
-        formula, and they give no gradients to the keys.
-        """
-        hidden, last = found.scores.hidden, found.formula.last
-        if hidden is None or found.scores.filled == -math.inf:
-            return None
-        if (known := self._known(hidden, found)) is not None:
-            return known
-        mask = self._where(found, hidden, seen=False)
-        made = self.shared[hidden] = self._put(last, torch.all, mask, -1, True, like=last)
-        return made
-
-    def _known(self, key: Any, found: Found) -> Node | None:
-        """Return the mask that an earlier layer made from the same masks, unless one was written since.
-
-        A layer that is recomputed in backward, or that has its own precision, does not share.
-        """
-        known, last = self.shared.get(key), found.formula.last
-        if known is None or any(known.meta.get(mark) != last.meta.get(mark) for mark in PLACE):
-            return None
-        since = Formula(known, last, {known})
-        written = any(is_written_meanwhile(since, term.node) for term in found.scores.masks)
-        return None if written else known
+        made = reduce(lambda one, other: self._put(last, torch.add, one, other, like=last), scaled)
+        return made if blocked is None else self._put(last, torch.masked_fill, made, blocked, -math.inf, like=last)
 
     def _put(
         self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None

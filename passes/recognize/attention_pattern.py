@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.call_arguments import given_to
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity, names_of
@@ -27,36 +28,32 @@ from amp_graph.passes.graph.match import (
     operation,
 )
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
-from amp_graph.passes.op_args.dropout_args import given_to
 from amp_graph.passes.torch_compat.fake import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
 BIASED = torch.ops.aten.baddbmm.default
-LEAST = -1e4  # a fill value up to this one gives probability 0
-WRITING = ("aten.mul_", "aten.div_", "aten.add_", "aten.masked_fill_")
 STEPS = 6  # the most operations between a matmul and the addition of a mask
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
 
 @dataclass(frozen=True)
 class Term:
-    """A mask that is added to the scores, times ``factor``; ``folded``: the heads are folded into the batch.
+    """A mask that is added to the scores, times ``factor``, or a boolean one of the positions that are hidden.
 
-    Or a boolean mask of the filled positions; ``seen``: of the positions that are not filled.
+    ``folded``: the heads are folded into the batch.
     """
 
     node: Node
     folded: bool
     factor: float = 1.0
-    seen: bool = False
 
 
 @dataclass
 class Scores:
     """The input of the softmax: queries times transposed keys (``turned``), times ``scale``, plus ``terms``.
 
-    ``hidden``: a mask of the positions to hide, which are filled with ``filled``. ``split``: the node that gives the
-    heads their own dimension again, if they were folded into the batch for the matmul.
+    ``hidden``: a mask of the positions to hide, which are -inf. ``split``: the node that gives the heads their own
+    dimension again, if they were folded into the batch for the matmul.
     """
 
     query: Node
@@ -64,7 +61,6 @@ class Scores:
     scale: float
     terms: tuple[Term, ...]
     hidden: Term | None
-    filled: float
     split: Node | None
     inside: set[Node]
 
@@ -116,24 +112,6 @@ def attention_around(softmax: Node) -> Found | None:
     if dropout is not None and _is_any_drawn(dropout, last):
         return None
     return Found(formula, scores, values, merged, 0.0 if dropout is None else _dropped_by(dropout))
-
-
-def read_statements(softmax: Node) -> None:
-    """Rewire ``softmax`` to the results of in-place statements on the scores: ``scores.masked_fill_(mask, n)``."""
-    source = softmax.args[0] if softmax.args else None
-    while isinstance(source, Node) and (writer := _statement(source, softmax)) is not None:
-        for later in [user for user in source.users if writer < user]:
-            later.replace_input_with(source, writer)
-        source = writer
-
-
-def _statement(source: Node, reader: Node) -> Node | None:
-    """Return the first in-place write to the scores ``source`` before ``reader``, if nothing reads its result."""
-    for user in source.users:
-        name, args = operation(user)
-        if name in WRITING and args[0] is source and not user.users and user < reader:
-            return user if _is_of_products(source, STEPS) else None
-    return None
 
 
 def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
@@ -216,7 +194,7 @@ def _step(node: Node) -> tuple[str, list[Any]]:
 
 def _scores(node: Node) -> Scores | None:
     """Match ``node`` backwards to the matmul of queries and keys."""
-    scale, hidden, filled, split, folded = 1.0, None, -math.inf, None, False
+    scale, hidden, split, folded = 1.0, None, None, False
     terms, inside = list[Term](), set[Node]()
     while True:
         inside.add(node)
@@ -226,7 +204,7 @@ def _scores(node: Node) -> Scores | None:
             query, turned, bias, beta, alpha = product
             if bias is not None:
                 terms.append(Term(bias, in_batch, scale * beta))
-            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, filled, split, inside)
+            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, split, inside)
             return None if folded and split is None else found
         if split is None and _unfolds(node):
             split, node = node, node.args[0]  # type: ignore[assignment]
@@ -240,24 +218,18 @@ def _scores(node: Node) -> Scores | None:
                 return None
             node, mask = parts
             terms.append(Term(mask, in_batch, scale))
-        elif name == "aten.masked_fill" and hidden is None and _hides(args, scale, bool(terms)):
-            node, hidden, filled = args[0], Term(args[1], in_batch), args[2]
-        elif name == "aten.where" and hidden is None and _hides(args, scale, bool(terms)):
-            node, hidden, filled = args[1], Term(args[0], in_batch, seen=True), args[2]
+        elif name == "aten.masked_fill" and hidden is None and _hides(args, scale):
+            node, hidden = args[0], Term(args[1], in_batch)
         elif converts_nothing(node):
             node = node.args[0]  # type: ignore[assignment]
         else:
             return None
 
 
-def _hides(args: list[Any], scale: float, adds: bool) -> bool:
-    """Say whether the fill value hides a position.
-
-    With a finite value, a fully masked row attends to all positions equally, unless a mask is added afterwards.
-    """
-    if len(args) != 3 or isinstance(args[2], Node) or not all(isinstance(a, Node) for a in args[:2]) or scale <= 0:
-        return False
-    return args[2] == -math.inf or (args[2] * scale <= LEAST and not adds)
+def _hides(args: list[Any], scale: float) -> bool:
+    """Say whether ``masked_fill`` with these arguments hides positions."""
+    nodes = len(args) == 3 and isinstance(args[0], Node) and isinstance(args[1], Node)
+    return nodes and args[2] == -math.inf and scale > 0
 
 
 def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
@@ -301,7 +273,7 @@ def _is_of_products(node: Node, steps: int) -> bool:
     source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
     if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
         source = scaled[0]
-    read = {"aten.add": args, "aten.masked_fill": args[:1], "aten.where": args[1:2]}
+    read = {"aten.add": args, "aten.masked_fill": args[:1]}
     sources = read.get(name, [source])
     return any(isinstance(s, Node) and _is_of_products(s, steps - 1) for s in sources)
 

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.call_arguments import TRANSPOSES, has_norm, swaps_last_two
 from amp_graph.passes.graph.edit import describe
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import only_reader
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.layout.memory_format import is_channels_last
-from amp_graph.passes.op_args.batch_norm_args import has_norm
-from amp_graph.passes.op_args.transposes import TRANSPOSES, swaps_last_two
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, same
 

@@ -7,7 +7,8 @@ for backward. After: ``gelu(x, approximate="tanh")``: one operation, which compu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,24 +18,36 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.edit import put_call
 from amp_graph.passes.graph.fake_values import fake_mode_of
-from amp_graph.passes.graph.match import Formula, constant_beside, is_closed, only_reader, operation
+from amp_graph.passes.graph.match import Formula, is_closed, only_reader, operation
 
-# The inner function, and the odd polynomial that is its argument: {power: coefficient}.
-TANH = math.sqrt(2 / math.pi)
-FORMS = {
-    "aten.tanh": ("tanh", {1: TANH, 3: TANH * 0.044715}),
-    "aten.erf": ("none", {1: math.sqrt(0.5)}),
-    "aten.special_erf": ("none", {1: math.sqrt(0.5)}),
+ROOT = math.sqrt(2 / math.pi)
+# The inner function, the form of torch's GELU that has it, and that GELU of a number.
+TANH = ("tanh", lambda x: 0.5 * x * (1 + math.tanh(ROOT * (x + 0.044715 * x**3))))
+ERF = ("none", lambda x: 0.5 * x * (1 + math.erf(x * math.sqrt(0.5))))
+INNER: dict[str, tuple[str, Callable[[float], float]]] = {
+    "aten.tanh": TANH,
+    "aten.erf": ERF,
+    "aten.special_erf": ERF,
 }
-SCALES = ("aten.mul", "aten.div")
-Polynomial = dict[int, float]
+ARITHMETIC: dict[str, Callable[..., float]] = {
+    "aten.add": operator.add,
+    "aten.mul": operator.mul,
+    "aten.div": lambda a, b: a / b if b else math.nan,
+    "aten.pow": lambda x, power: x**power if power in (2, 3) else math.nan,
+    "aten.tanh": math.tanh,
+    "aten.erf": math.erf,
+    "aten.special_erf": math.erf,
+}
+BEHIND = ("aten.add", "aten.mul", "aten.div")  # what follows the inner function, in at most so many steps:
+STEPS = 5
+AT = (-3.1, -2.3, -1.17, -0.41, 0.29, 0.83, 1.9, 3.3)  # where the two functions are compared
 
 
 @dataclass(frozen=True)
 class FuseGelu(Pass):
     """Replaces GELU's formula, in whatever order it is written, by ``torch.nn.functional.gelu``.
 
-    Law: the same function of ``x`` (coefficients agree to six digits), and no other reader inside the formula.
+    Law: the same function of ``x`` (its values agree to five digits), and no other reader inside the formula.
     Exactness: rounding-different; it rounds once, where the formula rounds after each operation.
     """
 
@@ -44,9 +57,9 @@ class FuseGelu(Pass):
         """Visit every ``tanh`` and ``erf``."""
         mode = fake_mode_of(gm)
         changes = []
-        inner = [(node, *FORMS[name]) for node in gm.graph.nodes if (name := operation(node)[0]) in FORMS]
-        for node, approximate, polynomial in inner:
-            found = _formula(node, polynomial)
+        for node in [node for node in gm.graph.nodes if operation(node)[0] in INNER]:
+            approximate, gelu = INNER[operation(node)[0]]
+            found = _formula(node, gelu)
             if found is None or mode is None:
                 continue
             fused = put_call(gm, found, F.gelu, (found.x,), mode, approximate=approximate)
@@ -55,92 +68,36 @@ class FuseGelu(Pass):
         return PassResult(gm, tuple(changes))
 
 
-def _formula(inner: Node, wanted: Polynomial) -> Formula | None:
+def _formula(inner: Node, gelu: Callable[[float], float]) -> Formula | None:
     """Return the GELU around ``inner`` (its tanh or erf), or None if there is none."""
-    plus_one = only_reader(inner, "aten.add")
-    if plus_one is None or constant_beside(plus_one, inner) != 1:
-        return None
-    factor, product, coefficient = plus_one, only_reader(plus_one, *SCALES), 1.0
-    while product is not None and (constant := constant_beside(product, factor)) is not None:
-        coefficient, factor = coefficient * constant, product
-        product = only_reader(product, *SCALES)
-    others = [n for n in operation(product)[1] if n is not factor] if product is not None else []
-    if product is None or len(others) != 1 or operation(product)[0] != "aten.mul":
-        return None
-    for last, after, outside in _tails(product):
-        for x, before, between in _scaled(others[0]):
-            if not math.isclose(coefficient * before * after, 0.5, rel_tol=1e-6):
-                continue
-            found = Formula(x, last, {inner, *_between(plus_one, product), product, *between, *outside})
-            argument = operation(inner)[1][0]
-            polynomial = _polynomial(argument, found) if isinstance(argument, Node) else None
-            if polynomial is not None and _same(polynomial, wanted) and is_closed(found):
+    last: Node | None = inner
+    for _ in range(STEPS):
+        last = None if last is None else only_reader(last, *BEHIND)
+        for found in () if last is None else _readings(last):
+            if all(math.isclose(_at(found, x), gelu(x), rel_tol=1e-5) for x in AT) and is_closed(found):
                 return found
     return None
 
 
-def _tails(product: Node) -> Iterator[tuple[Node, float, set[Node]]]:
-    """Yield the possible ends of the formula: the product, or a multiplication of it by a number."""
-    yield product, 1.0, set()
-    behind = only_reader(product, *SCALES)
-    constant = constant_beside(behind, product) if behind is not None else None
-    if behind is not None and constant is not None:
-        yield behind, constant, {behind}
+def _readings(last: Node) -> Iterator[Formula]:
+    """Yield ``last`` as arithmetic on one node, on that nearest to it first."""
+    pending, inside = {last}, set[Node]()
+    while pending:
+        node = max(pending)
+        pending.remove(node)
+        name, args = operation(node)
+        if name not in ARITHMETIC:
+            return
+        inside.add(node)
+        pending |= {a for a in args if isinstance(a, Node)}
+        if len(pending) == 1:
+            yield Formula(*pending, last, set(inside))
 
 
-def _scaled(node: Node) -> Iterator[tuple[Node, float, set[Node]]]:
-    """Yield the possible readings of ``node``: as itself, and as a number times another node."""
-    yield node, 1.0, set()
-    name, args = operation(node)
-    if name in SCALES:
-        inner = next((a for a in args if isinstance(a, Node)), None)
-        constant = constant_beside(node, inner) if inner is not None else None
-        if inner is not None and constant is not None:
-            yield inner, constant, {node}
-
-
-def _between(first: Node, last: Node) -> set[Node]:
-    found: set[Node] = set()
-    node = first
-    while node is not last:
-        found.add(node)
-        (node,) = node.users
-    return found
-
-
-def _polynomial(node: Node, found: Formula) -> Polynomial | None:
-    """Return ``node`` as a polynomial in ``found.x``, and record its nodes; None if it is none."""
-    if node is found.x:
-        return {1: 1.0}
-    name, args = operation(node)
-    if name not in ("aten.mul", "aten.div", "aten.add", "aten.pow") or len(args) != 2:
-        return None
-    found.inside.add(node)
-    parts = [_polynomial(a, found) if isinstance(a, Node) else {0: a} for a in args]
-    left, right = parts
-    if left is None or right is None:
-        return None
-    if name == "aten.add":
-        return {p: left.get(p, 0) + right.get(p, 0) for p in left.keys() | right.keys()}
-    if name == "aten.mul":
-        return _product(left, right)
-    if set(right) != {0}:  # only a number may divide, or be an exponent
-        return None
-    number = right[0]
-    if name == "aten.div":
-        return {p: c / number for p, c in left.items()}
-    return _product(_product(left, left), left) if number == 3 else _product(left, left) if number == 2 else None
-
-
-def _product(left: Polynomial, right: Polynomial) -> Polynomial:
-    made: Polynomial = {}
-    for p, c in left.items():
-        for q, d in right.items():
-            made[p + q] = made.get(p + q, 0) + c * d
-    return made
-
-
-def _same(polynomial: Polynomial, wanted: Polynomial) -> bool:
-    return all(
-        math.isclose(polynomial.get(p, 0), wanted.get(p, 0), rel_tol=1e-6) for p in polynomial.keys() | wanted.keys()
-    )
+def _at(found: Formula, x: float) -> float:
+    """Return what a formula gives for the number ``x``."""
+    made = {found.x: x}
+    for node in sorted(found.inside):
+        name, args = operation(node)
+        made[node] = ARITHMETIC[name](*(made[a] if isinstance(a, Node) else a for a in args))
+    return made[found.last]

@@ -14,9 +14,9 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.call_arguments import given_back
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.meta_keys import RETURNED
-from amp_graph.passes.op_args.dropout_args import given_back
 from amp_graph.passes.torch_compat.storage import storage_key
 
 

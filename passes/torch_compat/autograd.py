@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.passes.torch_compat.dispatch import dispatched, in_forward_mode, in_transform, is_batched, is_wrapper
 from amp_graph.passes.torch_compat.fake import FakeTensor
 from amp_graph.passes.torch_compat.operators import UNSAFE_VIEW
-from amp_graph.passes.torch_compat.storage import exchange_memory
 
 # C++ backward formulas that use sizes or strides only to choose between two ways to the same gradient: how the operands
 # of a matmul are laid out, or that a sum of one element is that element. torch/csrc/autograd/FunctionsManual.cpp, 2.11
@@ -66,30 +65,6 @@ def autograd_inside() -> Iterator[None]:
 
 
 unsafe_view = dispatched(UNSAFE_VIEW)  # 2.11 - 2.13
-
-
-def borrow(source: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return ``low`` as a tensor whose gradient goes to ``source`` in the dtype of ``source``; nothing is cast.
-
-    The engine casts a gradient to the output dtype of the receiving node, as the backward of a cast does, also for
-    create_graph and batched gradients. Here the node first passes ``source`` on, and then the values are exchanged.
-    ``unsafe_view`` is such a node: its result is not a view and has its own version counter. The node saves nothing, so
-    it serves any number of backwards, whose gradients it sums in that dtype. Where one call has several readers, a view
-    of the result sums their gradients before they are cast, as a plain cast's backward does. ``source`` lives as long
-    as the result.
-    """
-    given = unsafe_view(source, source.shape)
-    exchange_memory(given, low)
-    return given
-
-
-def takes_fp32(ctx: Any, place: int) -> bool:
-    """Say whether the ``place``-th tensor input of a Function needs its gradient in fp32, as those of ``borrow`` do.
-
-    To be called in backward; 2.11 - 2.13. The engine casts gradients of another dtype.
-    """
-    node, output = ctx.next_functions[place]
-    return node is not None and node._input_metadata[output].dtype == torch.float32
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -12,7 +12,6 @@ import torch
 from torch._ops import HigherOrderOperator as HigherOrderOperator  # 2.11 - 2.13
 from torch._ops import OpOverload as OpOverload  # 2.11 - 2.13
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast  # 2.11 - 2.13
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import (  # 2.11 - 2.13
     TorchDispatchMode as TorchDispatchMode,
 )
@@ -101,11 +100,6 @@ def is_seen(tensor: torch.Tensor) -> bool:
 def is_in_mode(tensor: torch.Tensor) -> bool:
     """Say whether operators on ``tensor`` go to a mode that need not compute them: a tracer, a counter."""
     return type(tensor) not in PLAIN or torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_recorded(tensor: torch.Tensor) -> bool:
-    """Say whether operators on ``tensor`` are recorded into a graph; not if a mode counts them; 2.11 - 2.13."""
-    return type(tensor) not in PLAIN or (has_modes() > 0 and get_proxy_mode() is not None)
 
 
 def is_wrapper(given: Any) -> bool:

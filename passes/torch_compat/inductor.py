@@ -6,26 +6,11 @@ Each name states the versions of torch that it was checked on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._logging._internal import trace_structured
 from torch.export import ExportedProgram
-
-
-@dataclass(frozen=True)
-class ConvolutionArgs:
-    """Arguments of ``aten.convolution``: sizes of images and weight, and all numbers."""
-
-    image: tuple[int, ...]
-    weight: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
 
 
 def inductor_config() -> Any:
@@ -66,36 +51,6 @@ def graph_pass_hook(run: Callable[[torch.fx.Graph], None], files: Sequence[str],
 def pads_matmuls(options: Mapping[str, Any]) -> bool:
     """Say whether Inductor pads matmuls on CUDA, under the user's ``options``."""
     return bool(options.get("shape_padding", inductor_config().shape_padding))
-
-
-def lays_out_channels_last(
-    convolutions: Sequence[ConvolutionArgs], nodes: int, options: Mapping[str, Any], *, training: bool
-) -> bool:
-    """Say whether Inductor would run a graph of ``nodes`` with these ``convolutions`` on CUDA in channels_last.
-
-    It is asked, by a graph of the convolutions alone on another device than a CPU, filled up to as many nodes.
-    """
-    from torch._inductor.graph import GraphLowering
-
-    config = inductor_config()
-    graph = torch.fx.Graph()
-    for args in convolutions:
-        operands = []
-        for sizes in (args.image, args.weight):
-            operands.append(graph.placeholder(f"given_{len(graph.nodes)}"))
-            operands[-1].meta["val"] = torch.empty(sizes, dtype=torch.bfloat16, device="meta")
-        numbers = (args.stride, args.padding, args.dilation, args.transposed, args.output_padding, args.groups)
-        graph.call_function(torch.ops.aten.convolution.default, (*operands, None, *map(_listed, numbers)))
-    for i in range(len(graph.nodes), nodes):
-        graph.placeholder(f"filling_{i}")
-    chosen = {name: setting for name, setting in options.items() if hasattr(config, name)}
-    with config.patch(chosen):
-        gm = torch.fx.GraphModule(torch.nn.Module(), graph)
-        return bool(GraphLowering.decide_layout_opt(gm, is_inference=not training))
-
-
-def _listed(given: Any) -> Any:
-    return [*given] if isinstance(given, tuple) else given
 
 
 def compile_package(program: ExportedProgram, path: str) -> str:

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  #
 _BASE: Any = torch._C.TensorBase
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _BASE.untyped_storage
 address_of: Callable[[torch.Tensor], int] = _BASE.data_ptr
-exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = _BASE.data.__set__  # ``tensor.data = other``
 
 # The identity of a tensor's storage; raises if it has none. Hidden from modes and subclasses.
 storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]

@@ -38,12 +38,10 @@ own_functions(__name__)
 # Estimated from a CPU's times without the copies, forward and backward: 15 us a cast and 60 us + 15 us a cast of a
 # group, plus 4 us for each launch. Time over that of the casts alone: 6 casts 1.07, 8 casts 0.96, 12 casts 0.88.
 LEAST, LEAST_TRAINED = 3, 8
-# Bytes of weights per group. Like a DistributedDataParallel bucket, a group upcasts and returns none of its gradients
-# before the last one has arrived. A larger group would delay the all-reduce of these gradients.
-MOST = 25 << 20
-# The same without a process group, where only the group's low-precision gradients wait, half of these bytes. A group
-# is closed earlier: as soon as it has ``MOST`` bytes and ``ENOUGH`` casts. 12 weights of width 768 (BERT) have 28 MB.
-MOST_ALONE, ENOUGH = 256 << 20, 12
+# Bytes of weights per group: a group upcasts and returns none of its gradients before the last one has arrived, and its
+# low-precision gradients, half of these bytes, wait. Several processes, which all-reduce gradients as they arrive, have
+# no groups.
+MOST = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class BatchWeightCasts(Pass):
 
 
 def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[Node]]:
-    """Yield groups of casts on one device: without gradients all; else frozen and trained apart, of limited size.
+    """Yield groups of casts on one device: without gradients all; else frozen and trained apart, of at most ``MOST``.
 
     Weights that get gradients from different outputs are in different groups: one might get none, and its hooks would
     be called with None.
@@ -100,24 +98,14 @@ def _in_groups(casts: list[Node], reached: Mapping[Node, int]) -> Iterator[list[
     weights: dict[Node, Any] = {node: captured(node.all_input_nodes[0]) for node in casts}
     yield [n for n in casts if not weights[n].requires_grad]
     trained = [n for n in casts if weights[n].requires_grad]
-    for outputs in sorted({reached[n] for n in trained} - {0}):
-        yield from _of_limited_size([n for n in trained if reached[n] == outputs], weights)
-
-
-def _of_limited_size(casts: Sequence[Node], weights: Mapping[Node, Any]) -> Iterator[list[Node]]:
-    """Yield ``casts`` in order, in groups of at most ``MOST`` bytes; without a process group, of ``MOST_ALONE``."""
-    alone = not has_process_group()
-    group: list[Node] = []
-    size = 0
-    for node in casts:
-        more = size + bytes_of(weights[node])
-        enough = not alone or len(group) >= ENOUGH
-        if group and more > (MOST if enough else MOST_ALONE):
-            yield group
-            group, more = [], bytes_of(weights[node])
-        group.append(node)
-        size = more
-    yield group
+    for outputs in () if has_process_group() else sorted({reached[n] for n in trained} - {0}):
+        group: list[Node] = []
+        for node in [n for n in trained if reached[n] == outputs]:
+            if group and sum(bytes_of(weights[n]) for n in (*group, node)) > MOST:
+                yield group
+                group = []
+            group.append(node)
+        yield group
 
 
 def has_process_group() -> bool:

@@ -19,30 +19,30 @@ def laid(rows, columns, how, scale=1.0):
     return made if how == "rows" else made.t()
 
 
-@over(tiled=True, rows=ROWS, depth=EDGES, columns=EDGES, biased=(True, False), wide=(True, False))
-def panels(rows, depth, columns, biased, wide):
+@over(tiled=True, rows=ROWS, depth=EDGES, columns=EDGES, biased=(True, False))
+def panels(rows, depth, columns, biased):
     x, weight = drawn(rows, depth), drawn(columns, depth, scale=0.3)
     bias = drawn(columns) if biased else None
     laid_out = panel_gemm.panels_of(weight)
     same(panel_gemm.dense_of(laid_out, columns, depth), weight, 0.0, "the weight")
-    found = op("linear_by_panels")(x, laid_out, bias, not wide, columns, wide)
+    found = op("linear_by_panels")(x, laid_out, bias, True, columns)
     wanted = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    same(found, wanted if wide else wanted.relu(), 2.0**-7)
+    same(found, wanted.relu(), 2.0**-7)
 
 
-@over(tiled=True, rows=ROWS, depth=EDGES, columns=EDGES, a=LAYOUTS, b=LAYOUTS, wide=(True, False))
-def products(rows, depth, columns, a, b, wide):
+@over(tiled=True, rows=ROWS, depth=EDGES, columns=EDGES, a=LAYOUTS, b=LAYOUTS, biased=(True, False))
+def products(rows, depth, columns, a, b, biased):
     left, right = laid(rows, depth, a), laid(depth, columns, b, 0.3)
-    bias = drawn(columns) if wide else None
+    bias = drawn(columns) if biased else None
     wanted = left.double() @ right.double() + (0 if bias is None else bias.double())
-    same(op("product_low")(left, right, bias, wide), wanted, 2.0**-7)
-    same(op("amx_product")(left, right, bias, wide), wanted, 2.0**-7)
+    same(op("product_low")(left, right, bias), wanted, 2.0**-7)
+    same(op("amx_product")(left, right, bias), wanted, 2.0**-7)
 
 
-@over(tiled=True, rows=(0, 1, 33, 65), depth=(0, 1, 31, 257), columns=(0, 3, 33, 65), wide=(True, False))
-def products_and_sums(rows, depth, columns, wide):
+@over(tiled=True, rows=(0, 1, 33, 65), depth=(0, 1, 31, 257), columns=(0, 3, 33, 65))
+def products_and_sums(rows, depth, columns):
     a, b = drawn(depth, rows), drawn(depth, columns)
-    product, sums = op("amx_product_and_sums")(a, b, wide)
+    product, sums = op("amx_product_and_sums")(a, b)
     same(product, a.double().t() @ b.double(), 2.0**-7)
     same(sums, a.double().sum(0), 2.0**-7, "sums")
 
@@ -54,7 +54,7 @@ def large_products(sizes, a, b):
     if amx_gemm.library() is None:
         return
     left, right = laid(rows, depth, a), laid(depth, columns, b, 0.1)
-    same(op("amx_product")(left, right, None, True), left.double() @ right.double(), 2.0**-7)
+    same(op("amx_product")(left, right), left.double() @ right.double(), 2.0**-7)
 
 
 # -- recurrent layers ------------------------------------------------------------------------------------------------
@@ -104,8 +104,7 @@ def gru(length, batch, width, size, reverse):
     grads = [drawn(length, batch, size), drawn(batch, size, scale=0.5)]
     wanted, exact = _exact(module, x, [state], grads, reverse)
     out, last, states, gates = op("gru_forward")(x, *params, state, reverse)
-    again, last_again = op("gru_output")(x, *params, state, reverse)
-    for one, other in zip((out, last, again, last_again), (*wanted, *wanted), strict=True):
+    for one, other in zip((out, last), wanted, strict=True):
         same(one, other.detach(), 2.0**-5)
     made = op("gru_backward")(*grads, x, *params[:2], states, gates, reverse)
     for name, one, other in zip(("x", "w_ih", "w_hh", "b_ih", "b_hh", "h"), made, exact, strict=True):
@@ -124,6 +123,6 @@ def cross_entropy(rows, classes, low, ignored, others):
         losses = F.cross_entropy(exact, target, reduction="none")
         (wanted,) = torch.autograd.grad(losses, exact, grad.double())
     wanted = wanted if wide is None else wanted + wide.double()
-    same(op("cross_entropy_rows")(logits, target, None, -100, 0.0), losses.detach(), 2.0**-14)
-    same(op("cross_entropy_backward")(grad, logits, target, None, wide, -100, 0.0), wanted)
-    same(op("cross_entropy_backward_")(grad, logits, target, None, wide, -100, 0.0), wanted, what="in place")
+    same(op("cross_entropy_rows")(logits, target, -100), losses.detach(), 2.0**-14)
+    same(op("cross_entropy_backward")(grad, logits, target, wide, -100), wanted)
+    same(op("cross_entropy_backward_")(grad, logits, target, wide, -100), wanted, what="in place")

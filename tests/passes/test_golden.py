@@ -12,10 +12,10 @@ import torch
 from amp_graph.passes.backends.cpu.convolution import depthwise_conv_gradients, lower_pointwise_conv
 from amp_graph.passes.backends.cpu.inference import fold_batch_norms
 from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
+from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.layout import channels_last
 from amp_graph.passes.native import gemm_thresholds
-from amp_graph.passes.op_args import attention_args
 from tests.passes.golden_models import CASES
 from tests.passes.graphs import body_text, capture, rewritten
 
@@ -26,7 +26,7 @@ ASKING = (
     fuse_cross_entropy,
     channels_last,
     gemm_thresholds,
-    attention_args,
+    call_arguments,
 )
 
 

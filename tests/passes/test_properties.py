@@ -88,17 +88,6 @@ def test_a_pass_run_again_changes_nothing(index, policy):
     assert not wrong, f"{len(wrong)} of {len(SEEDS)}: {wrong[:2]}"
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_planning_again_gives_the_same_marks(seed):
-    gm = captured(seed).fresh()
-    identify, expand, plan = standard_passes()[:3]
-    run_passes(gm, [identify, expand, plan], checked=True)
-    first = {n.name: n.meta.get("amp") for n in gm.graph.nodes}
-    run_passes(gm, [plan], checked=True)
-    assert {n.name: n.meta.get("amp") for n in gm.graph.nodes} == first
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parameters_are_shared_and_the_graph_given_stays_as_it_was(seed):

@@ -71,13 +71,6 @@ def test_repeated_layers_are_traced_once_and_each_node_runs_at_most_once(monkeyp
     assert more_fakes <= many
 
 
-def test_the_cache_serves_the_next_graph(monkeypatch):
-    gm = graph_of(2)
-    run_passes(gm, standard_passes(), checked=False)
-    monkeypatch.setattr(identify_ops, "trace_node", lambda *a: pytest.fail("traced what was known"))
-    run_passes(graph_of(2), standard_passes(), checked=False)
-
-
 def test_changes_of_passes_grow_with_the_graph():
     def changes(layers):
         gm = graph_of(layers)

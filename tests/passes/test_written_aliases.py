@@ -85,12 +85,6 @@ def test_a_write_is_seen_through_every_alias(view, through_view):
     check(Written(view, through_view))
 
 
-@pytest.mark.parametrize("policy", ["bf16,planner=paint", "fp16", "bf16,accuracy=fast"])
-@pytest.mark.parametrize("through_view", [True, False], ids=["write the view", "write the base"])
-def test_by_every_planner(through_view, policy):
-    check(Written(VIEWS["view of as_strided"], through_view), policy)
-
-
 @pytest.mark.parametrize("view", [VIEWS[name] for name in ("as_strided", "sum_to_size", "real")])
 def test_gradients_too(view):
     def step(model):

@@ -349,7 +349,7 @@ def test_rows_fold_by_operation_precision_and_reason():
     assert row[:4] == ("linear", "x3", "low", "layers.*")
 
 
-def test_reasons_that_differ_in_figures_alone_are_one_line():
+def test_operations_of_one_reason_are_one_line():
     class Block(nn.Module):
         def __init__(self, width):
             super().__init__()
@@ -360,8 +360,6 @@ def test_reasons_that_differ_in_figures_alone_are_one_line():
 
     model = converted(nn.Sequential(Block(64), nn.Linear(64, 512), Block(512)), torch.randn(256, 64))
     (graph,) = amp_graph.report(model).graphs
-    gelus = {n.reason for n in graph.operations if n.ops == ("aten.gelu",)}
-    assert len(gelus) == 2, "their sizes differ, and so does what each saves"
     (row,) = [row for row in fold(graph.operations) if row[0] == "gelu"]
     assert row[:2] == ("gelu", "x2")
     assert row[4].endswith("; at the least predicted time")

@@ -12,7 +12,7 @@ import amp_graph
 from amp_graph.passes.base import PassError
 from amp_graph.passes.loss_scaling import ClipGradients, ScaleLoss
 from amp_graph.passes.pipeline import pipeline
-from amp_graph.passes.pipeline_row import Phase, checked
+from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.recognize.no_op_dropout import RemoveNoOpDropout
 from amp_graph.step import step_graph, step_table
 from amp_graph.step.step_table import (
@@ -109,13 +109,6 @@ def test_what_is_appended_out_of_order_is_an_error_that_names_both():
     with pytest.raises(PassError, match=r"(?s)'remove-no-op-dropout' has no row in STEP_TABLE.*fix:"):
         in_order([RemoveNoOpDropout()])
     assert in_order([]) == []
-
-
-@pytest.mark.parametrize("name", ["check-finite-and-unscale", "update-loss-scale", "write-low-copies"])
-def test_a_row_in_the_wrong_place_is_an_error(name):
-    rest = [row for row in STEP_TABLE if row.name != name]
-    with pytest.raises(PassError, match="stands on the wrong side"):
-        checked([ROWS[name], *rest])
 
 
 def test_no_policy_builds_or_skips_what_a_step_appends():

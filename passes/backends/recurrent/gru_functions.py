@@ -34,11 +34,9 @@ def gru_layer(
     given = (x, w_ih, w_hh, b_ih, b_hh, h)
     if leaves_to_torch(*given):
         return _by_torch(*given, reverse)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        trained: tuple[Tensor, Tensor] = _GruLayer.apply(*given, reverse)[:2]
-        return trained
-    found: tuple[Tensor, Tensor] = OPS.gru_output(*given, reverse)
-    return found
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    found: tuple[Tensor, ...] = (_GruLayer.apply if trains else OPS.gru_forward)(*given, reverse)
+    return found[0], found[1]
 
 
 class _GruLayer(torch.autograd.Function):
@@ -58,24 +56,6 @@ class _GruLayer(torch.autograd.Function):
         x, w_ih, w_hh, *_ = tensors
         made = OPS.gru_backward(dout, dlast, x, w_ih, w_hh, states, gates, ctx.reverse)
         return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None
-
-
-def gru_output(
-    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """Return output and last state, as ``gru_forward``, bit for bit; nothing else is saved, so steps stay in cache."""
-    x = x.flip(0) if reverse else x
-    length, batch, size = *x.shape[:2], h.shape[-1]
-    sums = F.linear(x, w_ih, b_ih).view(length, batch, 3 * size).float()
-    out, times = x.new_empty(length, batch, size), _times(w_hh, b_hh)
-    state, low = h.float(), h
-    for gates, step in zip(sums.unbind(), out.unbind(), strict=True):
-        seen = times(low).float()
-        both = gates[:, : 2 * size].add_(seen[:, : 2 * size]).sigmoid_()
-        new = gates[:, 2 * size :].addcmul_(both[:, :size], seen[:, 2 * size :]).tanh_()
-        state = torch.lerp(new, state, both[:, size:])
-        low = step.copy_(state)
-    return out.flip(0) if reverse else out, low.clone()
 
 
 def gru_forward(
@@ -184,6 +164,5 @@ def _fake_backward(
     return x.new_empty(x.shape), w_ih.new_empty(w_ih.shape), w_hh.new_empty(w_hh.shape), db_ih, db_hh, dh
 
 
-define_as_typed(gru_output, lambda x, h: (x.new_empty(*x.shape[:2], h.shape[-1]), x.new_empty(h.shape)))
 define_as_typed(gru_forward, _fake_forward)
 define_as_typed(gru_backward, _fake_backward)

@@ -80,8 +80,8 @@ def lstm_backward_of_sums(
     _run("backward", (length, batch, size), sums, dout.contiguous(), turned, cells, dsums, dh, dc)
     flat = dsums.view(length * batch, GATES * size)
     dx = (flat @ w_ih).view(x.shape)
-    dw_ih, dbias = gradients_of_linear(flat, x.flatten(0, 1), True, False)
-    dw_hh, _ = gradients_of_linear(flat, torch.cat([h[None], out[:-1]]).view(length * batch, size), False, False)
+    dw_ih, dbias = gradients_of_linear(flat, x.flatten(0, 1), biased=True)
+    dw_hh, _ = gradients_of_linear(flat, torch.cat([h[None], out[:-1]]).view(length * batch, size), biased=False)
     assert dbias is not None, "asked for"
     return [dx.flip(0) if reverse else dx, dw_ih, dw_hh, dbias, dbias.clone(), dh.to(low), dc.to(low)]
 

@@ -9,11 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amp_graph
-from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
-from amp_graph.passes.graph.meta_keys import CHECKPOINT
 from tests.measure import DtypeLog, saved_bytes
-from tests.passes.graphs import capture
 
 WIDTH = 32
 
@@ -94,21 +90,6 @@ def test_dropout_draws_the_same_again():
         assert torch.equal(grads[name], regrads[name]), name
     other, _ = step(dropping, x, seed=4)
     assert not torch.equal(other, b)
-
-
-def test_the_graph_calls_each_checkpoint_once():
-    _, dropping, x = pair()
-    dropping(x)
-    (graph,) = conversion_of(dropping).graphs
-    calls = [n for n in graph.rewritten.gm.graph.nodes if n.target is run_checkpoint]
-    assert len(calls) == 3
-
-
-def test_inlined_nodes_know_their_checkpoint():
-    gm = capture(Model(True), torch.randn(4, WIDTH)).fresh()
-    numbers = {n.meta[CHECKPOINT] for n in gm.graph.nodes if CHECKPOINT in n.meta}
-    assert numbers == {0, 1, 2}
-    assert not any(getattr(n.target, "__name__", "") == "tag_activation_checkpoint" for n in gm.graph.nodes)
 
 
 def test_the_conversion_has_the_same_results_as_without_conversion_within_low_precision():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from amp_graph.passes.graph.aliasing import observe
-from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.plan_precision import PlanPrecision, marks
 from tests.passes.graphs import capture_function, node_named, passes_until
@@ -24,13 +23,6 @@ def viewed(s, x):
     r = h.relu()
     v.add_(1.0)
     return h.tanh(), r
-
-
-def test_views_share_a_storage_and_results_do_not():
-    gm, memory = observed(viewed)
-    h, v, r = (node_named(gm, n) for n in ("h", "v", "r"))
-    assert memory.storages[h] == memory.storages[v]
-    assert not memory.storages[h] & memory.storages[r]
 
 
 def test_a_write_to_a_view_is_a_write_to_its_base():
@@ -96,15 +88,3 @@ def test_each_way_to_write_is_seen(function):
 def test_a_write_to_an_input_is_seen(function):
     gm, memory = observed(function)
     assert any(memory.is_written(n) for n in gm.graph.nodes if n.op == "placeholder")
-
-
-def test_a_graph_without_writes_has_none():
-    gm, memory = observed(lambda s, x: (x @ s.w).relu() + 1)
-    assert not memory.writers
-    assert not any(memory.is_written(n) for n in gm.graph.nodes)
-
-
-def test_writes_are_only_those_of_the_operations_given():
-    gm = capture_function(viewed, X, w=W).fresh()
-    run_passes(gm, [IdentifyOps()], checked=True)
-    assert not observe(gm, {}).writers

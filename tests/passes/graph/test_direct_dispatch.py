@@ -9,7 +9,6 @@ from amp_graph.passes.backends.cpu.linear.linear_functions import product_low
 from amp_graph.passes.graph import direct_dispatch as module
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.torch_compat.dispatch import dispatched
 from amp_graph.passes.torch_compat.fake import make_fx
 
 X, W, B = (torch.randn(n, generator=torch.Generator().manual_seed(1)) for n in ((6, 32), (24, 32), (24,)))
@@ -42,13 +41,6 @@ def test_it_does_what_forward_does():
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert ours.names == theirs.names
     assert len(ours.names) > 5
-
-
-def test_no_operator_is_looked_up():
-    run = direct_calls(traced())
-    assert "ops" not in run.__func__.__code__.co_names
-    assert sum(name.endswith("_of_amp_graph") for name in run.__func__.__code__.co_names) > 5
-    assert "ops" in traced().forward.__func__.__code__.co_names, "control"
 
 
 def through_batch_norm(x):
@@ -184,8 +176,3 @@ def test_operators_of_ours_are_called_without_the_dispatcher_unless_somebody_loo
         assert "amp_graph::product_low" in {event.key for event in profile.key_averages()}
     run(a, b)
     assert len(calls) == 1, "with gradients the dispatcher has its say"
-
-
-def test_what_is_no_overload_stays():
-    assert dispatched(F.relu) is F.relu
-    assert module.CALL.findall("torch.ops.aten.mm.default(a); torch.float32; x.ops.a.b.c(1)") == ["aten.mm.default"]

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph
 
-from amp_graph.passes.graph import fake_values
 from amp_graph.passes.graph.fake_values import run_node
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
 
@@ -55,22 +54,6 @@ def test_a_batch_norm_has_the_value_that_the_fake_mode_finds(image, training, af
         )
         assert type(found) is type(expected)
         assert found.fake_mode is mode
-
-
-def test_layers_alike_are_computed_once(monkeypatch):
-    mode, calls = FakeTensorMode(), []
-    plain = F.batch_norm
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(fake_values, "TAKEN_APART", {counted})
-    for image in ("contiguous", "contiguous", "channels_last"):
-        node, _ = norm_of(mode, image, True, True, BF16)
-        node.target = counted
-        run_node(node, mode)
-    assert len(calls) == 2
 
 
 def test_what_the_operation_refuses_is_refused():

@@ -2,14 +2,13 @@
 
 import re
 
-import pytest
 import torch
 from torch import nn
 
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
+from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.propagate_fake_values import record_values
-from tests.passes.graphs import capture, capture_function
+from tests.passes.graphs import capture_function
 
 
 def text_of(function, *inputs):
@@ -37,44 +36,6 @@ def test_a_small_graph_in_full():
     ]
     assert "(:, ::2)" in text_of(Model(), torch.randn(4, 3))
     assert ".to(%5, f64)" in text_of(Model(), torch.randn(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("val", "text"),
-    [
-        (torch.zeros(2, 4, dtype=torch.bfloat16), "bf16[2,4]"),
-        (torch.zeros((), dtype=torch.int64), "i64[]"),
-        (torch.zeros(3, dtype=torch.complex64), "c64[3]"),
-        (torch.zeros(3, dtype=torch.float8_e4m3fn), "float8_e4m3fn[3]"),
-        ((torch.zeros(2), torch.zeros(1, dtype=torch.bool)), "(f32[2], bool[1])"),
-        (None, ""),
-        (5, "5"),
-    ],
-)
-def test_types(val, text):
-    assert type_text(val) == text
-
-
-def test_no_two_dtypes_share_a_name():
-    assert len(set(SHORT.values())) == len(SHORT)
-
-
-def test_targets():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    calls = [
-        (graph.call_method("view", (x, -1)), ".view"),
-        (graph.call_function(torch.ops.aten.mm.default, (x, x)), "aten.mm.default"),
-        (graph.call_function(torch.nn.functional.gelu, (x,)), "gelu"),
-        (graph.call_module("layer.0", (x,)), "layer.0"),
-    ]
-    for node, text in calls:
-        assert target_text(node) == text
-
-
-def test_module_paths_follow_as_comments():
-    text = graph_text(capture(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), torch.randn(1, 2)).fresh())
-    assert re.search(r"linear\(.*\)  # .*0$", text, re.MULTILINE)
 
 
 def test_subgraphs_come_after_indented():

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
 from amp_graph.passes.manager import run_passes
 from tests.passes.graphs import capture_function, differences, passes_before, run_step
@@ -125,33 +123,4 @@ def test_two_readers_share_the_copy():
     assert sum(n.target == "contiguous" for n in ours.graph.nodes) == 1
 
 
-class Words(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = torch.nn.LSTM(8, 8, batch_first=True), torch.nn.Linear(8, 16)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0])
-
-
 LEFT = "bf16,skip=contiguous-linear-input|prepack-weights"  # a product of packed weights is one, however its input lies
-
-
-@pytest.mark.onednn  # where it has no LSTM, the steps of one are batched products themselves
-@pytest.mark.parametrize("policy", ["bf16", "bf16,skip=prepack-weights", LEFT, "bf16,lists=autocast_cpu"])
-def test_a_language_model_of_lstms(policy):
-    model = amp_graph.convert(Words(), policy)
-    with torch.inference_mode():
-        model(X)
-    ours = policy not in (LEFT, "bf16,lists=autocast_cpu")
-    assert batched_products(model, X) == (not ours)
-    (graph,) = conversion_of(model).graphs
-    assert ("contiguous-linear-input" in [p.name for p in graph.rewritten.passes]) == ours
-
-
-def test_sizes_that_vary_are_not_guarded():
-    model = amp_graph.convert(Words(), "bf16", dynamic=True)
-    with torch.inference_mode():
-        for length in (5, 6, 9):
-            assert model(torch.randn(3, length, 8)).shape == (3, length, 16)
-    assert len(conversion_of(model).graphs) == 1

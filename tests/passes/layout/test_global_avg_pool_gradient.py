@@ -5,13 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient, pooled
 from amp_graph.passes.manager import run_passes
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, FP32, capture_function, differences, multiply_bf16, passes_before, run_step
-from tests.passes.whole_steps import stepped
 
 LAST = torch.channels_last
 
@@ -128,38 +125,3 @@ def test_control_a_share_of_another_size_is_seen():
     wrong = lambda x: pooled(x, False, x.dtype) * 1.01  # noqa: E731
     torchs, _ = AVERAGES["mean"]
     assert not torch.equal(step(wrong, BF16)[1], step(torchs, BF16)[1])
-
-
-class Squeeze(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 1)
-        self.norm, self.pool = nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1)
-
-    def forward(self, x):
-        h = F.silu(self.norm(self.a(x)))
-        return self.c(h * torch.sigmoid(self.b(self.pool(h)))).mean((2, 3))
-
-
-@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast,recompute=all", "bf16-O2"])
-def test_a_converted_model_trains_as_without_and_so_does_a_step(policy):
-    def grads(policy):
-        torch.manual_seed(0)
-        model = amp_graph.convert(Squeeze(), policy)
-        model(X).square().mean().backward()
-        return [p.grad for p in model.parameters()], conversion_of(model).graphs[0].rewritten.gm.code
-
-    ours, text = grads(policy)
-    plain, without = grads(f"{policy},skip=global_avg_pool_gradient")
-    assert text.count("global_avg_pool_gradient_pooled") == 2
-    assert "pooled" not in without
-    for a, b in zip(ours, plain, strict=True):
-        assert (a - b).norm() <= 0.01 * b.norm() + 1e-6
-    assert torch.isfinite(stepped(Squeeze, lambda y: y.square().mean(), [(X,)], policy).losses).all()
-
-
-def test_sizes_that_vary_are_not_guarded():
-    model = amp_graph.convert(Squeeze(), "bf16", dynamic=True)
-    for batch in (2, 3, 5):
-        model(drawn(batch, 4, 6, 6)).sum().backward()
-    assert len(conversion_of(model).graphs) == 1

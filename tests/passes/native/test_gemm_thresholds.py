@@ -26,10 +26,6 @@ ROWS = [
     ("small_linear_is_profitable", UNITS, ("cpu", BF16, 64, 512, 512), True),
     ("small_linear_is_profitable", UNITS, ("cpu", BF16, 2048, 512, 256), False),
     ("small_linear_is_profitable", UNITS, ("cpu", BF16, 32, 1024, 1024), False),
-    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 1024, 768, 768), True),
-    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 32, 768, 768), False),  # a call is seen
-    ("bias_in_trained_linear_is_profitable", DOTS, ("cpu", BF16, 2048, 8192, 512), False),  # mapped anew at each call
-    ("bias_in_trained_linear_is_profitable", DOTS, ("cuda", BF16, 1024, 768, 768), False),
     ("panels_are_profitable", DOTS, ("cpu", BF16, 32, 256, 256), True),
     ("panels_are_profitable", DOTS, ("cuda", BF16, 32, 256, 256), False),
     ("panels_are_profitable", DOTS, ("cpu", FP16, 32, 256, 256), False),
@@ -65,9 +61,6 @@ ROWS = [
     ("amx_product_is_profitable", UNITS, ("cpu", FP16, 1024, 768, 768), False),
     ("amx_product_is_profitable", UNITS, ("cuda", BF16, 1024, 768, 768), False),
     ("amx_product_is_profitable", DOTS, ("cpu", BF16, 1024, 768, 768), False),
-    ("training_by_function_is_profitable", UNITS, (1024, 768, 768), True),
-    ("training_by_function_is_profitable", UNITS, (512, 384, 384), False),
-    ("training_by_function_is_profitable", DOTS, (512, 384, 384), True),
     ("lstm_kernel_is_profitable", DOTS, ("cpu", BF16, 128, 512), True),
     ("lstm_kernel_is_profitable", DOTS | TWO, ("cpu", BF16, 128, 512), True),
     ("lstm_kernel_is_profitable", DOTS | MANY, ("cpu", BF16, 128, 512), True),

@@ -116,33 +116,6 @@ def test_what_is_found_lies_on_the_hull():
     assert between >= 5
 
 
-def test_a_larger_bound_never_costs_more():
-    for seed, made, every in tasks():
-        costs = [made.within(b).cost for b in bounds(every) if b >= min(p.harm for p in every)]
-        assert costs == sorted(costs, reverse=True), seed
-
-
-def test_both_ends_are_the_best_of_their_kind():
-    for seed, made, every in tasks():
-        fast, safe = made.fastest(), made.safest()
-        assert (fast.cost, fast.harm) == min((p.cost, p.harm) for p in every), seed
-        assert (safe.harm, safe.cost) == min((p.harm, p.cost) for p in every), seed
-
-
-def test_a_better_assignment_from_elsewhere_is_taken_where_it_is_legal_and_harmless_enough():
-    taken = 0
-    for _, made, every in tasks():
-        for bound in bounds(every):
-            got = made.within(bound, every)
-            if got.harm <= bound:
-                assert got.cost == min(p.cost for p in every if p.harm <= bound)
-                taken += got.cost < made.within(bound).cost
-    assert taken >= 20
-    task = Task((0, 0, 5), (0, 0, 9), {FULL_ALWAYS: False, LOW_ALWAYS: True, 2: True})
-    made = Tradeoff(task, replace(task, full=(0,) * 3, low=(0, 0, 1)))
-    assert made.within(5, [Point(frozenset({LOW_ALWAYS}), 5, 0)]).low == {LOW_ALWAYS, 2}
-
-
 BROKEN = {
     "harm is ignored": lambda made, bound: made.fastest(),
     "only harm counts": lambda made, bound: made.safest(),

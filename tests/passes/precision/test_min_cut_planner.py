@@ -19,7 +19,7 @@ from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_l
 from amp_graph.passes.precision.rule_based_planner import paint
 from tests.corpus import CASES, make
 from tests.passes.golden_models import CASES as GOLDEN
-from tests.passes.graphs import BF16, FP32, capture, capture_function, passes_until, rewritten
+from tests.passes.graphs import FP32, capture, capture_function, passes_until, rewritten
 from tests.passes.planning import formulated, machine, problems_of
 from tests.passes.programs import captured
 
@@ -79,9 +79,6 @@ def never_above(made):
     assert cost(task, low_of(chosen, made)) == cost(task, low)
 
 
-CORPUS = ("bert_sdpa", "gpt2", "vit", "llama_gqa", "lstm_lm", "inplace_chain", "checkpoint", "moe_index_add", "gat")
-
-
 def check_corpus(name, policy):
     model, args, kwargs = make(name)
     amp_graph.convert(model, policy)
@@ -91,13 +88,6 @@ def check_corpus(name, policy):
             never_above(formulate(problem, machine(on), dtype))
 
     return problems_of(lambda: model(*args, **kwargs), visit)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", POLICIES[:2])
-@pytest.mark.parametrize("name", CORPUS)
-def test_never_above_the_painting_on_models(name, policy):
-    assert check_corpus(name, policy)
 
 
 @pytest.mark.slow
@@ -183,11 +173,10 @@ def test_a_value_is_widened_before_it_grows():
     assert at == {"paint": (256, 8, 8), "mincut": (1, 8, 8)}
 
 
-def test_reasons_say_by_how_much_and_between_what():
+def test_reasons_say_that_time_decided():
     nodes, _ = of(lambda m, x: F.linear(F.gelu(F.linear(x, m.w)), m.w), torch.randn(64, 64), w=torch.randn(64, 64))
     reason = nodes["gelu"].meta["amp"].reason
-    assert "every operand is low precision" in reason
-    assert "cheaper than full, between linear and linear_1" in reason
+    assert reason.endswith("every operand is low precision; at the least predicted time")
 
 
 SKIP = "skip_unprofitable=true"
@@ -236,11 +225,6 @@ def test_an_mlp_is_left_alone_where_low_precision_does_not_pay(on, name, policy,
         first = next(m for m in marks(gm).values() if "aten.linear" in m.ops)
         assert first.reason.startswith("not profitable")
         assert first.precision == FULL
-
-
-def test_without_the_word_products_are_always_low(on):
-    on("cpu")
-    assert BF16 in dtypes(rewritten(mlp(1, 256), "bf16"))
 
 
 def test_what_the_owner_wants_low_stays_low(on):

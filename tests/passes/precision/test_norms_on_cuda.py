@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph import Policy
-from amp_graph.lists import ListError, effective, load
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import IdentifyOps, names_of
 from amp_graph.passes.graph.meta_keys import MARK
@@ -109,29 +108,6 @@ def test_the_plan_says_why(norm):
         assert found.meta[MARK].origin.startswith("fast_cuda.toml:")
 
 
-@pytest.mark.parametrize("words", ["deny=layer_norm", "keep_fp32=norms.*", "lists=autocast_cuda"])
-def test_the_users_words_win(words):
-    assert dtypes(planned(Stream(layer_norm), f"{FAST},{words}")[0]) == [(FULL,) * 4] * 3
-
-
-def test_where_the_list_lies(tmp_path):
-    def rule(*names, **options):
-        options = {"dtype": "bfloat16", "device": "cuda", "accuracy": "fast"} | options
-        return effective(names, **options).lookup(torch.ops.aten.layer_norm.default, {})
-
-    own, plain = tmp_path / "own.toml", tmp_path / "plain.toml"
-    plain.write_text('[[op]]\nop = "aten.gelu"\nclass = "deny"\nwhy = "steep"\n')
-    own.write_text('[[op]]\nop = "aten.layer_norm"\nclass = "deny"\nwhy = "mine"\n')
-    assert rule().one_dtype
-    assert rule(str(plain)).one_dtype, "a file extends the default"
-    assert rule("default", str(plain)).one_dtype
-    assert rule(str(own)).why == "mine"
-    for other in (rule("autocast_cuda"), rule(accuracy="autocast"), rule(accuracy=1.5), rule(device="cpu")):
-        assert not other.one_dtype
-    assert effective((), dtype="bfloat16", device="cuda", accuracy="fast").name == "bf16_cuda"
-    assert not load("default", dtype="bfloat16", device="cuda").lookup(torch.ops.aten.layer_norm.default, {}).one_dtype
-
-
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 
@@ -166,10 +142,3 @@ def test_errors_are_at_most_what_fast_documents(norm):
     low = errors(run_step(as_on_cuda(held.through([IdentifyOps()])[0]), [g.bfloat16() for g in given]), exact)
     assert all(a <= 2.2 * b for a, b in zip(ours, autocasts, strict=True))
     assert sum(ours) <= sum(low)
-
-
-def test_a_wrong_flag_in_a_list_is_an_error(tmp_path):
-    own = tmp_path / "own.toml"
-    own.write_text('[[op]]\nop = "aten.layer_norm"\nclass = "fp32_inside"\nwhy = "mine"\none_dtype = 3\n')
-    with pytest.raises(ListError, match=r"(?s)one_dtype = 3.*true, false.*one_dtype = true"):
-        load(str(own), dtype="bfloat16", device="cuda")

@@ -73,14 +73,6 @@ def test_others_are_low_and_right(case):
     assert precision(ours) == {"low"}
 
 
-def test_without_gradients_they_are_low():
-    build, shape = SHALLOW["deep kernel"]
-    ours = amp_graph.convert(build(), "bf16").eval()
-    with torch.no_grad():
-        ours(torch.randn(shape))
-    assert precision(ours) == {"low"}
-
-
 def test_the_backward_of_a_joint_graph_is_full():
     def step(x, w):
         return torch.ops.aten.convolution_backward(

@@ -1,6 +1,5 @@
 """Attention written out in Python becomes the one call, and is nearer to fp64; what only looks like it stays."""
 
-import copy
 import math
 
 import pytest
@@ -13,9 +12,8 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention import attention_kernel, dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
+from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.graph.graph_text import graph_text
-from amp_graph.passes.op_args import attention_args
-from amp_graph.passes.recognize import attention
 from tests.corpus import make
 from tests.passes.graphs import Function
 from tests.relative_error import errors
@@ -26,8 +24,8 @@ LENGTH, WIDTH, HEADS = 12, 32, 4
 
 @pytest.fixture(autouse=True)
 def _a_machine_where_it_is_profitable(monkeypatch):
-    monkeypatch.setattr(attention_args, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(attention_args, "cpu_has_amx", lambda: False)
+    monkeypatch.setattr(call_arguments, "cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(call_arguments, "cpu_has_amx", lambda: False)
     monkeypatch.setattr(fuse_cross_entropy, "multiplies_bf16", lambda: True)
 
 
@@ -103,53 +101,17 @@ def falcon(s, q, k, v):
 
 
 def mpt(s, q, k, v):
-    """A mask of three dimensions; all that a query sees may be padding."""
+    """A mask of three dimensions, and one of what is hidden."""
     scores = torch.matmul(q, k.transpose(-1, -2)) * 0.4 + ALIBI[:, 0:, -LENGTH:].to(q)
-    scores = scores.masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
+    scores = scores.masked_fill(~SEEN, -math.inf)
     return torch.matmul(F.softmax(scores.float(), dim=-1).to(v), v)
-
-
-def annotated(s, q, k, v):
-    """The Annotated Transformer's, whose last queries see nothing."""
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
-    mask = torch.ones(1, LENGTH, 1).tril() * torch.tensor([1.0] * 10 + [0.0] * 2)[:, None]
-    return torch.matmul(scores.masked_fill(mask.expand(-1, -1, LENGTH)[None] == 0, -1e9).softmax(dim=-1), v)
-
-
-def folded_and_filled(s, q, k, v):
-    queries, keys, values = folded(q, k, v)
-    scores = torch.bmm(queries, keys.mT).masked_fill(PADDED.expand(2 * HEADS, LENGTH, -1), -1e4) * 2
-    return torch.bmm(scores.view(2, HEADS, LENGTH, -1).softmax(-1).view(-1, LENGTH, LENGTH), values).view(
-        2, HEADS, LENGTH, -1
-    )
 
 
 def in_place(s, q, k, v):
     """What each returns is read on; a bias is added so, too."""
     scores = (q @ k.mT).div_(2.5)
     scores += ALIBI
-    return scores.masked_fill_(~SEEN, -torch.finfo(torch.float32).max).softmax(-1) @ v
-
-
-def statements(s, q, k, v):
-    """As lucidrains' older code: what each returns is dropped."""
-    scores = torch.einsum("bhid,bhjd->bhij", q, k)
-    scores.mul_(0.4)
-    scores.add_(ALIBI)
-    scores.masked_fill_(~SEEN, -torch.finfo(scores.dtype).max)
-    return torch.einsum("bhij,bhjd->bhid", scores.softmax(dim=-1), v)
-
-
-def where_it_is_seen(s, q, k, v):
-    return torch.where(SEEN, q @ k.mT * 0.4 + ALIBI.to(q), -math.inf).softmax(-1) @ v
-
-
-def where_it_is_seen_alone(s, q, k, v):
-    return torch.where(SEEN, q @ k.mT, -math.inf).softmax(-1) @ v
-
-
-def where_some_see_nothing(s, q, k, v):
-    return torch.where(SEEN & ~PADDED, q @ k.mT, -1e9).softmax(-1) @ v
+    return scores.masked_fill_(~SEEN, -math.inf).softmax(-1) @ v
 
 
 def scaled_behind_a_product(s, q, k, v):
@@ -180,24 +142,14 @@ def llama_that_drops(s, q, k, v):
     return F.dropout(chances, 0.1, True) @ values
 
 
-def filled_and_dropped(s, q, k, v):
-    """Of two queries that see nothing some values are dropped, too."""
-    scores = (q @ k.mT).masked_fill(~SEEN | PADDED, -1e9)
-    return F.dropout(scores.softmax(-1), 0.25) @ v
-
-
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
 PADDED = torch.arange(LENGTH) < 3  # left of the text
-OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, annotated, scaled_behind_a_product, two_masks)
-WHERE = (where_it_is_seen, where_it_is_seen_alone, where_some_see_nothing)
-DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops, filled_and_dropped)}
+OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, scaled_behind_a_product, two_masks)
+DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops)}
 FORMS = {
     f.__name__: f
     for f in (
-        *WHERE,
-        folded_and_filled,
         in_place,
-        statements,
         plain,
         bert,
         llama,
@@ -233,13 +185,6 @@ def read_before_it_is_written(s, q, k, v):
     return chances @ v + before.mean()
 
 
-def a_statement_behind_a_view(s, q, k, v):
-    scores = q @ k.mT
-    row = scores[:, :, 0]
-    scores.mul_(0.4)
-    return scores.softmax(-1) @ v + row.mean()
-
-
 def into_the_mask(s, q, k, v):
     return s.kept[:].add_(q @ k.mT).softmax(-1) @ v
 
@@ -258,7 +203,6 @@ def held_by_the_user(s, q, k, v):
 
 
 OTHERS = {
-    "a statement behind a view": a_statement_behind_a_view,
     "the probabilities are read": with_chances,
     "all is dropped": lambda s, q, k, v: F.dropout((q @ k.mT).softmax(-1), 1.0) @ v,
     "dropout before others draw": drawn_half_way,
@@ -270,6 +214,7 @@ OTHERS = {
     "heads apart for another number of them": lambda s, q, k, v: (
         (torch.bmm(*folded(q, k.mT)).view(4, 2, LENGTH, LENGTH) + MASK).view(2, HEADS, LENGTH, LENGTH).softmax(-1) @ v
     ),
+    "scores of what is seen": lambda s, q, k, v: torch.where(SEEN, q @ k.mT, -math.inf).softmax(-1) @ v,
     "scores where they are not seen": lambda s, q, k, v: torch.where(~SEEN, -1e9, q @ k.mT).softmax(-1) @ v,
     "a mask behind what was filled": lambda s, q, k, v: ((q @ k.mT).masked_fill(~SEEN, -1e9) + MASK).softmax(-1) @ v,
     "a number fills that scores may have": lambda s, q, k, v: (q @ k.mT).masked_fill(~SEEN, -3.0).softmax(-1) @ v,
@@ -406,40 +351,6 @@ def test_lengths_that_change_are_captured_once_more_and_no_oftener():
     assert all(any(n.target is attention_low for n in g.rewritten.gm.graph.nodes) for g in graphs)
 
 
-def filled_with(number, adds=False):
-    hidden = torch.zeros(2, 1, LENGTH, 1).bool()
-    hidden[0, :, 3:5] = True
-
-    def filled(s, q, k, v):
-        scores = q @ k.mT + ALIBI.to(q) if adds else q @ k.mT
-        return scores.masked_fill(hidden, number).softmax(-1) @ (v if number != -1e9 else v.detach())
-
-    return filled
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min])
-def test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(number, adds):
-    filled = filled_with(number, adds)
-    (out, grad), calls = stepped(filled)
-    assert calls == 1
-    assert torch.allclose(out[0, :, 3], out[0, :, 4], atol=1e-3), "of the same values"
-    exact, _ = stepped(filled, wide=True)
-    written_out, _ = stepped(filled, "bf16,skip=fuse_attention")
-    for ours, theirs in zip(errors([out, grad], exact), errors(written_out, exact), strict=True):
-        assert ours <= 1.1 * theirs
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_torchs_own_attention_in_fp32_gives_them_the_same(adds):
-    """Its backward knows rows by the logarithm of their sums, in which a large number would be all."""
-    filled = filled_with(torch.finfo(torch.float32).min, adds)
-    found, calls = stepped(filled, "bf16,keep_fp32=.*")
-    assert calls == 0
-    assert max(errors(found, stepped(filled, wide=True)[0])) < 1e-5
-
-
 def added(s, q, k, v):
     """As Hugging Face's eager form, where the text is padded on the left: the least number is added."""
     mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~SEEN | PADDED, torch.finfo(torch.float32).min)
@@ -477,14 +388,6 @@ def test_with_the_least_number_added_in_fp32_the_formula_is_written_out_again(mo
     assert max(errors(stepped(added, "bf16,keep_fp32=.*")[0], exact)) > 0.01, "control: torch's own backward"
 
 
-def test_control_without_what_is_done_for_them_they_would_be_others(monkeypatch):
-    monkeypatch.setattr(attention._Operands, "_blind", lambda self, found: None)
-    with pytest.raises(AssertionError):
-        test_rows_that_see_nothing_but_a_number_are_means_without_gradients_to_scores(-1e4, False)
-    with pytest.raises(AssertionError):
-        test_torchs_own_attention_in_fp32_gives_them_the_same(False)
-
-
 def test_rows_that_see_nothing_are_zeros():
     hidden = torch.zeros(LENGTH, LENGTH).bool()
     hidden[3] = True
@@ -501,39 +404,6 @@ def test_models_of_the_library(name, layers):
     amp_graph.convert(model)(*args, **kwargs)
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
     assert sum(n.target is attention_low for n in nodes) >= layers
-
-
-def shared_masks(s, q, k, v):
-    return (q @ k.mT * 0.4 + MASK + ALIBI).softmax(-1) @ v
-
-
-class Layers(nn.Module):
-    """Two layers that share their masks, each computed again in backward where asked."""
-
-    def __init__(self, again):
-        super().__init__()
-        self.layers, self.again = nn.ModuleList(Model(shared_masks) for _ in range(2)), again
-
-    def forward(self, x):
-        for layer in self.layers:
-            heads = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
-            x = x + heads.transpose(1, 2).flatten(2)
-        return x
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_layers_share_the_sum_of_their_masks_unless_they_are_computed_again(again):
-    model, x = Layers(again), torch.randn(2, LENGTH, WIDTH)
-    wide = copy.deepcopy(model).double()
-    wide(x.double()).square().sum().backward()
-    amp_graph.convert(model)
-    model(x).square().sum().backward()
-    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
-    calls = [n for n in nodes if n.target is attention_low]
-    assert again or len(calls) == 2
-    assert again or len({n.kwargs["attn_mask"] for n in calls}) == 1
-    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
-        assert q.grad is None or (p.grad - q.grad).norm() <= 0.05 * q.grad.norm()
 
 
 WRITTEN = {

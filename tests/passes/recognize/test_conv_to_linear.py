@@ -132,18 +132,6 @@ def test_norms_are_folded_rather():
     assert not done["conv-to-linear"].changes
 
 
-def test_images_whose_size_varies_are_left_alone():
-    model = amp_graph.convert(Function(lambda s, x: F.conv2d(x, s.w[:, :, : x.shape[2]]), w=W), "bf16", dynamic=True)
-    for height in (5, 4, 3):
-        assert model(drawn(3, 4, height, 6)).shape == (3, 7, 1, 1)
-
-
-def test_a_policy_can_leave_it_out():
-    model = amp_graph.convert(Head(), "bf16,skip=conv_to_linear")
-    model(drawn(6, 4, 6, 6))
-    assert "linear" not in conversion_of(model).graphs[0].rewritten.gm.code
-
-
 P = drawn(2, 3, 8, 12, seed=4)
 WP, BP = drawn(10, 3, 4, 4, seed=5) / 7, drawn(10, seed=6)
 
@@ -207,15 +195,6 @@ def test_other_convolutions_are_no_patches(name, monkeypatch):
     assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
 
 
-def test_on_gpus_smaller_patches_are_rows_too():
-    pays = conv_to_linear.patches_are_profitable
-    assert pays("cuda", 3, (2, 2), True)
-    assert not pays("cpu", 3, (2, 2), True)
-    assert not pays("cuda", 3, (4, 4), False)
-    assert not pays("cuda", 96, (2, 2), True)
-    assert not pays("mps", 3, (16, 16), True)
-
-
 def test_control_patches_that_are_turned_differ(monkeypatch):
     describe = conv_to_linear.describe
     monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
@@ -256,13 +235,6 @@ def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight
     for graph in conversion_of(model).graphs:
         assert "conv2d" not in graph.rewritten.gm.code
     assert 1 in packed or not multiplies_bf16()
-
-
-def test_images_of_other_sizes():
-    model, plain = (amp_graph.convert(Transformer(), p) for p in ("bf16", "bf16,skip=conv_to_linear"))
-    for shape in ((2, 3, 32, 32), (5, 3, 32, 32), (2, 3, 30, 32), (1, 3, 16, 48)):
-        x = drawn(*shape)
-        torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-5)
 
 
 @pytest.mark.sampled(2)

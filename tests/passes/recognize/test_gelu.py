@@ -12,7 +12,6 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize.gelu import FuseGelu
 from tests.conformance.test_casts import DEEP, LAYERS
 from tests.corpus import make
-from tests.measure import run
 from tests.passes.graphs import capture_function, run_step, standard_passes
 
 TANH = math.sqrt(2 / math.pi)
@@ -84,23 +83,8 @@ def test_across_grad_modes_it_stays():
     assert not fused(function)[2]
 
 
-def test_nearer_to_the_exact_value_than_the_formula_in_bf16():
-    x = X.bfloat16()
-    formula = FORMS["gpt2"][1](None, x).double()
-    exact = FORMS["gpt2"][1](None, x.double())
-    ours = torch.nn.functional.gelu(x, approximate="tanh").double()
-    assert (ours - exact).norm() < 0.9 * (formula - exact).norm()
-
-
 def test_gpt2_calls_one_gelu_a_layer():
     model, args, kwargs = make(DEEP["gpt2"])
     amp_graph.convert(model, "bf16")(*args, **kwargs)
     (graph,) = conversion_of(model).graphs
     assert len([n for n in graph.rewritten.gm.graph.nodes if "gelu" in str(n.target)]) == LAYERS
-
-
-def test_the_step_is_as_eager_computes_it():
-    plain = run("tanh_gelu_pow")
-    ours = run("tanh_gelu_pow", prepare=lambda m: amp_graph.convert(m, "bf16"))
-    for a, b in zip(ours.outputs, plain.outputs, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.casts.saturation import within_range
-from amp_graph.passes.op_args import attention_args
+from amp_graph.passes.graph import call_arguments
 from tests.relative_error import errors
 
 HEADS, WIDTH, BATCH = 2, 16, 3
@@ -203,7 +203,7 @@ def test_control_a_mask_that_is_rounded_is_found(monkeypatch):
 @pytest.mark.parametrize(("name", "length"), [("min32", 12), ("min32", 130), ("-1e9", 130), ("alibi_absolute", 130)])
 def test_calls_have_the_gradients_of_the_formula(name, length, policy, own, monkeypatch):
     if not own:
-        monkeypatch.setattr(attention_args, "cpu_has_bf16", lambda: False)
+        monkeypatch.setattr(call_arguments, "cpu_has_bf16", lambda: False)
     mask = MASKS[name](length)
     assert max(errors(trained(called, mask, policy), trained(added, mask))) < (0.01 if policy == "bf16" else 0.001)
 

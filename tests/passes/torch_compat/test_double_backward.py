@@ -13,13 +13,13 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import (
     depthwise_rows,
 )
 from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_low
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
 from amp_graph.passes.memory.gradient_buffers import table_rows
 
@@ -55,13 +55,13 @@ FUNCTIONS = {
         (drawn(2, 2, 6, 8),),
     ),
     "pointwise conv": (
-        lambda x, w, b: pointwise_conv(x, w, b, (1, 1), False),
+        lambda x, w, b: pointwise_conv(x, w, b, False),
         F.conv2d,
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
     "pointwise conv of few": (
-        lambda x, w, b: pointwise_conv(x, w, b, (2, 2), True),
-        lambda x, w, b: F.conv2d(x, w, b, 2),
+        lambda x, w, b: pointwise_conv(x, w, b, True),
+        F.conv2d,
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
     "depthwise": (
@@ -106,9 +106,8 @@ FUNCTIONS = {
     ),
     "linear": (linear_low, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
     "linear of a vector": (linear_low, F.linear, (drawn(4), drawn(6, 4), drawn(6))),
-    "large linear": (linear_trained, F.linear, (drawn(5, 4), drawn(6, 4), drawn(6))),
     "cross entropy": (
-        lambda x: cross_entropy_low(x, CLASSES, label_smoothing=0.1),
+        lambda x: cross_entropy_low(x, CLASSES),
         lambda x: F.cross_entropy(x.float(), CLASSES, label_smoothing=0.1),
         (drawn(3, 5),),
     ),

@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.weights import batch_weight_casts
-from amp_graph.passes.weights.cast_weights import CastWeights
 
 TOGETHER = "bf16,skip=channels_last"
 ALONE = "bf16,skip=channels_last|batch_weight_casts"
@@ -19,10 +17,8 @@ ALONE = "bf16,skip=channels_last|batch_weight_casts"
 
 @pytest.fixture(autouse=True)
 def _is_profitable(monkeypatch):
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 3)
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 3)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
-    monkeypatch.setattr(CastWeights, "run", lambda self, gm: PassResult(gm))  # which is for the CPU
 
 
 class Net(nn.Module):
@@ -105,18 +101,6 @@ def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
     assert_same(*found)
 
 
-def test_gradients_of_gradients_and_of_many_at_once():
-    found = []
-    for model in map(net, (TOGETHER, ALONE)):
-        weights = [model.conv.weight, model.first.weight, model.last.bias]
-        out = model(batch())[0].float()
-        (one,) = torch.autograd.grad(out.square().sum(), weights[1:2], create_graph=True)
-        found.append([one, *torch.autograd.grad(one.square().sum(), weights)])
-        many = torch.autograd.grad(model(batch())[0], weights, torch.eye(20).view(20, 5, 4), is_grads_batched=True)
-        found[-1] += many
-    assert all(map(torch.equal, *found))
-
-
 class Branches(nn.Module):
     """Two heads, and a layer whose result goes by memory that is written."""
 
@@ -140,8 +124,7 @@ def test_weights_on_several_devices_are_apart(monkeypatch):
         first = node.op == "call_method" and "first" in str(node.args[0])
         return SimpleNamespace(dtype=found.dtype, device=torch.device("meta")) if first else found
 
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 2)
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 2)
     monkeypatch.setattr(batch_weight_casts, "value", elsewhere)
     model = net(TOGETHER)
     model(batch())
@@ -151,8 +134,7 @@ def test_weights_on_several_devices_are_apart(monkeypatch):
 
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
 def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 2)
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 2)
     found = []
     for policy in (TOGETHER, ALONE):
         torch.manual_seed(0)
@@ -170,8 +152,7 @@ def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
 
 def test_large_weights_do_not_wait_for_all_others(monkeypatch):
     monkeypatch.setattr(batch_weight_casts, "MOST", 1000)
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 1)
+    monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 1)
     model, order = net(TOGETHER), []
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -222,71 +203,11 @@ def test_channels_last_weights_are_cast_into_their_layout():
     assert all(torch.equal(g, one.float()) for g, one in zip(found, given, strict=True))
 
 
-class Block(nn.Module):
-    """The linears of a transformer's blocks: four of its width, two to and from four times as many."""
-
-    def __init__(self, width, blocks):
-        super().__init__()
-        sizes = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-        self.parts = nn.ModuleList(nn.Linear(*size) for size in sizes * blocks)
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-def sizes_of_groups(model):
-    return [line.count("%") - 1 for line in lines(model) if " low_weights(" in line]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("width", "blocks"), [(768, 2), (1024, 1)])
-@pytest.mark.parametrize("group", [False, True])
-def test_wide_transformers_are_grouped_where_no_process_group_waits(width, blocks, group, monkeypatch):
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 12)
-    model = Block(width, blocks)
-    if group:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        amp_graph.convert(model, TOGETHER, strict=True)(torch.zeros(1, width))
-    finally:
-        if group:
-            torch.distributed.destroy_process_group()
-    assert sizes_of_groups(model) == ([] if group else [12] * blocks)
-
-
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ((1 << 20, 1 << 30), [12] * 2),  # both hold after twelve: the last few stay alone
-        ((0, 1 << 30), [12] * 2),
-        ((0, 0), []),  # larger than the most: none has twelve
-        ((1 << 30, 1 << 30), [12 * 2 + 4]),
-    ],
-)
-def test_a_group_is_no_larger_than_it_need_be(limits, expected, monkeypatch):
-    for name in ("LEAST_TRAINED", "ENOUGH"):
-        monkeypatch.setattr(batch_weight_casts, name, 12)
-    for name, limit in zip(("MOST", "MOST_ALONE"), limits, strict=True):
-        monkeypatch.setattr(batch_weight_casts, name, limit)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(14)))
-    amp_graph.convert(model, TOGETHER, strict=True)(torch.zeros(1, 256))
-    assert sizes_of_groups(model) == expected
-    if expected:
-        alone = amp_graph.convert(nn.Sequential(*(nn.Linear(256, 256) for _ in range(14))), ALONE)
-        alone.load_state_dict(model.state_dict())
-        x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
-        assert_same(gradients(model, model(x)), gradients(alone, alone(x)))
-
-
 @pytest.mark.parametrize(("layers", "grouped"), [(3, False), (4, True)])
 def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("amp_graph.capture.diagnostics.WARNS", False)
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
-    monkeypatch.setattr(CastWeights, "run", lambda self, gm: PassResult(gm))
     model = amp_graph.convert(nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), TOGETHER, strict=True)
     model(torch.zeros(1, 8))
     assert bool(calls(model)) == grouped

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention import dropout_bits as bits
+from amp_graph.passes.graph.call_arguments import attention_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.op_args.attention_args import attention_kernel_is_profitable
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.dispatch import in_forward_mode, is_seen

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.lists import OpClass
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.call_arguments import ATTENTION_ARGUMENTS, SDPA, attention_kernel_is_profitable, keywords_of
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import IDENTITY, MARK, REGION, WRITTEN_OUT
 from amp_graph.passes.native.gemm_thresholds import LEAST_OF_LIBRARY
-from amp_graph.passes.op_args.attention_args import NAMES, SDPA, attention_kernel_is_profitable, keywords_of
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.torch_compat.fake import concrete_size
 
@@ -62,7 +62,7 @@ class Attention(Pass):
             else:
                 action, reason = "own kernel", "torch's CPU kernel is slower in bf16"
             node.op, node.target = "call_function", target
-            node.args, node.kwargs = tuple(given[name] for name in NAMES[:3]), keywords_of(given)
+            node.args, node.kwargs = tuple(given[name] for name in ATTENTION_ARGUMENTS[:3]), keywords_of(given)
             changes.append(Change(self.name, action, node.name, reason))
         return PassResult(gm, tuple(changes), tuple(skips))
 

@@ -20,7 +20,7 @@ from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, IDENTITY, REGION
+from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.native.gemm_thresholds import packing_is_profitable, panels_are_profitable
 from amp_graph.passes.pipeline_options import PipelineOptions
 
@@ -64,14 +64,15 @@ class PrepackWeights(Pass):
         weights, either = self.options.frozen, (False, True)
         readers = {(turned, few): packed_reader(weights, turned, few) for turned in either for few in either}
         changes = []
-        for copy in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
-            node = _as_matrix(copy)
+        for node in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
             found = {user: _product(user, node) for user in node.users}
             form = next(iter(found.values()), None)
             if form is None or not all(p is not None and p.transposed == form.transposed for p in found.values()):
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
-            _pack(node, copy, readers[form.transposed, few], form.transposed)
+            node.target = readers[form.transposed, few]
+            if form.transposed:
+                give_value(node, value(node).t())
             for user, product in found.items():
                 assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)
@@ -126,22 +127,6 @@ def _values(node: Node) -> Iterator[torch.Tensor]:
             yield value(source)
 
 
-def _as_matrix(copy: Node) -> Node:
-    """Return the only reader of a copy, if it reshapes a kernel's weight to [outputs, inputs]; or the copy itself."""
-    user = next(iter(copy.users)) if len(copy.users) == 1 else copy
-    return user if (user.op, user.target, user.args[1:]) == ("call_method", "flatten", (1,)) else copy
-
-
-def _pack(weight: Node, copy: Node, reader: Any, transposed: bool) -> None:
-    weight.op, weight.target, weight.args, weight.kwargs = "call_function", reader, copy.args, {}
-    if weight is not copy:
-        weight.meta[CAST] = copy.meta[CAST]
-        weight.meta.pop(IDENTITY, None)
-        weight.graph.erase_node(copy)
-    if transposed:
-        give_value(weight, value(weight).t())
-
-
 def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     behind = _activation(node)
     behind = behind if not few or behind == ("relu",) else None
@@ -151,24 +136,9 @@ def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
     node.meta.pop(IDENTITY, None)
     if behind is not None:
         node.args += behind
-        _absorb(gm, node)
-    if few and _is_widened(node):
-        (cast,) = node.users
-        node.kwargs = {**node.kwargs, "wide": True}
-        node.meta.update({key: cast.meta[key] for key in ("val", "example_value", CAPTURED) if key in cast.meta})
-        _absorb(gm, node)
-
-
-def _absorb(gm: GraphModule, node: Node) -> None:
-    (reader,) = node.users
-    reader.replace_all_uses_with(node)
-    gm.graph.erase_node(reader)
-
-
-def _is_widened(node: Node) -> bool:
-    """Say whether the only reader of ``node`` is an inserted cast to fp32."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    return user is not None and CAST in user.meta and (user.op, user.target) == ("call_method", "float")
+        (reader,) = node.users
+        reader.replace_all_uses_with(node)
+        gm.graph.erase_node(reader)
 
 
 def _activation(node: Node) -> tuple[str, ...] | None:

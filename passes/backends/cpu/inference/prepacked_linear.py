@@ -27,7 +27,7 @@ PackedWeight = Callable[[Tensor], Tensor]
 
 
 def packed_reader(weights: FrozenWeights, transposed: bool = False, in_panels: bool = False) -> PackedWeight:
-    """Return what graphs call for a weight [outputs, inputs], or [outputs, ...], that only ``linear_of_packed`` reads.
+    """Return what graphs call for a weight [outputs, inputs] that only ``linear_of_packed`` reads.
 
     ``transposed``: the weight is [inputs, outputs], and the result its transpose. ``in_panels``: ``linear_of_panels``
     reads it instead. It is packed from the first call on: two calls with the same weights have the same bits, because
@@ -37,7 +37,7 @@ def packed_reader(weights: FrozenWeights, transposed: bool = False, in_panels: b
 
     def as_matrix(weight: Tensor) -> Tensor:
         low = weight.to(weights.dtype)
-        return low.t() if transposed else low.flatten(1)
+        return low.t() if transposed else low
 
     def packed_weight(weight: Tensor) -> Tensor:
         def make() -> Tensor:
@@ -54,20 +54,18 @@ def packed_reader(weights: FrozenWeights, transposed: bool = False, in_panels: b
 
 
 def linear_of_panels(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", outputs: int = 0, wide: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: str = "none", outputs: int = 0
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` without gradients, for a ``weight`` in panels or plain, through ``after``.
 
-    after: "none" or "relu", which propagates NaN. outputs: the weight's number of outputs. wide: return fp32, which
-    with panels is not rounded before.
+    after: "none" or "relu", which propagates NaN. outputs: the weight's number of outputs.
     """
     if weight.dim() == 2 or is_in_mode(x):
         dense = weight if weight.dim() == 2 else dense_of(weight, outputs, x.shape[-1])
-        found = linear_of_packed(x, dense, bias, after)
-        return found.float() if wide else found
+        return linear_of_packed(x, dense, bias, after)
     if not is_seen(x):
-        return linear_by_panels(x, weight, bias, after == "relu", outputs, wide)
-    found = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs, wide)  # the name in profiles
+        return linear_by_panels(x, weight, bias, after == "relu", outputs)
+    found: Tensor = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs)  # the name in profiles
     return found
 
 

@@ -19,17 +19,16 @@
 #define SOME_DEPTH 2048
 #define DEEP_ROWS 256
 #define OF_A (1 << 22)     /* elements of a that are packed at once */
-#define LARGE (1 << 18)    /* elements of a result: below this size, caches keep them until they are read */
 #define ROOMY(n, by) (((n) + (by)-1) / (by) * (by))
 
 typedef struct { /* out [rows, columns], contiguous, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* bias: null for none */
   float *of_a;             /* written: [rows], what each row of a adds up to, where its columns lie in rows; or null.
                               Rounded once, too. */
-  void *out;               /* fp32 if `wide`, with the values that it would have in bf16 */
+  Low *out;
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* strides in elements; one of the two of each is 1 */
-  int64_t wide, threads;
+  int64_t threads;
 } Product;
 
 /* -- panels ------------------------------------------------------------------------------------------------------ */
@@ -136,18 +135,6 @@ INLINE __m512 widen_half(__m512i low, int half) {
   return (__m512)widen_all((Halves)part);
 }
 
-/* One row of sums, rounded and cast again; non-temporal if `past` and in whole lines. */
-INLINE void put_wide(__m512i low, float *to, int64_t columns, int past) {
-  const __m512 one = widen_half(low, 0), two = widen_half(low, 1);
-  if (past && columns >= SIDE && !((uintptr_t)to % 64)) {
-    _mm512_stream_ps(to, one);
-    _mm512_stream_ps(to + 16, two);
-  } else {
-    _mm512_mask_storeu_ps(to, (__mmask16)first(columns), one);
-    if (columns > 16) _mm512_mask_storeu_ps(to + 16, (__mmask16)first(columns - 16), two);
-  }
-}
-
 INLINE void put_out(const Product *p, const float *sums, int64_t row, int64_t column) {
   const int64_t rows = p->rows - row < SIDE ? p->rows - row : SIDE, columns = p->columns - column;
   const __mmask32 there = first(columns);
@@ -157,11 +144,7 @@ INLINE void put_out(const Product *p, const float *sums, int64_t row, int64_t co
     const float *of = row_of(sums, i);
     const __m512 one = _mm512_add_ps(_mm512_load_ps(of), left), two = _mm512_add_ps(_mm512_load_ps(of + 256), right);
     const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(two, one);
-    const int64_t at = (row + i) * p->columns + column;
-    if (p->wide)
-      put_wide(low, (float *)p->out + at, columns, p->rows * p->columns >= LARGE);
-    else
-      _mm512_mask_storeu_epi16((Low *)p->out + at, there, low);
+    _mm512_mask_storeu_epi16(p->out + (row + i) * p->columns + column, there, low);
   }
 }
 
@@ -229,7 +212,6 @@ static void multiply(Shared *all, int64_t from_row, int64_t to_row, int64_t from
     for (int64_t i = 0; p->of_a && !from_column && i < high; ++i) p->of_a[r + i] = widen(narrow(of_a[i]));
   }
   return_tiles(&before);
-  if (p->wide) _mm_sfence();
 }
 
 static void some(void *of, int64_t from, int64_t to) {

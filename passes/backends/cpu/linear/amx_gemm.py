@@ -1,8 +1,8 @@
 """bf16 matmuls on the matrix units of the CPU (AMX), in compiled C.
 
-Before: ``(grad.t() @ x).float()``, the gradient of a linear's weight, for which oneDNN transposes ``grad`` first, at
-two thirds of the speed of the linear's other matmuls; followed by a cast.
-After: ``amx_product(grad.t(), x, wide=True)``.
+Before: ``grad.t() @ x``, the gradient of a linear's weight, for which oneDNN transposes ``grad`` first, at
+two thirds of the speed of the linear's other matmuls.
+After: ``amx_product(grad.t(), x)``.
 """
 
 from __future__ import annotations
@@ -40,64 +40,63 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def gradients_of_linear(grad: Tensor, x: Tensor, biased: bool, wide: bool) -> tuple[Tensor, Tensor | None]:
+def gradients_of_linear(grad: Tensor, x: Tensor, *, biased: bool) -> tuple[Tensor, Tensor | None]:
     """Return ``grad.t() @ x`` of bf16 matrices, rounded once; and, if ``biased``, the column sums of ``grad``.
 
-    grad: [rows, outputs], x: [rows, inputs]. By compiled C where that is profitable; ``wide``: cast both to fp32 after
-    rounding. Second derivatives and batched gradients are torch's own.
+    grad: [rows, outputs], x: [rows, inputs]. By compiled C where that is profitable. Second derivatives and batched
+    gradients are torch's own.
     """
     profitable = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not profitable or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
     calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # an operator for tracers, or a direct call
     if not biased:
-        return calls.amx_product(grad.t(), x, None, wide), None
-    product, sums = calls.amx_product_and_sums(grad, x, wide)
+        return calls.amx_product(grad.t(), x), None
+    product, sums = calls.amx_product_and_sums(grad, x)
     return product, sums
 
 
-def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias``, rounded once, of bf16 CPU matrices: [rows, columns]; ``wide``: cast to fp32.
+def amx_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, rounded once, of bf16 CPU matrices: [rows, columns].
 
     a: [rows, depth], b: [depth, columns], bias: [columns] or None, with readable memory of their own. Raises
     MemoryError.
     """
     if library() is None or 0 in (*a.shape, *b.shape):
-        return room(a, b, wide).copy_(a @ b if bias is None else torch.addmm(bias, a, b))
+        return a @ b if bias is None else torch.addmm(bias, a, b)
     if bias is not None and not (bias.numel() == b.shape[1] and bias.is_contiguous()):
         bias = bias.expand(b.shape[1]).contiguous()
-    return multiply_into(room(a, b, wide), a, b, bias)
+    return multiply_into(room(a, b), a, b, bias)
 
 
-def amx_product_and_sums(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
+def amx_product_and_sums(a: Tensor, b: Tensor) -> list[Tensor]:
     """Return ``a.t() @ b`` as ``amx_product`` does, and the column sums of ``a``, fp32 rounded once to bf16.
 
-    a: [depth, rows], b: [depth, columns]. Reads ``a`` once. ``wide``: cast both to fp32. Raises MemoryError.
+    a: [depth, rows], b: [depth, columns]. Reads ``a`` once. Raises MemoryError.
     """
-    dtype = torch.float32 if wide else a.dtype
     if library() is None or 0 in (*a.shape, *b.shape) or a.stride(1) != 1 or a.stride(0) == 1:
-        return [amx_product(a.t(), b, None, wide), a.sum(0).to(dtype)]
+        return [amx_product(a.t(), b), a.sum(0)]
     sums = a.new_empty(a.shape[1], dtype=torch.float32)
-    return [multiply_into(room(a.t(), b, wide), a.t(), b, None, sums), sums.to(dtype)]
+    return [multiply_into(room(a.t(), b), a.t(), b, None, sums), sums.to(a.dtype)]
 
 
 def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, sums: Tensor | None = None) -> Tensor:
-    """Write ``a @ b + bias`` to contiguous rows of ``made``, bf16 or fp32; and the row sums of ``a``."""
-    a, b, compiled, wide = side_by_side(a), side_by_side(b), library(), made.dtype == torch.float32
+    """Write ``a @ b + bias`` to contiguous rows of ``made``, bf16; and the row sums of ``a``."""
+    a, b, compiled = side_by_side(a), side_by_side(b), library()
     assert compiled is not None, "asked where there is a kernel"
     (rows, columns), depth = made.shape, a.shape[1]
     threads = threads_at_once(rows * columns * depth // OF_AN_ELEMENT)
     others = (0 if t is None else address_of(t) for t in (bias, sums))
     table = array("q", (address_of(a), address_of(b), *others, address_of(made), rows, columns, depth))
-    table.extend((*a.stride(), *b.stride(), wide, threads))
+    table.extend((*a.stride(), *b.stride(), threads))
     if compiled.product(table.tobytes()):
         raise MemoryError(f"a product of {rows} x {depth} by {depth} x {columns}: no memory to lay it out")
     return made
 
 
-def room(a: Tensor, b: Tensor, wide: bool) -> Tensor:
+def room(a: Tensor, b: Tensor) -> Tensor:
     """Return memory for ``a @ b``."""
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype)
+    return a.new_empty((a.shape[0], b.shape[1]))
 
 
 def side_by_side(t: Tensor) -> Tensor:
@@ -105,9 +104,5 @@ def side_by_side(t: Tensor) -> Tensor:
     return t if 1 in t.stride() else t.contiguous()
 
 
-def _rooms(a: Tensor, b: Tensor, wide: bool) -> list[Tensor]:
-    return [room(a.t(), b, wide), a.new_empty(a.shape[1], dtype=torch.float32 if wide else a.dtype)]
-
-
 define_as_typed(amx_product, room)
-define_as_typed(amx_product_and_sums, _rooms)
+define_as_typed(amx_product_and_sums, lambda a, b: [room(a.t(), b), a.new_empty(a.shape[1])])

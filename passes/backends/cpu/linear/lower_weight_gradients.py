@@ -16,10 +16,10 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.linear.amx_gemm import library
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.graph.call_arguments import FLAT_TRANSPOSES
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.op_args.transposes import FLAT_TRANSPOSES
 
 ATEN: Any = torch.ops.aten
 
@@ -47,7 +47,7 @@ class LowerWeightGradients(Pass):
                 continue
             added = _added_up(node, a)
             if added is None:
-                node.target, node.args = OPS.amx_product.default, (a, b, None, False)
+                node.target, node.args = OPS.amx_product.default, (a, b)
             else:
                 _with_sums(gm, node, b, added)
             changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
@@ -55,7 +55,7 @@ class LowerWeightGradients(Pass):
             for node in gm.graph.find_nodes(op="call_function", target=target):
                 if one_thread_idles(node) and library() is not None:
                     *bias, a, b = node.args
-                    node.target, node.args = OPS.amx_product.default, (a, b, *(bias or (None,)), False)
+                    node.target, node.args = OPS.amx_product.default, (a, b, *bias)
                     changes.append(Change(self.name, "own kernel", node.name, "oneDNN's leaves a thread idle"))
         return PassResult(gm, tuple(changes))
 
@@ -85,7 +85,7 @@ def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
     """Replace ``product`` and the sums ``added``, which may keep that dimension, with one call."""
     source = added.args[0]
     with gm.graph.inserting_before(product):
-        both = gm.graph.call_function(OPS.amx_product_and_sums.default, (source, b, False))
+        both = gm.graph.call_function(OPS.amx_product_and_sums.default, (source, b))
         parts = [gm.graph.call_function(operator.getitem, (both, i)) for i in range(2)]
         flat = value(added).view(-1)
         both.meta = {**product.meta, "val": [value(product), flat]}

@@ -1,4 +1,4 @@
-/* bf16 GEMM for few rows, or few columns: fp32 sums, rounded once (or not), with a bias and an optional relu that
+/* bf16 GEMM for few rows, or few columns: fp32 sums, rounded once, with a bias and an optional relu that
    propagates NaN. On CPUs with AVX512_BF16; with MATRIX_UNITS, on AMX.
 
    Before: a library call, whose dispatch and packing take as long as the matmul. After: only the matmul, of strided
@@ -19,14 +19,12 @@ int has_tiles(void) { return 1; } /* its own: registers */
 
 typedef struct { /* out [rows, columns], contiguous, = a [rows, depth] b [depth, columns] + bias [columns] */
   const Low *a, *b, *bias; /* b: in panels where `in_panels`; bias: null for none */
-  void *out;               /* bf16 if `kind` is ROUNDED, else fp32: the rounded values, or the sums */
+  Low *out;
   int64_t rows, columns, depth;
   int64_t a_row, a_column, b_row, b_column; /* strides in elements; of each operand, one of the two is 1 */
-  int64_t in_panels, relu, kind;
+  int64_t in_panels, relu;
   int64_t threads;
 } Product;
-
-enum { ROUNDED, SUMS, WIDENED };
 
 /* Columns of a panel, and its step in depth. */
 int64_t panel(void) { return PANEL; }
@@ -83,8 +81,6 @@ static const Low *readable(const Product *p, Low *own, int64_t *row) {
 
 INLINE __m512 widened(__m256i low) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(low), 16)); }
 
-INLINE __m512 rounded(__m512 sum) { return widened((__m256i)_mm512_cvtneps_pbh(sum)); }
-
 INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int64_t column, int64_t rows) {
   for (int j = 0; j < BROAD; j++) {
     const int64_t at = column + 16 * j;
@@ -95,10 +91,7 @@ INLINE void put_out(__m512 sums[TALL][BROAD], const Product *p, int64_t row, int
       __m512 sum = _mm512_add_ps(sums[i][j], bias);
       if (p->relu) sum = _mm512_max_ps(_mm512_setzero_ps(), sum); /* of a NaN and a number the second */
       const int64_t to = (row + i) * p->columns + at;
-      if (p->kind == ROUNDED)
-        _mm256_mask_storeu_epi16((Low *)p->out + to, there, (__m256i)_mm512_cvtneps_pbh(sum));
-      else
-        _mm512_mask_storeu_ps((float *)p->out + to, there, p->kind == SUMS ? sum : rounded(sum));
+      _mm256_mask_storeu_epi16(p->out + to, there, (__m256i)_mm512_cvtneps_pbh(sum));
     }
   }
 }

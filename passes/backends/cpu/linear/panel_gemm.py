@@ -22,7 +22,6 @@ from amp_graph.passes.torch_compat.storage import address_of
 
 OF_AN_ELEMENT = 8  # multiply-adds in the time that other kernels take for one element
 SOURCE = Path(__file__).with_name("panel_gemm.c")
-ROUNDED, SUMS, WIDENED = range(3)  # result formats: bf16, fp32 sums, or fp32 with the values of bf16
 
 
 @kernel("panel_gemm")
@@ -61,36 +60,29 @@ def dense_of(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     return parted[:outputs, :inputs]
 
 
-def linear_by_panels(
-    x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool, outputs: int, wide: bool = False
-) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, with an optional relu: [..., outputs], bf16; ``wide`` the fp32 sums.
+def linear_by_panels(x: Tensor, panels: Tensor, bias: Tensor | None, relu: bool, outputs: int) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, with an optional relu: [..., outputs], bf16.
 
     x: [..., inputs], bias: [outputs] or None, both bf16 with readable memory of their own. Raises MemoryError.
     """
-    rows, made = as_rows(x), _room(x, outputs, wide)
+    rows, made = as_rows(x), _room(x, outputs)
     sizes = (len(rows), outputs, rows.shape[1])
-    _run(rows, panels, (1, 0), bias, made, sizes, True, relu, SUMS if wide else ROUNDED)
+    _run(rows, panels, (1, 0), bias, made, sizes, in_panels=True, relu=relu)
     return made
 
 
-def _room(x: Tensor, outputs: int, wide: bool) -> Tensor:
-    return x.new_empty((*x.shape[:-1], outputs), dtype=torch.float32 if wide else x.dtype)
+def _room(x: Tensor, outputs: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
 
 
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-    """Return ``a @ b + bias``, rounded once to bf16: [rows, columns]; ``wide``: then cast to fp32.
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, rounded once to bf16: [rows, columns].
 
     a: [rows, depth], b: [depth, columns], contiguous in one direction; bias: [columns] or None, all bf16 with readable
     memory of their own. Raises MemoryError.
     """
-    return multiply_into(a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32 if wide else a.dtype), a, b, bias)
-
-
-def multiply_into(made: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Write the result of ``product`` to contiguous rows of ``made``."""
-    kind = WIDENED if made.dtype == torch.float32 else ROUNDED
-    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), False, False, kind)
+    made = a.new_empty((a.shape[0], b.shape[1]))
+    _run(a, b, b.stride(), bias, made, (*made.shape, a.shape[1]), in_panels=False, relu=False)
     return made
 
 
@@ -106,9 +98,9 @@ def _run(
     bias: Tensor | None,
     made: Tensor,
     sizes: tuple[int, ...],
+    *,
     in_panels: bool,
     relu: bool,
-    kind: int,
 ) -> None:
     compiled = library()
     assert compiled is not None, "asked where there is a kernel"
@@ -117,7 +109,7 @@ def _run(
     added = 0 if bias is None else address_of(bias)
     threads = threads_at_once(sizes[1] * sizes[2] * max(OF_AN_ELEMENT, sizes[0]) // OF_AN_ELEMENT)
     steps = (*a.stride(), *b_steps)
-    table = (address_of(a), address_of(b), added, address_of(made), *sizes, *steps, in_panels, relu, kind, threads)
+    table = (address_of(a), address_of(b), added, address_of(made), *sizes, *steps, in_panels, relu, threads)
     if compiled.product(array("q", table).tobytes()):
         raise MemoryError(f"a product of {sizes[0]} x {sizes[2]} by {sizes[2]} x {sizes[1]}: no memory to lay it out")
 
@@ -126,4 +118,4 @@ def _up(count: int, by: int) -> int:
     return -(-count // by) * by
 
 
-define_as_typed(linear_by_panels, lambda x, outputs, wide: _room(x, outputs, wide))
+define_as_typed(linear_by_panels, _room)

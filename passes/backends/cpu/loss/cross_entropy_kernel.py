@@ -42,30 +42,20 @@ def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:
 
 
 def write_gradient_of_rows(
-    made: Tensor, flat: Tensor, target: Tensor, ignore: int, whole: Tensor, at_target: Tensor, others: Tensor | None
+    made: Tensor, flat: Tensor, target: Tensor, ignore: int, whole: Tensor, others: Tensor | None
 ) -> bool:
-    """Write ``softmax(flat) * whole``, plus ``at_target`` at each row's target, plus ``others``, to ``made``.
+    """Write ``softmax(flat) * whole``, less ``whole`` at each row's target, plus ``others``, to ``made``.
 
-    made: contiguous, as ``flat``, which it may be; whole, at_target: fp32 [rows, 1], not read where the target is
-    ``ignore``; others: fp32, of the shape of ``flat``. False: nothing was written.
+    made: contiguous, as ``flat``, which it may be; whole: fp32 [rows, 1], not read where the target is ``ignore``;
+    others: fp32, of the shape of ``flat``. False: nothing was written.
     """
     found = _library(flat)
     if found is None or not _are_classes(target, ignore, flat.shape[1]):
         return False
-    flat, target, whole, at_target = (
-        flat.contiguous(),
-        _places(target, ignore),
-        whole.contiguous(),
-        at_target.contiguous(),
-    )
-    others = None if others is None else others.contiguous()
-    given = (
-        address_of(target),
-        address_of(whole),
-        address_of(at_target),
-        0 if others is None else address_of(others),
-        0,
-    )
+    flat, target, whole = flat.contiguous(), _places(target, ignore), whole.contiguous()
+    at_target, others = -whole, None if others is None else others.contiguous()
+    added = 0 if others is None else address_of(others)
+    given = (address_of(target), address_of(whole), address_of(at_target), added, 0)
     table = (*flat.shape, address_of(flat), LOW, address_of(made), LOW, *given)
     return not _fails(found.backward, table, flat)
 

@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import give_value, set_value, take_over
-from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, value
+from amp_graph.passes.graph.edit import give_value, take_over
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
@@ -28,16 +28,15 @@ from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
-OPTIONS = ("target", "weight", "ignore_index", "reduction", "label_smoothing")
+OPTIONS = ("target", "ignore_index", "reduction")
 REDUCTIONS = ("none", "mean", "sum")
-# Operations that only select rows, or change the layout; the first three keep all rows, in order.
+# Operations that keep all rows, in order.
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
-SELECTIONS = RESHAPES | {"aten.slice", "aten.clone"}
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a loss reads: the cast that upcasts the logits, and what selects rows of it, from the cast on."""
+    """What a loss reads: the cast that upcasts the logits, and what reshapes it, from the cast on."""
 
     cast: Node
     path: tuple[Node, ...]
@@ -49,11 +48,6 @@ class Logits:
         assert isinstance(source, Node), "a cast reads a value"
         return source
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the loss sees all rows of the logits, in their order."""
-        return all(RESHAPES.issuperset(names_of(node)) for node in self.path)
-
 
 @dataclass(frozen=True)
 class FuseCrossEntropy(Pass):
@@ -61,9 +55,9 @@ class FuseCrossEntropy(Pass):
 
     The logits stay whole, in low precision: recomputing them in backward, or multiplying by chunks of tokens, which
     sums the weight's gradient chunk by chunk, took longer than what it saves. Law: labels are class indices, with any
-    ignore_index, class weights, label smoothing and reduction. Logits with other readers are upcast for those; their
-    gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the gradient of the
-    logits is fp32, rounded once, as that of ``float()`` is.
+    ignore_index and reduction, without class weights and label smoothing. Logits with other readers are upcast for
+    those; their gradients are added in fp32. Exactness: rounding-equal; the loss is summed in another order, and the
+    gradient of the logits is fp32, rounded once, as that of ``float()`` is.
     """
 
     options: PipelineOptions
@@ -85,7 +79,7 @@ class FuseCrossEntropy(Pass):
             rows = math.prod(concrete_size(n) for n in value(found.low).shape[:-1])
             told = f"{rows} x {concrete_size(value(found.low).shape[-1])} logits"
             changes.append(Change(self.name, "in parts", node.name, f"no fp32 copies of {told} for the loss"))
-            _rewrite(gm, node, given, found, mode)
+            _rewrite(gm, node, given, found)
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
@@ -96,13 +90,12 @@ def _arguments(node: Node, mode: FakeTensorMode) -> dict[str, Any] | None:
     call, given = operation_of(node, mode), tensor_inputs(node)
     if call is None:
         return None
-    found = {name: [given[i] for i in call.operands(name)] for name in ("self", "target", "weight")}
+    found = {name: [given[i] for i in call.operands(name)] for name in ("self", "target")}
     if len(found["self"]) != 1 or len(found["target"]) != 1:
         return None
     return dict(call.arguments) | {
         "self": found["self"][0],
         "target": found["target"][0],
-        "weight": next(iter(found["weight"]), None),
         "reduction": REDUCTIONS[call.arguments["reduction"]],
     }
 
@@ -111,7 +104,7 @@ def _logits(node: Node) -> Logits | None:
     """Follow what a loss reads back to the cast that upcasts it; None if there is none."""
     path: list[Node] = []
     while not _widens(node):
-        if not names_of(node) or not SELECTIONS.issuperset(names_of(node)) or not isinstance(node.args[0], Node):
+        if not names_of(node) or not RESHAPES.issuperset(names_of(node)) or not isinstance(node.args[0], Node):
             return None
         path.insert(0, node)
         node = node.args[0]
@@ -138,14 +131,12 @@ def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -
     low, logits, target = value(found.low), value(given["self"]), value(given["target"])
     if logits.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         return "its labels are not one class index per row"
-    if isinstance(given["weight"], Node) and (is_trained(given["weight"]) or _dtype(given["weight"]) != torch.float32):
-        return "its class weights are trained, or not fp32"
+    if given["weight"] is not None or given["label_smoothing"]:
+        return "it has class weights or label smoothing"
     others = _others(node, found)
-    if others and not found.keeps_rows:
-        return "its logits are sliced for the loss and read elsewhere too: gradients would be added in low precision"
     if any(memory.order[n] < memory.order[node] for n in others):
         return f"its logits are read before the loss, by {others[0].name}"
-    if found.keeps_rows and concrete_size(low.shape[-1]) != concrete_size(logits.shape[1]):
+    if concrete_size(low.shape[-1]) != concrete_size(logits.shape[1]):
         return "its classes are not the last dimension of the logits"
     return ""
 
@@ -160,24 +151,18 @@ def _why_not_in_parts(given: dict[str, Any], found: Logits, planned_for: str) ->
     return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {device}"
 
 
-def _dtype(node: Node) -> torch.dtype:
-    dtype: torch.dtype = value(node).dtype
-    return dtype
-
-
 def _others(node: Node, found: Logits) -> list[Node]:
     """Return the readers of the wide logits' values other than the loss ``node``; readers of sizes do not count."""
     readers = [n for one in (found.cast, *found.path) for n in one.users if n is not node and n not in found.path]
     return [n for n in readers if n.op == "output" or tensors(value(n))]
 
 
-def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, mode: FakeTensorMode) -> None:
+def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits) -> None:
     """Let the loss read the low-precision logits; other readers of the wide ones get those from the same call."""
     others = _others(node, found)
     for reader in [n for n in found.cast.users if not tensors(value(n)) and n.op != "output"]:
         reader.replace_input_with(found.cast, found.low)
-    low = found.low if found.keeps_rows else _narrowed(found, mode)
-    node.args = (low, *(given[name] for name in OPTIONS))
+    node.args = (found.low, *(given[name] for name in OPTIONS))
     node.target, node.kwargs = cross_entropy_and_logits if others else cross_entropy_low, {}
     node.meta.pop(IDENTITY, None)
     if others:
@@ -185,14 +170,6 @@ def _rewrite(gm: GraphModule, node: Node, given: dict[str, Any], found: Logits, 
     for old in (*reversed(found.path), found.cast):
         if not old.users:
             gm.graph.erase_node(old)
-
-
-def _narrowed(found: Logits, mode: FakeTensorMode) -> Node:
-    """Select rows of the low-precision logits instead, because a cast commutes with that."""
-    found.path[0].replace_input_with(found.cast, found.low)
-    for node in found.path:
-        set_value(node, run_node(node, mode))
-    return found.path[-1]
 
 
 def _hand_out(gm: GraphModule, node: Node, found: Logits) -> None:

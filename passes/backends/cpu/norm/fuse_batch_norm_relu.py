@@ -19,6 +19,7 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_rel
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import library
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
 from amp_graph.passes.graph.activation_checkpoints import place_of
+from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
@@ -27,7 +28,6 @@ from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.op_args.batch_norm_args import ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.torch_compat.fake import numel, same
 
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
@@ -136,13 +136,13 @@ def _only_reader(node: Node) -> Node | None:
 def _alone(node: Node, given: dict[str, Any]) -> Node:
     """Replace a norm with a call of ours; return it."""
     node.target, node.kwargs = norm_alone, {}
-    node.args = tuple(given[name] for name in ARGUMENTS if name != "training")
+    node.args = tuple(given[name] for name in BATCH_NORM_ARGUMENTS if name != "training")
     return node
 
 
 def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:
     """Replace a norm and what follows it with one call; return it."""
-    x, *rest = (given[name] for name in ARGUMENTS if name != "training")
+    x, *rest = (given[name] for name in BATCH_NORM_ARGUMENTS if name != "training")
     args = (x, *rest) if found.other is None else (x, found.other, *rest)
     with gm.graph.inserting_after(found.relu):
         made = gm.graph.call_function(norm_and_relu if found.other is None else norm_add_relu, args)

@@ -11,7 +11,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cuda import pad_shapes, padded_ops
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
-from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
+from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
 from tests.passes.drawn import drawn
@@ -74,11 +74,6 @@ def test_padding_with_ones_is_the_control(monkeypatch):
     ours = gradients(lambda x, w, b: aligned_linear(x, w, b, True), given, FP32)
     monkeypatch.undo()
     assert error(ours[0], gradients(F.linear, given, torch.float64)[0]) > 0.01
-
-
-def test_what_is_missing():
-    assert [missing(n) for n in (50257, 50264, 1, 8)] == [7, 0, 7, 0]
-    assert [missing_channels(n) for n in (1, 2, 3, 4, 5, 8, 12)] == [0, 0, 1, 0, 3, 0, 4]
 
 
 W = drawn(21, 13, seed=1)
@@ -218,13 +213,6 @@ def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, ste
         amp_graph.convert(model, policy, **how)(X)
         gm = conversion_of(model).graphs[0].rewritten.gm
     assert [n.target.__name__ for n in gm.graph.nodes if n.target in (aligned_linear, aligned_conv2d)] == padded
-
-
-def test_small_products_are_left_with_a_reason(monkeypatch):
-    monkeypatch.setattr(pad_shapes, "LEAST_ALIGNED", 1 << 30)
-    *_, result = passed(PADDED["logits"])
-    assert not result.changes
-    assert "13 inputs and 21 outputs" in result.skips[0].reason
 
 
 def test_on_the_cpu_it_does_not_pay():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel, rnn_functions
+from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel
 from amp_graph.passes.native import gemm_thresholds
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
@@ -35,7 +35,6 @@ WHOLE = (
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
     OPS.lstm_forward.default,
     OPS.lstm_backward_of_sums.default,
-    OPS.gru_output.default,
     OPS.gru_forward.default,
     OPS.gru_backward.default,
 )
@@ -131,14 +130,6 @@ def test_without_gradients_all_layers_are_one_call_and_those_of_a_gru_one_each(k
     assert counted(graphs)[0] == len(graphs) * (2 if kind == "GRU" else 1)
 
 
-def test_without_the_pass_the_steps_are_taken_apart():
-    graphs = []
-    step(amp_graph.convert(built("LSTM"), "bf16,skip=lower_rnn|lstm_backward", compile=watching(graphs)), X)
-    whole, nodes = counted(graphs)
-    assert whole == 0
-    assert nodes > 20 * 8
-
-
 def test_dropout_between_the_layers_is_drawn():
     """Torch's decomposition, which a compiler takes layers apart by, leaves it out."""
     model = Net(nn.LSTM, dropout=0.5)
@@ -177,28 +168,6 @@ def test_a_compiled_training_step(kind, anyhow):
             )
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)
     assert found[0][2] < found[0][0]
-
-
-def test_our_backend_keeps_them_whole_as_well():
-    graphs = []
-    options = {"policy": "bf16", "compile": watching(graphs)}
-    step(torch.compile(built("GRU"), backend="amp_graph", options=options), X)
-    assert len(graphs) in (0, 2), "Dynamo leaves recurrent layers out of graphs, unless it is told otherwise"
-    with torch._dynamo.config.patch(allow_rnn=True):
-        torch._dynamo.reset()
-        step(torch.compile(built("GRU"), backend="amp_graph", options=options), X)
-    assert counted(graphs)[0] == 4
-
-
-def test_gradients_of_gradients():
-    model, x = nn.GRU(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
-
-    def whole(x, *params):
-        hidden = torch.zeros(1, 2, 4, dtype=torch.float64)
-        return rnn_functions.recurrent_whole("gru", x, [hidden], params, True, 1, 0.0, True, False, False)[0]
-
-    assert torch.autograd.gradcheck(whole, (x, *model.parameters()))
-    assert torch.autograd.gradgradcheck(whole, (x, *model.parameters()))
 
 
 def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):

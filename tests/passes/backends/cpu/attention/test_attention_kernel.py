@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention import dropout_bits
-from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
+from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.native.jit_compiler import PARTS, CompilerError
-from amp_graph.passes.op_args import attention_args
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
@@ -136,16 +135,6 @@ def through_mask(given, mask):
     return (query @ key.mT * query.shape[-1] ** -0.5 + mask).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 40, 40), (3, 4, 40, 40), (40, 40)])
-def test_threads_do_not_change_bits_of_a_masks_gradient(shape, monkeypatch):
-    given = [drawn(3, 4, 40, 16, seed=i).bfloat16() for i in range(4)]
-    found = []
-    for threads in (1, 2, 3):
-        monkeypatch.setattr(kernel, "threads_for", lambda elements, threads=threads: threads)
-        found.append(with_mask(given, drawn(*shape, seed=8)))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
-
-
 def dropped(given, causal, p, seed=3):
     """What a kernel that drops gives, in ours and in fp64 with torch's noise; and what is drawn next."""
     query, key, value, grad = given
@@ -179,16 +168,6 @@ def test_what_is_dropped_is_what_torch_drops(name, p):
     assert min(errors(found, control)) > 0.05, "control: other draws are seen"
 
 
-@pytest.mark.parametrize("kind", _masks(1, 1, 1, 1))
-def test_every_mask(kind):
-    given, _ = operands("a bit of each")
-    mask = _masks(2, 3, 7, 5)[kind]
-    found, wanted = ours(given, mask), exact(given, mask.expand(2, 3, 7, 5))
-    assert max(errors(found, wanted)) < 0.004
-    seen = max(errors(ours(given), wanted)) > 0.05
-    assert seen or kind == "of rows", "control: a mask that is left out is seen, unless all keys of a row get the same"
-
-
 @pytest.mark.parametrize("name", ["a narrow last panel", "several chunks of queries"])
 def test_any_layout_gives_the_same_bits(name):
     given, causal = operands(name)
@@ -199,22 +178,6 @@ def test_any_layout_gives_the_same_bits(name):
     for same in ([t.contiguous() for t in given], odd, behind, turned):
         for a, b in zip(ours(same, causal=causal), wanted, strict=True):
             assert torch.equal(a, b)
-
-
-def test_heads_with_channels_ahead_of_tokens_are_laid_out_for_it(monkeypatch):
-    """As convolutions of width 1 make them (SqueezeBERT): torch's kernels leave those to its formula."""
-    given, causal = operands("several chunks of queries")
-    turned = [*(t.mT.contiguous().mT for t in given[:3]), given[3]]
-    wanted = ours(given, causal=causal)
-
-    def refused(*args, **kwargs):
-        raise AssertionError("torch's own function was asked")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", refused)
-    found = through(attention_low, turned, causal=causal)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    with torch.inference_mode():
-        assert torch.equal(attention_low(*turned[:3], is_causal=causal, enable_gqa=True), wanted[0])
 
 
 def test_threads_do_not_change_bits():
@@ -249,9 +212,9 @@ def test_torchs_own_kernels_find_the_matrix_units_as_they_left_them():
 
 def test_one_query_stays_with_torch_where_its_kernel_is_faster(monkeypatch):
     for units in (True, False):
-        monkeypatch.setattr(attention_args, "cpu_has_amx", lambda units=units: units)
-        assert attention_args.attention_kernel_is_profitable("cpu", BF16, 1) is not units
-        assert attention_args.attention_kernel_is_profitable("cpu", BF16, 2)
+        monkeypatch.setattr(call_arguments, "cpu_has_amx", lambda units=units: units)
+        assert call_arguments.attention_kernel_is_profitable("cpu", BF16, 1) is not units
+        assert call_arguments.attention_kernel_is_profitable("cpu", BF16, 2)
 
 
 def test_a_forgotten_scale_is_seen():

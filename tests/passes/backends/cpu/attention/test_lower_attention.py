@@ -1,20 +1,17 @@
 """Attention: results and gradients no further from fp64 than those of torch's kernel."""
 
-import copy
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.attention import attention_functions
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
+from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.op_args import attention_args
 from amp_graph.passes.torch_compat import autograd
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
@@ -221,85 +218,8 @@ def test_the_pass_takes_dropout_with_its_draws():
         assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
 
 
-class Biased(torch.nn.Module):
-    """With a bias of scores that is learned, as Swin and T5 have."""
-
-    def __init__(self):
-        super().__init__()
-        self.projected, self.bias = torch.nn.Linear(32, 96), torch.nn.Parameter(drawn(4, 16, 16, seed=3))
-
-    def forward(self, x):
-        q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, self.bias[None].to(q.dtype)).transpose(1, 2).flatten(2)
-
-
-def test_models_whose_bias_is_learned():
-    def trained(policy):
-        torch.manual_seed(0)
-        model = Biased()
-        if policy == "step":
-            optimizer = torch.optim.SGD(model.parameters(), 1.0)
-            before = [p.detach().clone() for p in model.parameters()]
-            step = amp_graph.TrainStep(model, lambda y: y.float().square().sum(), optimizer, "bf16")
-            step(X)  # with gradients that are large beside the parameters, from which they are read
-            return [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)], step.graph_text()
-        model = model.double() if policy == "fp64" else amp_graph.convert(model, policy)
-        model(X.double() if policy == "fp64" else X).square().sum().backward()
-        text = "" if policy == "fp64" else amp_graph.report(model).graphs[0].text
-        return [p.grad for p in model.parameters()], text
-
-    (exact, _), (plain, without), (found, text) = (trained(p) for p in ("fp64", "bf16,skip=attention", "bf16"))
-    assert "attention_low" in text
-    assert "attention_low" not in without
-    worst = max(a / b for a, b in zip(errors(found, exact), errors(plain, exact), strict=True))
-    assert worst <= 1.1
-    stepped, text = trained("step")
-    assert "attention_backward_with_mask" in text
-    assert all((a - b).norm() <= 1e-4 * b.norm() for a, b in zip(stepped, found, strict=True))
-
-
-class Attends(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = torch.nn.MultiheadAttention(32, 4, dropout=0.2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-def test_models_with_dropout_draw_as_under_autocast():
-    model = Attends()
-    step_of = copy.deepcopy(model)
-    torch.manual_seed(1)
-    with torch.autocast("cpu", BF16):
-        theirs = model(X)
-    following = [torch.rand(3)]
-    amp_graph.convert(model, "bf16")
-    torch.manual_seed(1)
-    found = model(X)
-    following.append(torch.rand(3))
-    assert torch.equal(*following)
-    assert (found - theirs.float()).norm() <= 0.01 * theirs.norm()
-    nodes = conversion_of(model).graphs[0].rewritten.gm.graph.nodes
-    assert any(n.target is attention_low and n.kwargs.get("dropout_p") == 0.2 for n in nodes)
-    step = amp_graph.TrainStep(
-        step_of, lambda y: y.float().square().mean(), torch.optim.SGD(step_of.parameters(), 0.1), "bf16"
-    )
-    torch.manual_seed(1)
-    assert torch.equal(step(X).detach(), found.square().mean().detach())
-    assert step.graph_text().count("dropout_bits") >= 1
-
-
-def test_a_policy_can_leave_it_out_and_reproductions_do():
-    for policy, count in (("bf16", 1), ("bf16,skip=attention", 0), ("bf16,lists=autocast_cpu", 0), ("fp16", 0)):
-        model = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-        amp_graph.convert(model, policy)(X, X, X, need_weights=False)
-        (graph,) = conversion_of(model).graphs
-        assert sum(n.target is attention_low for n in graph.rewritten.gm.graph.nodes) == count, policy
-
-
 def test_the_rule_is_about_the_machine(monkeypatch):
-    monkeypatch.setattr(attention_args, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(call_arguments, "cpu_has_bf16", lambda: False)
     plain, ours, given, result = passed(attend)
     assert not result.changes
     assert "no kernel of ours is faster" in result.skips[0].reason
@@ -312,18 +232,6 @@ def test_the_whole_step_traces_it_as_one_node():
     assert first.isfinite()
     assert second < first
     assert text.count("attention_backward") == 1
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_inductor_runs_it():
-    def grads(compile):
-        torch.manual_seed(0)
-        model = torch.nn.MultiheadAttention(32, 4, batch_first=True)
-        amp_graph.convert(model, "bf16", compile=compile)(X, X, X, need_weights=False)[0].square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    for a, b in zip(grads("inductor"), grads("eager"), strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
 
 
 def test_tensors_that_stand_for_others_go_to_torch(monkeypatch):

@@ -11,8 +11,6 @@ from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
 from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
     Depthwise,
-    depthwise_input_gradient_is_profitable,
-    depthwise_weight_gradient_is_profitable,
 )
 from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
 from amp_graph.passes.manager import run_passes
@@ -100,34 +98,6 @@ def test_the_same_bits_with_several_threads(form, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(step(ours, form, BF16), one, strict=True))
 
 
-@pytest.mark.compiled
-def test_contiguous_images_and_gradients_are_taken_too():
-    (x, w, _), (stride, padding) = given_of("5x5 strided", BF16)
-    grad = drawn(*torchs(x, w, None, stride, padding).shape, seed=5).bfloat16()
-    plain, last = (
-        OPS.depthwise_weight_gradient(*(t.contiguous(memory_format=m) for t in (grad, x)), [5, 5], stride, padding)
-        for m in (torch.contiguous_format, LAST)
-    )
-    assert torch.equal(plain, last)
-
-
-@pytest.mark.parametrize("own", [(True, False), (False, True)])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
-@pytest.mark.compiled
-def test_what_nobody_wants_is_not_computed_and_the_rest_is_torchs(wanted, own):
-    given, how = given_of("5x5 strided", BF16)
-    for i, t in enumerate(given):
-        t.requires_grad_(i in wanted)
-    depthwise_low(*given, *how, *own).float().square().sum().backward()
-    mine = [t.grad for t in given]
-    assert [g is not None for g in mine] == [i in wanted for i in range(3)]
-    for t in given:
-        t.grad = None
-    torchs(*given, *how).float().square().sum().backward()
-    for a, b in zip(mine, (t.grad for t in given), strict=True):
-        assert a is None or (a - b).norm() <= 0.01 * b.norm()
-
-
 @pytest.mark.parametrize("form", ["7x7", "3x3 strided"])
 @pytest.mark.compiled
 def test_second_derivatives_are_as_exact(form):
@@ -161,14 +131,6 @@ def test_the_operators_fakes_are_truthful():
     x, w = x.detach(), w.detach()
     torch.library.opcheck(OPS.depthwise_weight_gradient.default, (grad, x, [3, 3], *map(list, how)))
     torch.library.opcheck(OPS.depthwise_input_gradient.default, (grad, w, list(x.shape), *map(list, how)))
-
-
-def test_where_there_is_no_memory_that_is_said(monkeypatch):
-    library = type("Library", (), {"weight_gradient": staticmethod(lambda table, threads: 1)})
-    monkeypatch.setattr(depthwise_kernel, "library", lambda low: library)
-    x = drawn(2, 16, 5, 5).bfloat16()
-    with pytest.raises(MemoryError, match="depthwise"):
-        OPS.depthwise_weight_gradient(x, x, [5, 5], [1, 1], [2, 2])
 
 
 # -- the pass ---------------------------------------------------------------------------------------------
@@ -243,16 +205,6 @@ def test_left_alone(name):
 
 
 @pytest.mark.usefixtures("pays")
-def test_groups_of_several_channels_are_left_alone():
-    wide = drawn(32, 2, 7, 7, seed=3)
-    *_, result = passed(lambda s, x: F.conv2d(F.conv2d(x, s.w), s.g, groups=16, padding=3), g=wide)
-    assert not result.changes
-    many = drawn(64, 1, 7, 7, seed=3)  # two results a channel
-    *_, result = passed(lambda s, x: F.conv2d(F.conv2d(x, s.w), s.g, groups=32, padding=3), g=many)
-    assert not result.changes
-
-
-@pytest.mark.usefixtures("pays")
 def test_without_a_compiler_torchs_stay(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv(jit_compiler.FOLDER, "/nonexistent")
@@ -262,17 +214,6 @@ def test_without_a_compiler_torchs_stay(monkeypatch):
     depthwise_kernel.library.cache_clear()
     jit_compiler.load.cache_clear()
     assert "compiling for this CPU" in result.skips[0].reason
-
-
-@pytest.mark.usefixtures("pays")
-def test_the_rules():
-    assert depthwise_weight_gradient_is_profitable("cpu", BF16, (5, 5))
-    assert depthwise_weight_gradient_is_profitable("cpu", BF16, (1, 7))
-    assert not depthwise_weight_gradient_is_profitable("cpu", BF16, (3, 3))
-    assert not depthwise_weight_gradient_is_profitable("cuda", BF16, (7, 7))
-    assert depthwise_input_gradient_is_profitable("cpu", BF16, (1, 2))
-    assert not depthwise_input_gradient_is_profitable("cpu", BF16, (1, 1))
-    assert not depthwise_input_gradient_is_profitable("cpu", torch.float16, (2, 2))
 
 
 # Length, kernel, stride, padding.
@@ -325,21 +266,6 @@ def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
         assert text.count("depthwise_rows") == wanted
         for a, b in zip(found, plain, strict=True):
             assert (a - b).norm() <= 0.02 * b.norm()
-
-
-@pytest.mark.usefixtures("pays")
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_sequences_that_no_kernel_of_ours_takes_stay():
-    _, x, _ = sequences("31")
-    state = {"v": drawn(24, 2, 31, seed=3), "w": drawn(24, 1, 5, seed=3), "even": drawn(24, 1, 16, seed=3)}
-    for function in (
-        lambda s, x: F.conv1d(x.relu(), s.v, padding=15, groups=12),
-        lambda s, x: F.conv1d(x.relu(), s.w, dilation=2, groups=24),
-        lambda s, x: F.conv1d(x[0].relu(), s.w, groups=24),
-        lambda s, x: F.conv1d(x.relu(), s.even, padding="same", groups=24),
-    ):
-        *_, result = passed(function, x, **state)
-        assert not result.changes
 
 
 class Mixer(nn.Module):

@@ -172,35 +172,6 @@ def test_what_others_read_stays():
     assert "mul_" in text
 
 
-class Depthwise(nn.Module):
-    """A residual sum behind a convolution with groups."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8), nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        x = self.first(x)
-        return torch.relu(self.norm(self.conv(x)) + x).mean((2, 3))
-
-
-def test_a_sum_behind_groups_stays_by_itself():
-    ours, theirs = pair(Depthwise)
-    assert_close(called(ours), called(theirs))
-    assert folded(ours) == 1
-
-
-class Shared(nn.Module):
-    """Two norms of one convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.a, self.b = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        return self.a(self.conv(x)) + self.b(self.conv(x * 2)).relu()
-
-
 class Twice(nn.Module):
     """By its statistics it is one norm; what is kept of it is of one eps, whichever call made it."""
 
@@ -213,7 +184,7 @@ class Twice(nn.Module):
         return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
 
 
-@pytest.mark.parametrize("kind", [Shared, Twice])
+@pytest.mark.parametrize("kind", [Twice])
 def test_norms_and_convolutions_that_are_read_twice(kind):
     ours, theirs = pair(kind)
     for x in (X, X[:1]):

@@ -1,8 +1,6 @@
 """Weights packed for the kernel: the results of plain copies, never stale, and only without gradients."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from tests.threads import in_threads
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16"),
@@ -158,25 +155,6 @@ def test_an_activation_goes_into_the_product(kernel, name):
     assert packed(ours) == 2
 
 
-def test_results_in_fp32_are_not_rounded_before(kernel):
-    ours, theirs = pair(lambda: Activated(torch.relu))
-    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
-    with torch.no_grad():
-        first = ours(X)
-        pack_all(ours, theirs)
-        found, rounded = ours(X), theirs(X)
-    assert torch.equal(found, first)
-    assert found.dtype == rounded.dtype == torch.float32
-    assert ("wide=True" in amp_graph.report(ours).graphs[0].text) == (kernel == PANELS)
-    if kernel == PANELS:
-        assert not torch.equal(found, found.bfloat16().float())
-        assert (found - exact).norm() < (rounded - exact).norm()
-    low, _ = pair(lambda: Activated(torch.relu), on="bf16,keep_outputs=false")
-    pack_all(low, low)
-    with torch.no_grad():
-        assert low(X).dtype == torch.bfloat16
-
-
 def test_a_product_that_others_read_too_keeps_its_activation_behind_it():
     ours, theirs = pair(lambda: Activated(F.gelu, shared=True))
     pack_all(ours, theirs)
@@ -232,34 +210,6 @@ def test_writes_are_seen(write, mode):
         with mode():
             assert_close(ours, theirs)
             assert write is not edit or turn or not torch.equal(ours(X), before)
-
-
-def test_packed_weights_die_with_the_model_and_with_its_weights():
-    ours, theirs = pair()
-    pack_all(ours, theirs)
-    low = [weakref.ref(t) for t in conversion_of(ours).captured.frozen.tensors]
-    assert len(low) > len(PACKED)
-    del ours
-    torch._dynamo.reset()
-    gc.collect()
-    assert not any(ref() is not None for ref in low)
-
-
-def test_threads():
-    ours, theirs = pair()
-    with torch.no_grad():
-        expected, found = theirs(X), []
-
-    def call():
-        with torch.no_grad():
-            found.extend(ours(X) for _ in range(20))
-
-    with torch.no_grad():
-        ours(X)
-    in_threads(*[call] * 4)
-    assert len(found) == 80
-    for one in found:
-        torch.testing.assert_close(one, expected, atol=2**-7, rtol=2**-6)
 
 
 def test_a_copy_of_the_model_packs_its_own():

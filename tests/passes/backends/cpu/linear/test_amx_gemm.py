@@ -1,17 +1,11 @@
-"""Products by matrix units: of any size and layout, rounded once, as such or cast to fp32; and who is handed them."""
-
-import contextlib
-import os
-import threading
+"""Products by matrix units: of any size and layout, rounded once; and which functions and passes call them."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_graph
-from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
 from amp_graph.passes.backends.cpu.linear import amx_gemm as kernel
 from amp_graph.passes.backends.cpu.linear import (
     linear_functions,
@@ -20,11 +14,10 @@ from amp_graph.passes.backends.cpu.linear import (
     panel_gemm,
 )
 from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_product_and_sums, gradients_of_linear
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_trained
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.torch_compat.autograd import borrow
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
@@ -52,15 +45,14 @@ SIZES = [
 ]  # fmt: skip
 
 
-def check(found, a, b, wide, bias=None):
+def check(found, a, b, bias=None):
     """Within a rounding to bf16 of the exact result, and what fp32 sums may be off."""
     exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-    assert found.dtype == (torch.float32 if wide else BF16)
+    assert found.dtype == BF16
     assert found.shape == exact.shape
     assert found.is_contiguous()
-    assert torch.equal(found, found.to(BF16).to(found.dtype))
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (a.shape[1] + 2) * 2**-24).all()
 
 
@@ -71,34 +63,28 @@ def test_every_size_and_order_of_memory(size, biased):
     rows, columns, depth = size
     a, b, bias = drawn(rows, depth), drawn(depth, columns, seed=1), drawn(columns, seed=2) if biased else None
     found = amx_product(a, b, bias)
-    check(found, a, b, False, bias)
+    check(found, a, b, bias)
     for one in (a, a.t().contiguous().t()):
         for other in (b, b.t().contiguous().t()):
             assert torch.equal(amx_product(one, other, bias), found)
-            wide = amx_product(one, other, bias, wide=True)
-            assert wide.dtype == torch.float32
-            assert torch.equal(wide, found.float())
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_sums_of_what_a_product_reads_anyway(size, threads, wide, monkeypatch):
+def test_sums_of_what_a_product_reads_anyway(size, threads, monkeypatch):
     monkeypatch.setattr(kernel, "threads_at_once", lambda count: threads)
     rows, columns, depth = size
     a, b = drawn(depth, rows), drawn(depth, columns, seed=1)
-    product, sums = amx_product_and_sums(a, b, wide)
-    assert torch.equal(product, amx_product(a.t(), b, wide=wide))
+    product, sums = amx_product_and_sums(a, b)
+    assert torch.equal(product, amx_product(a.t(), b))
     exact, sizes = a.double().sum(0), a.double().abs().sum(0)
-    assert sums.dtype == (torch.float32 if wide else BF16)
-    assert torch.equal(sums, sums.to(BF16).to(sums.dtype)), "rounded in either"
+    assert sums.dtype == BF16
     assert ((sums.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * depth * 2**-24).all()
     for other in (a.t().contiguous().t(), torch.cat([a, a], 1)[:, :rows]):
-        assert torch.equal(amx_product_and_sums(other, b, wide)[0], product)
-        assert (
-            (amx_product_and_sums(other, b, wide)[1] - sums).abs().double() <= sums.abs() * 2**-7 + sizes * 1e-5
-        ).all()
+        again, more = amx_product_and_sums(other, b)
+        assert torch.equal(again, product)
+        assert ((more - sums).abs().double() <= sums.abs() * 2**-7 + sizes * 1e-5).all()
     with pytest.raises(AssertionError):  # control
         torch.testing.assert_close(sums, a[1:].sum(0), rtol=2**-7, atol=1e-6)
 
@@ -106,18 +92,17 @@ def test_sums_of_what_a_product_reads_anyway(size, threads, wide, monkeypatch):
 def test_any_bias():
     a, b = drawn(40, 50), drawn(50, 70, seed=1)
     for bias in (drawn(1), drawn(140)[::2], drawn(1).expand(70)):
-        check(amx_product(a, b, bias), a, b, False, bias)
+        check(amx_product(a, b, bias), a, b, bias)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("size", [(300, 770, 300), (770, 300, 300), (5, 40, 9000)], ids=str)
 @pytest.mark.parametrize("threads", [2, 3, 7])
-def test_threads_give_the_same_bits(size, threads, wide, monkeypatch):
+def test_threads_give_the_same_bits(size, threads, monkeypatch):
     a, b = drawn(size[0], size[2]), drawn(size[2], size[1], seed=1)
-    alone = amx_product(a, b, wide=wide)
+    alone = amx_product(a, b)
     monkeypatch.setattr(kernel, "threads_at_once", lambda count: threads)
-    assert torch.equal(amx_product(a, b, wide=wide), alone)
+    assert torch.equal(amx_product(a, b), alone)
 
 
 LAYOUTS = {
@@ -133,25 +118,24 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_whatever_lies_otherwise(name):
     a, b = LAYOUTS[name]
-    found = amx_product(a, b, wide=True)
-    check(found, a, b, True)
-    assert torch.equal(found, amx_product(a.contiguous(), b.contiguous(), wide=True))
+    found = amx_product(a, b)
+    check(found, a, b)
+    assert torch.equal(found, amx_product(a.contiguous(), b.contiguous()))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
 def test_nothing(shape):
     a, b = drawn(shape[0], shape[2]), drawn(shape[2], shape[1])
-    assert torch.equal(amx_product(a, b, wide=True), a.float() @ b.float())
+    assert torch.equal(amx_product(a, b), a @ b)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_nan_and_infinity_reach_their_row_and_column_alone(wide):
+def test_nan_and_infinity_reach_their_row_and_column_alone():
     a, b = drawn(70, 50), drawn(50, 90, seed=1)
     a[3, 4], b[7, 8] = torch.nan, torch.inf
-    found, theirs = amx_product(a, b, wide=wide), a.float() @ b.float()
+    found, theirs = amx_product(a, b), a.float() @ b.float()
     assert torch.equal(found.isnan(), theirs.isnan())
     assert torch.equal(found.isinf(), theirs.isinf())
-    assert torch.equal(amx_product(a[:1] * 0 + 3e38, b[:, :1] * 0 + 3e38, wide=wide).isinf(), torch.tensor([[True]]))
+    assert torch.equal(amx_product(a[:1] * 0 + 3e38, b[:, :1] * 0 + 3e38).isinf(), torch.tensor([[True]]))
 
 
 def test_control_what_is_wrong_is_found_out():
@@ -161,15 +145,14 @@ def test_control_what_is_wrong_is_found_out():
     wrong = (amx_product(a.roll(1, 0), b, bias), amx_product(a, b.roll(1, 1), bias), amx_product(a, b), parts)
     for found in wrong:
         with pytest.raises(AssertionError):
-            check(found, a, b, False, bias)
+            check(found, a, b, bias)
 
 
 def test_without_a_compiler_it_is_torchs(monkeypatch):
     monkeypatch.setattr(kernel, "library", lambda: None)
     a, b = drawn(64, 96), drawn(96, 70)
-    assert torch.equal(amx_product(a, b, wide=False), a @ b)
-    assert amx_product(a, b, wide=True).dtype == torch.float32
-    product, sums = gradients_of_linear(a.t(), b, True, True)
+    assert torch.equal(amx_product(a, b), a @ b)
+    product, sums = gradients_of_linear(a.t(), b, biased=True)
     assert torch.equal(product, a @ b)
     assert torch.equal(sums, a.sum(1))
 
@@ -182,31 +165,14 @@ def test_no_memory_is_said(monkeypatch):
 
     monkeypatch.setattr(kernel, "library", Full)
     with pytest.raises(MemoryError, match="a product of 64 x 96 by 96 x 70"):
-        amx_product(drawn(64, 96), drawn(96, 70), wide=False)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_in_threads_and_after_a_fork():
-    a, b = drawn(200, 300), drawn(300, 400, seed=1)
-    wanted, found = amx_product(a, b, wide=True), []
-    others = [threading.Thread(target=lambda: found.append(amx_product(a, b, wide=True))) for _ in range(3)]
-    for thread in others:
-        thread.start()
-    for thread in others:
-        thread.join()
-    assert all(torch.equal(one, wanted) for one in found)
-    assert len(found) == 3
-    child = os.fork()
-    if not child:
-        os._exit(0 if torch.equal(amx_product(a, b, wide=True), wanted) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        amx_product(drawn(64, 96), drawn(96, 70))
 
 
 def test_oneDNN_finds_its_own_tiles_afterwards():
     a, b = drawn(128, 256), drawn(256, 128, seed=1)
     before = a @ b
     for _ in range(3):
-        amx_product(a, b, wide=True)
+        amx_product(a, b)
         assert torch.equal(a @ b, before)
 
 
@@ -215,9 +181,8 @@ def test_oneDNN_finds_its_own_tiles_afterwards():
 
 @pytest.fixture
 def it_is_always_profitable(monkeypatch):
-    for module in (kernel, lower_linears, lower_weight_gradients):
+    for module in (kernel, lower_weight_gradients):
         monkeypatch.setattr(module, "amx_product_is_profitable", lambda device, dtype, *sizes: dtype == BF16)
-    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
     monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
     monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
 
@@ -241,82 +206,14 @@ def linear_operands(shape, biased):
 def test_gradients_are_as_near_as_torchs(shape, biased):
     x, weight, bias, grad = linear_operands(shape, biased)
     wanted = [t for t in (x, weight, bias) if t is not None]
-    ours, theirs = (torch.autograd.grad(f(x, weight, bias), wanted, grad) for f in (linear_trained, F.linear))
-    assert torch.equal(ours[0], theirs[0])
+    ours, theirs = (torch.autograd.grad(f(x, weight, bias), wanted, grad) for f in (linear_low, F.linear))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2**-7, atol=2**-5)
     assert [g.dtype for g in ours] == [BF16] * len(wanted), "of what is bf16"
     rows = (x.detach().view(-1, shape[-1]), grad.view(-1, 50))
     assert errors(ours[1], *rows) <= 1.02 * errors(theirs[1], *rows) + 1e-6
     if biased:
         assert (ours[2] - grad.view(-1, 50).double().sum(0)).abs().max() <= 0.05
         torch.testing.assert_close(ours[2], theirs[2], rtol=2**-7, atol=2**-7)
-
-
-def image(*shape):
-    return drawn(*shape).contiguous(memory_format=torch.channels_last)
-
-
-HANDED = {
-    "linear_trained": (linear_trained, drawn(96, 64), (50, 64), ()),
-    "linear_low": (linear_functions.linear_low, drawn(96, 64), (50, 64), ()),
-    "lower_pointwise_conv": (pointwise_conv, image(2, 32, 6, 6), (48, 32, 1, 1), (None, (1, 1), True)),
-}
-
-
-class Casts(TorchDispatchMode):
-    """What is cast meanwhile."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ATEN._to_copy.default:
-            self.seen.append((args[0].dtype, kwargs["dtype"]))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.usefixtures("it_is_always_profitable")
-@pytest.mark.parametrize("name", HANDED)
-def test_a_parameter_is_handed_fp32_that_nothing_casts(name):
-    """With the bits of a cast; and what is bf16, or was cast, is handed bf16."""
-    function, x, shape, more = HANDED[name]
-    weight = torch.nn.Parameter(drawn(*shape).float())
-    low = weight.detach().to(BF16)
-    plain = low.clone().requires_grad_()
-    made = function(x, plain, *more)
-    grad = drawn(*made.shape, seed=3)
-    made.backward(grad)
-    assert plain.grad.dtype == BF16
-    for given, casts in ((borrow(weight, low), []), (weight.to(BF16), [(BF16, torch.float32)])):
-        weight.grad = None
-        made = function(x, given, *more)
-        with Casts() as seen:
-            made.backward(grad)
-        assert weight.grad.dtype == torch.float32
-        assert torch.equal(weight.grad, plain.grad.float())
-        assert seen.seen == casts
-
-
-@pytest.mark.usefixtures("it_is_always_profitable")
-@pytest.mark.parametrize("kept", [True, False])
-def test_every_mode_of_autograd(kept):
-    x, weight = torch.randn(6, 32).to(BF16).requires_grad_(), torch.randn(48, 32).to(BF16).requires_grad_()
-    grad = torch.randn(6, 48).to(BF16)
-    if kept:
-        of = weight.detach().float().requires_grad_()
-        weight = borrow(of, weight.detach())
-
-    def second(function, x, weight, grad, of):
-        first = torch.autograd.grad(function(x, weight), (x, of), grad, create_graph=True)
-        return torch.autograd.grad(sum(g.float().square().sum() for g in first), (x, of))
-
-    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-    ours = second(linear_trained, x, weight, grad, of if kept else weight)
-    for one, true in zip(ours, second(F.linear, *wide, grad.double(), wide[1]), strict=True):
-        assert (one - true).norm() <= 0.02 * true.norm()
-    many = torch.stack([grad, -grad])
-    (together,) = torch.autograd.grad(linear_trained(x, weight), of if kept else weight, many, is_grads_batched=True)
-    torch.testing.assert_close(together[1], -together[0])
 
 
 # -- flat graphs --------------------------------------------------------------------------------------------------
@@ -401,60 +298,11 @@ def test_a_step_trains_as_the_loop(compile):
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(loss.detach(), expected, rtol=2**-7, atol=0)
-    assert "linear_trained" in amp_graph.report(loop).graphs[0].text
-
-
-@pytest.mark.usefixtures("it_is_always_profitable")
-def test_a_converted_model_casts_no_gradient_of_a_weight():
-    """In an update's first and later backwards, nor one of a bias."""
-    model = amp_graph.convert(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 600)), "bf16")
-    x = torch.randn(20, 256)
-    model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
-    for batches in (1, 1, 2, 1):
-        for _ in range(batches):
-            loss = model(x).square().mean()
-            with Casts() as casts:
-                loss.backward()
-            counts.append(casts.seen.count((BF16, torch.float32)))
-        optimizer.step()
-    assert counts == [0] * 5
-    text = amp_graph.report(model).graphs[0].text
-    assert text.count("= cast_weight(") == 4, "weights and biases"
-    assert "linear_trained" in text
 
 
 @pytest.fixture
 def a_thread_idles(monkeypatch):
-    for module in (linear_functions, lower_weight_gradients):
-        monkeypatch.setattr(module, "one_of_two_threads_idles", lambda device, dtype, *sizes: dtype == BF16)
-
-
-@pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("shape", [(96, 64), (3, 5, 40), (40,)], ids=str)
-def test_products_whose_second_thread_would_idle(shape, biased):
-    x, weight, bias, grad = linear_operands(shape, biased)
-    with profiled() as names:
-        out = linear_trained(x, weight, bias)
-        (of_x,) = torch.autograd.grad(out, x, grad, retain_graph=True)
-    assert names.count("amp_graph::product_low") == 2
-    assert "aten::mm" not in names
-    rows = x.detach().view(-1, shape[-1])
-    check(out.detach().view(-1, 50), rows, weight.detach().t(), False, None if bias is None else bias.detach())
-    check(of_x.view(-1, shape[-1]), grad.view(-1, 50), weight.detach(), False)
-    (again,) = torch.autograd.grad(out, x, grad, create_graph=True)
-    torch.testing.assert_close(again, of_x, rtol=2**-7, atol=2**-5)
-
-
-@contextlib.contextmanager
-def profiled():
-    """What runs meanwhile, by name, as often as it does."""
-    names = []
-    with torch.profiler.profile() as profile:
-        yield names
-    names += [event.name for event in profile.events()]
+    monkeypatch.setattr(lower_weight_gradients, "one_of_two_threads_idles", lambda device, dtype, *sizes: dtype == BF16)
 
 
 @pytest.mark.usefixtures("it_is_always_profitable", "a_thread_idles")

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears
+from amp_graph.passes.backends.cpu.linear import amx_gemm
 from amp_graph.passes.backends.cpu.linear import linear_functions as low
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low, linear_trained
+from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
-from tests.passes.graphs import BF16, capture_function, options, passes_until
+from tests.passes.graphs import BF16, capture_function, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -58,7 +58,7 @@ def test_results_and_gradients_are_rounded_once(shape, outputs, biased):
 def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
     plain = low.product_low
 
-    def broken(a, b, bias=None, wide=False):
+    def broken(a, b, bias=None):
         if wrong == "rounded twice":
             made = plain(a, b)
             return made if bias is None else made + bias
@@ -94,25 +94,7 @@ def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
     assert len(counted) == 3
 
 
-@pytest.fixture
-def many_are_few(monkeypatch):
-    """Take what trains over few rows as what trains over many: it is handed to ``linear_trained``."""
-    monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
-    monkeypatch.setattr(lower_linears, "training_by_function_is_profitable", lambda *sizes: True)
-    for module in (lower_linears, low):
-        monkeypatch.setattr(module, "bias_in_trained_linear_is_profitable", lambda *form: True)
-
-
-@pytest.fixture(params=["few rows", "many rows"])
-def function(request):
-    """What linears over few rows are handed to, and what those over many."""
-    if request.param == "few rows":
-        return linear_low
-    request.getfixturevalue("many_are_few")
-    return linear_trained
-
-
-def test_second_derivatives(function):
+def test_second_derivatives():
     given, grad = operands((4, 32), 32)
 
     def second(function, given, grad):
@@ -120,29 +102,8 @@ def test_second_derivatives(function):
         return torch.autograd.grad(sum(g.float().square().sum() for g in first), given[:2])
 
     wide = [t.detach().double().requires_grad_() for t in given]
-    for one, true in zip(second(function, given, grad), second(F.linear, wide, grad.double()), strict=True):
+    for one, true in zip(second(linear_low, given, grad), second(F.linear, wide, grad.double()), strict=True):
         assert (one - true).norm() <= 0.02 * true.norm()
-
-
-def test_several_gradients_at_once(function):
-    given, grad = operands((6, 32), 48)
-    many = torch.stack([grad, -grad, 2 * grad])
-    together = torch.autograd.grad(function(*given), given, many, is_grads_batched=True)
-    for i, one in enumerate(many):
-        for found, true in zip(together, gradients(function, given, one)[1:], strict=True):
-            torch.testing.assert_close(found[i], true, rtol=2**-6, atol=2**-6)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_transforms_and_modes_get_torchs_own(function):
-    (x, weight, bias), _ = operands((6, 32), 32)
-    with torch.no_grad():
-        each = torch.vmap(lambda row: function(row, weight, bias))(x)
-        torch.testing.assert_close(each, F.linear(x, weight, bias), rtol=2**-6, atol=2**-6)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
-        made = function(dual, weight.detach(), bias.detach())
-        assert torch.autograd.forward_ad.unpack_dual(made).tangent is not None
 
 
 # -- the pass -----------------------------------------------------------------------------------------------
@@ -150,7 +111,7 @@ def test_transforms_and_modes_get_torchs_own(function):
 
 def through(function, *inputs, **state):
     gm, _ = capture_function(function, *inputs, **state).through(passes_until(Fp32NormGradients))
-    (done,) = run_passes(gm, [LowerLinears(options())], checked=True)
+    (done,) = run_passes(gm, [LowerLinears()], checked=True)
     return gm, done.result
 
 
@@ -214,7 +175,6 @@ def check_like_torchs_kernels(function, x):
         assert (theirs - true).norm() <= 0.02 * true.norm()
 
 
-@pytest.mark.usefixtures("function")
 @pytest.mark.parametrize("bias", BIASES)
 def test_a_bias_is_broadcast_as_torch_does_it(bias):
     check_like_torchs_kernels(with_bias(BIASES[bias]), drawn(32, 64).float())
@@ -229,22 +189,12 @@ EDITS = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("function")
 @pytest.mark.parametrize("shape", [(32, 64), (4, 8, 64)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
 def test_results_may_be_written_in_place(edit, shape):
     check_like_torchs_kernels(
         lambda m, x: F.linear(EDITS[edit](F.linear(x, m.w, m.b)), m.w, m.b), drawn(*shape).float()
     )
-
-
-@pytest.mark.parametrize(("x_trains", "weight_trains"), [(True, False), (False, True), (True, True)])
-def test_what_no_gradient_needs_is_not_saved(x_trains, weight_trains):
-    x, weight = drawn(32, 64).requires_grad_(x_trains), drawn(64, 64).requires_grad_(weight_trains)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-        linear_low(x, weight)
-    assert len(saved) == x_trains + weight_trains
 
 
 class Net(nn.Module):
@@ -292,68 +242,3 @@ def test_a_step_has_the_bits_of_the_loop():
         assert torch.equal(step(X + turn, X), loss)
     for p, q in zip(whole.parameters(), loop.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-# -- many rows: the bias in the product -------------------------------------------------------------------------
-
-
-NAMES = ("x", "weight", "bias")
-
-
-@pytest.mark.usefixtures("many_are_few")
-@pytest.mark.parametrize("trains", ["x", "weight", "bias", "all"])
-@pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
-def test_with_the_bias_in_the_product_it_is_rounded_once(shape, outputs, trains):
-    given, grad = operands(shape, outputs)
-    check(gradients(linear_trained, given, grad), given, grad)
-    kept = [t.detach().requires_grad_(trains in (name, "all")) for t, name in zip(given, NAMES, strict=True)]
-    linear_trained(*kept).backward(grad)
-    wanted = [t for t in kept if t.requires_grad]
-    assert all(map(torch.equal, [t.grad for t in wanted], torch.autograd.grad(linear_trained(*kept), wanted, grad)))
-    assert all(t.grad is None for t in kept if not t.requires_grad)
-
-
-@pytest.mark.usefixtures("many_are_few")
-@pytest.mark.parametrize("wrong", ["no bias", "rows rolled"])
-def test_control_a_wrong_product_is_found_out(wrong, monkeypatch):
-    def broken(x, weight, bias, *more):
-        made = F.linear(x, weight, None if wrong == "no bias" else bias)
-        return made if wrong == "no bias" else made.roll(1, 0)
-
-    monkeypatch.setattr(low, "linear_pointwise", broken)
-    given, grad = operands((64, 64), 64)
-    with pytest.raises(AssertionError):
-        check(gradients(linear_trained, given, grad), given, grad)
-
-
-@pytest.mark.usefixtures("many_are_few")
-@pytest.mark.parametrize("more", ["", ",recompute=all"])
-def test_a_step_of_many_rows_has_the_bits_of_the_loop_and_of_torchs(more):
-    base, found = Net(), []
-    for policy in ("bf16" + more, "bf16,skip=lower_linears" + more):
-        loop = amp_graph.convert(copy.deepcopy(base), policy)
-        loss = F.mse_loss(loop(X), X)
-        loss.backward()
-        assert ("linear_trained" in amp_graph.report(loop).graphs[0].text) == ("skip" not in policy)
-        found.append([loss.detach(), *(p.grad for p in loop.parameters())])
-    whole = copy.deepcopy(base)
-    step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1), "bf16" + more)
-    assert torch.equal(step(X, X), found[0][0])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
-
-
-class Attends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
-
-
-@pytest.mark.usefixtures("many_are_few")
-def test_projections_of_torchs_attention_are_taken_where_it_is_expanded():
-    x = torch.randn(3, 8, 32, generator=torch.Generator().manual_seed(1))
-    check_errors_are_torchs(Attends(), x, "linear_trained(", 2)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Interpreter
 
-from amp_graph.passes.op_args.batch_norm_args import batch_norm_arguments, has_norm
+from amp_graph.passes.graph.call_arguments import batch_norm_arguments, has_norm
 from tests.passes.graphs import capture_function
 
 X = torch.linspace(-1, 1, 24).view(4, 6) ** 3 * 0.01  # of a small variance, so that eps counts

@@ -21,8 +21,6 @@ from amp_graph.passes.native.run_compiler import SECONDS, refusal
 FOLDER = "AMP_GRAPH_CACHE"  # the environment variable for the cache directory
 FIX = f"{FOLDER}=/a/folder/of/your/own"
 _PART = re.compile(r"\.?[\w+-]+-[0-9a-f]{24}(\.sha256)?\.[0-9a-f]{32}\.part")
-_LIBRARY = re.compile(r"[\w+-]+-[0-9a-f]{24}\.[0-9a-f]{16}\.so")
-_RECORDED = re.compile(r"[\w+-]+-[0-9a-f]{24}\.sha256")
 _RECORD = re.compile(r"[0-9a-f]{64}\n?")
 
 
@@ -100,25 +98,6 @@ def forget(library: Path, key: str) -> None:
     for path in (library.with_name(f"{key}.sha256"), library):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def libraries(kept: Path) -> list[Path]:
-    """Return the complete libraries in ``kept``, by name; what others keep there is left out."""
-    return [path for path in sorted(kept.glob("*.so")) if _LIBRARY.fullmatch(path.name)]
-
-
-def remove(kept: Path) -> int:
-    """Remove all libraries and their records; return how many there were. Raises OSError, and CompilerError.
-
-    Libraries that a process has loaded stay usable in it.
-    """
-    found = libraries(kept) if is_there(kept) else []
-    for record in kept.glob("*.sha256") if found else ():
-        if _RECORDED.fullmatch(record.name):
-            record.unlink(missing_ok=True)  # first, so that no process looks for a library that is gone
-    for library in found:
-        library.unlink(missing_ok=True)
-    return len(found)
 
 
 def forget_parts(kept: Path) -> None:

@@ -77,20 +77,7 @@ def set_sums_of_products(settings: tuple[Any, ...]) -> None:
     _SET_IN_FP16(in_fp16)
 
 
-# Both kinds of products of each backend; "rnn" is left out, which no list keeps in full precision alone.
-BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
-_precision_of: Any = torch._C._get_fp32_precision_getter  # a fifth of the time of ``fp32_precision`` of torch.backends
-
-
-def fp32_precision(device: str, kind: str) -> str:
-    """Return what float32 products run in: "ieee", "tf32" or "bf16"; ``kind``: "matmul" or "conv".
-
-    A setting that is "none" is that of its backend, and then that of all backends; 2.11 - 2.13.
-    ``torch.set_float32_matmul_precision`` and ``allow_tf32`` change the same settings.
-    """
-    backend = BACKENDS.get(device)
-    places = () if backend is None else ((backend, kind), (backend, "all"), ("generic", "all"))
-    return next((found for place in places if (found := str(_precision_of(*place))) != "none"), "ieee")
+_precision_of: Any = torch._C._get_fp32_precision_getter  # 2.11 - 2.13
 
 
 def kernel_settings() -> tuple[object, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._logging._internal import trace_structured
-from torch.export import ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,6 @@ def lays_out_channels_last(
 
 def _listed(given: Any) -> Any:
     return [*given] if isinstance(given, tuple) else given
-
-
-def compile_package(program: ExportedProgram, path: str) -> str:
-    """Compile ``program`` by AOTInductor into the package ``path``; return its path. 2.11 to 2.13."""
-    from torch._inductor import aoti_compile_and_package
-
-    return str(aoti_compile_and_package(program, package_path=path))
 
 
 def add_artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:

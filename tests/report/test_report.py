@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
-from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.report.graph_facts import size_text, split_reason
 from amp_graph.report.report_text import CELL, fold
 
@@ -129,41 +129,20 @@ class Convolutions(nn.Sequential):
         super().__init__(*(part for layer in layers for part in layer), nn.Flatten(), nn.LazyLinear(10))
 
 
-ENCODER = functools.partial(nn.TransformerEncoder, num_layers=2)
-SCREENS = {
-    "convolutions": (Convolutions, torch.randn(2, 3, 8, 8), 1, 45),
-    "layers": (Net, torch.randn(4, 8), 1, 45),
-    "transformer": (
-        lambda: ENCODER(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)),
-        torch.randn(2, 4, 16),
-        2,
-        70,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCREENS)
-def test_graphs_that_differ_in_a_flag_are_one_table_of_reasons(name):
-    """Training, without gradients, for other sizes; in eval a TransformerEncoder calls a function of its own."""
-    build, x, groups, lines = SCREENS[name]
-    model = build()
-    model(x)
+def test_graphs_with_the_same_reasons_share_them():
+    """Training, without gradients, for other sizes."""
+    model, x = Net(), torch.randn(4, 8)
     converted(model, x, torch.cat((x, x)))
     with torch.no_grad():
         model(x)
-        model.eval()(x)
     report = amp_graph.report(model)
-    assert len(report.graphs) >= 3
+    assert len(report.graphs) == 3
     text = report.text()
     assert all(f"\n{graph.title}\n" in text for graph in report.graphs)
-    assert text.count("\n\ngraph ") == groups
-    assert len(text.splitlines()) <= lines
     assert report.graphs[1].title.endswith(", symbolic sizes")
-    counts = {graph.index: sum(n.precision == "low" for n in graph.operations) for graph in report.graphs}
-    rows = re.findall(r"(?:operations|  ) +(?:graphs? ([\d, ]+): )?(\d+) low \(", text)
-    assert {int(low) for _, low in rows} == {*counts.values()}
-    for numbers, low in rows:
-        assert all(counts[int(i)] == int(low) for i in re.findall(r"\d+", numbers))
+    assert text.count("those of graph 0") == 2
+    assert text.count("aten.linear") == 0
+    assert text.count("a matrix product") == 1
 
 
 def test_what_passes_skipped_is_for_those_who_ask():
@@ -264,26 +243,15 @@ def test_a_call_that_captured_nothing_is_told_with_its_notes():
     assert "  note: " in text
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "fix"),
-    [
-        (nn.Linear(2, 2), "Linear is not converted", "amp_graph.convert(model)"),
-        ("model", "a str is not a converted model", "amp_graph.convert(model)"),
-        (
-            nn.Sequential(amp_graph.convert(nn.Linear(2, 2))),
-            "its submodule '0' is",
-            "amp_graph.report(model.get_submodule('0'))",
-        ),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), "given Linear, which is not", "backend='amp_graph'"),
-    ],
-)
-def test_a_model_that_is_not_converted_is_refused(model, what, fix):
-    with pytest.raises(CaptureError) as caught:
+@pytest.mark.parametrize(("model", "what"), [
+    (nn.Linear(2, 2), "a Linear is not converted"),
+    ("model", "a str is not converted"),
+    (nn.Sequential(amp_graph.convert(nn.Linear(2, 2))), "its submodule '0' is"),
+    (torch.compile(nn.Linear(2, 2), backend="eager"), "a Linear is not converted"),
+])  # fmt: skip
+def test_a_model_that_is_not_converted_is_refused(model, what):
+    with pytest.raises(CaptureError, match=rf"(?s){what}.*fix: .*amp_graph.convert\(model\)"):
         amp_graph.report(model)
-    assert what in str(caught.value)
-    assert "fix:" in str(caught.value)
-    assert fix in str(caught.value)
-    assert issubclass(CaptureError, AmpGraphError)
 
 
 compiled = functools.partial(torch.compile, backend="eager")
@@ -319,7 +287,7 @@ def test_the_graphs_of_the_backend_are_in_the_report_of_their_model(compile, tmp
     assert [one.mode for one in amp_graph.report(outer).graphs] == ["with gradients", "without gradients"]
     amp_graph.report(outer).html(tmp_path / "report.html")
     assert "without gradients" in amp_graph.report(outer).text()
-    with pytest.raises(CaptureError, match="another model of its class"):
+    with pytest.raises(CaptureError, match="has no graph of it"):
         amp_graph.report(torch.compile(Net(), backend="amp_graph"))
 
 

@@ -126,7 +126,11 @@ class Attends(nn.Module):
 
 
 class OwnLists(TorchFunctionMode):
-    """Runs the operations that a policy's ``allow=`` and ``deny=`` name in the precision that they name."""
+    """Runs the operations that a policy's ``allow=`` and ``deny=`` name in the precision that they name.
+
+    What they read is clamped to the range of that precision, and so are masks that the formula itself converts: a
+    softmax that a list makes low rounds absolute positions in every formula, and that is what the list asks for.
+    """
 
     def __init__(self, policy, low):
         super().__init__()
@@ -136,6 +140,8 @@ class OwnLists(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = func.__name__.strip("_").removeprefix("i")
         dtype = self.low if name in self.lists["allow"] else torch.float32 if name in self.lists["deny"] else None
+        if name == "to":
+            args = (within_range(args[0], args[1]), *args[1:])
         if dtype is None or "dtype" in (kwargs or {}):
             return func(*args, **(kwargs or {}))
         with torch.autocast("cpu", enabled=False):
@@ -152,7 +158,8 @@ def trained(form, mask, policy=""):
             model = amp_graph.convert(model, policy)
         low = torch.float16 if "fp16" in policy else torch.bfloat16
         eager = policy.startswith("autocast")
-        with torch.autocast("cpu", low, enabled=eager), OwnLists(policy, low) if eager else nullcontext():
+        lists = OwnLists(policy, low) if eager and "=" in policy else nullcontext()
+        with torch.autocast("cpu", low, enabled=eager), lists:
             made = model(x, mask)
         scale = 64 if x.shape[1] < 1000 else 8  # 64 takes fp32's own gradients of 2,000 tokens out of fp16's range
         made.float().square().sum().mul(scale).backward()

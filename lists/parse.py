@@ -11,7 +11,7 @@ from typing import Any
 from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.path_pattern import LEGAL, PatternError, check_pattern
 from amp_graph.lists.read_toml import FLAG, TABLE, TEXT, Lines, Takes, check_table, one_of, read_toml, tables
-from amp_graph.lists.schema import KINDS, PRECISIONS, Kind, ModuleRule, OpClass, Rule
+from amp_graph.lists.schema import PRECISIONS, ModuleRule, OpClass, Rule
 
 DTYPES = ("bfloat16", "float16", "any")
 DEVICES = ("cpu", "cuda", "any")
@@ -108,14 +108,10 @@ def _condition(value: object, where: str) -> object:
         return tuple(_condition(one, where) for one in value)
     if isinstance(value, (str, bool, int, float)):
         return value
-    if not isinstance(value, dict) or set(value) != {"kind"} or value["kind"] not in KINDS:
-        raise ListError(
-            f"unknown condition {shortened(value)}",
-            where=where,
-            legal=f"a value, a list of values, or {{ kind = ... }} with {', '.join(KINDS)}",
-            fix='when = { exponent = { kind = "integer" } }',
-        )
-    return Kind(value["kind"])
+    if value == {"kind": "none"}:
+        return None
+    legal, fix = 'a value, a list of values, or { kind = "none" }', "when = { exponent = [2, 3] }"
+    raise ListError(f"unknown condition {shortened(value)}", where=where, legal=legal, fix=fix)
 
 
 def _modules(entries: object, lines: Lines) -> Iterator[ModuleRule]:

@@ -11,7 +11,7 @@ from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
 from amp_graph.lists.parse import normalise
-from amp_graph.lists.schema import Kind, lookup_keys
+from amp_graph.lists.schema import lookup_keys
 from amp_graph.passes.graph import node_info
 from amp_graph.policy import Policy
 
@@ -79,8 +79,8 @@ def rule_row(rule: Rule) -> Row:
 
 
 def _condition(condition: object) -> str:
-    if isinstance(condition, Kind):
-        return "not given" if condition.name == "none" else f"of kind {condition.name}"
+    if condition is None:
+        return "not given"
     if isinstance(condition, tuple):
         return " or ".join(_condition(one) for one in condition)
     return repr(condition)

@@ -36,7 +36,7 @@ CASES = {
     "duplicate": (entry() + entry(cls="allow"), 11, "two entries: deny at mine.toml:5, and allow here", "one entry"),
     "bad inputs": (entry(extra='inputs = ["x"]'), 5, "aten.exp has no argument 'x', named in `inputs`", "self, out"),
     "bad when": (entry(extra="when = { x = 1 }"), 5, "aten.exp has no argument 'x', named in `when`", "self, out"),
-    "bad kind": (entry(extra='when = { self = { kind = "int" } }'), 8, "unknown condition", "integer, float, none"),
+    "bad kind": (entry(extra='when = { self = { kind = "int" } }'), 8, "unknown condition", "a value, a list"),
     "promotes": (entry(extra='promotes = "yes"'), 8, "promotes = 'yes'", "true, false"),
     "since": (entry(extra='since = "2"'), 8, "since = '2'", "MAJOR.MINOR"),
     "why is a number": ('[[op]]\nop = "aten.exp"\nclass = "deny"\nwhy = 3\n', 7, "why = 3", "one sentence"),

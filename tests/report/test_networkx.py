@@ -55,7 +55,7 @@ def read_back(graph):
     return nx.read_graphml(io.BytesIO(held.getvalue()))
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(scope="module", params=CASES)
 def told(request):
     """The report of a model that was called once."""
     model, x, policy = CASES[request.param]

@@ -58,8 +58,13 @@ def converted(model, *inputs, policy="bf16"):
     return model
 
 
+@functools.cache
+def report_of_net():
+    return amp_graph.report(converted(Net(), torch.randn(4, 8)))
+
+
 def test_a_graphs_counts_agree_with_its_nodes_and_text():
-    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    (graph,) = report_of_net().graphs
     assert (graph.training, graph.grad, graph.dtype, graph.mode) == (
         True,
         True,
@@ -111,7 +116,7 @@ def test_the_text_fits_one_screen_and_says_all():
 
 @pytest.mark.parametrize("width", [None, 60, 110])
 def test_no_reason_is_cut_whatever_the_width(width):
-    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    report = report_of_net()
     text = report.text(width)
     flat = " ".join(text.split())
     assert all(split_reason(n.reason, n.ops)[0] in flat for n in report.graphs[0].operations)
@@ -154,7 +159,7 @@ def test_what_passes_skipped_is_for_those_who_ask():
 
 
 def test_the_repr_is_a_line():
-    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    report = report_of_net()
     assert len(repr(report)) < 200
     assert repr(report).startswith("<amp_graph report of Net, policy bf16-O1: 1 graph, ")
     assert "not captured yet" in repr(amp_graph.report(converted(Net())))
@@ -312,7 +317,7 @@ def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
 
 
 def test_rows_fold_by_operation_precision_and_reason():
-    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    (graph,) = report_of_net().graphs
     (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
     assert row[:4] == ("linear", "x3", "low", "layers.*")
 
@@ -383,7 +388,7 @@ def test_long_module_paths_keep_their_end():
 
 def test_the_docs_name_every_key_of_the_plain_value():
     text = (Path(amp_graph.__file__).parents[1] / "docs" / "inspecting.md").read_text()
-    told = amp_graph.report(converted(Net(), torch.randn(4, 8))).to_dict()
+    told = report_of_net().to_dict()
     (graph,) = told["graphs"]
     keys = {*told, *told["summary"], *graph, *graph["nodes"][0], *graph["captured"][0]}
     assert [key for key in keys if f"`{key}`" not in text] == []

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 WIDTH = 110
 REASONS = 25
-CELL = 60
 ACCURACY = {
     "autocast": "mixed operands promote, as torch.autocast does",
     "fast": "low-precision residual streams: less memory, less exact than torch.autocast",
@@ -105,18 +104,12 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
 
 
 def _modules(paths: Iterable[str]) -> str:
-    """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``; long paths lose their start."""
+    """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``."""
     exact: dict[str, set[str]] = {}
     for path in paths:
         exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
     shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
-    shown = [name or "(root)" for name in shown]
-    short = ", ".join(shown)
-    if len(short) > CELL:
-        more = f", {len(shown) - 1} more" if len(shown) > 1 else ""
-        room = CELL - len(more)
-        short = (shown[0] if len(shown[0]) <= room else "..." + shown[0][3 - room :]) + more
-    return short
+    return ", ".join(name or "(root)" for name in shown)
 
 
 def _many(count: int, what: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.export import export, to_aoti, to_onnx
+from amp_graph.export import export, to_onnx
 from tests.export.language_models import language_model
 from tests.export.models import Cnn, Mlp, error, made, run_without_amp_graph
 
@@ -100,7 +100,7 @@ def written(program: torch.export.ExportedProgram, kind: str, folder: str) -> Pa
     if kind == "onnx":
         to_onnx(program, path)
     elif kind == "aoti":
-        to_aoti(program, path)
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
     else:
         torch.export.save(program, path)
     return path

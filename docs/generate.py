@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from amp_graph.cli.command_passes import KEYS
 from amp_graph.passes.pipeline import GROUPS
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.policy import Policy
@@ -77,11 +76,6 @@ def groups() -> str:
     return "\n".join(f"- `{word}`: {', '.join(f'`{name}`' for name in names)}" for word, names in GROUPS.items())
 
 
-def keys() -> str:
-    """Return the keys of a pass in JSON."""
-    return "\n".join(["| key | meaning |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in KEYS.items())])
-
-
 def words() -> str:
     """Return the words of a policy, from the fields that declare them."""
     rows = ["| word | values | meaning |", "|---|---|---|"]
@@ -105,7 +99,6 @@ def diagram() -> str:
 REGIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("internals/passes.md", "table"): table,
     ("internals/passes.md", "groups"): groups,
-    ("internals/passes.md", "keys"): keys,
     ("internals/how-it-works.md", "diagram"): diagram,
     ("policy.md", "words"): words,
 }

@@ -9,7 +9,6 @@ from amp_graph.lists.load import effective as effective
 from amp_graph.lists.load import load as load
 from amp_graph.lists.merge import merge as merge
 from amp_graph.lists.operators import check_op_exists as check_op_exists
-from amp_graph.lists.parse import dump as dump
 from amp_graph.lists.schema import ModuleRule as ModuleRule
 from amp_graph.lists.schema import OpClass as OpClass
 from amp_graph.lists.schema import OpList as OpList
@@ -25,7 +24,6 @@ __all__ = [
     "Rule",
     "builtin_names",
     "check_op_exists",
-    "dump",
     "effective",
     "load",
     "merge",

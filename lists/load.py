@@ -19,7 +19,7 @@ from amp_graph.lists.merge import lay_over, merge
 from amp_graph.lists.operators import check_rules
 from amp_graph.lists.parse import DEVICES, DTYPES, ListFile, parse
 from amp_graph.lists.read_toml import did_you_mean, read_text
-from amp_graph.lists.schema import ModuleRule, OpList, Rule
+from amp_graph.lists.schema import OpList, Rule
 
 FOLDER = Path(__file__).parent
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -81,45 +81,23 @@ def _version(text: str) -> tuple[int, ...]:
 
 def load(name: str, *, dtype: str, device: str) -> OpList:
     """Load ``"default"``, a built-in list (``"autocast_cuda"``), or a TOML file over what it extends."""
-    _check_dtype_and_device(dtype, device)
-    return _laid(_chain(name, dtype, device), dtype, device)
+    return effective((name,), dtype=dtype, device=device)
 
 
 def effective(
-    names: Sequence[str],
-    *,
-    dtype: str,
-    device: str,
-    accuracy: str | float = "autocast",
-    allow: Iterable[str] = (),
-    deny: Iterable[str] = (),
-    fp32_inside: Iterable[str] = (),
-    follow: Iterable[str] = (),
-    neutral: Iterable[str] = (),
-    opaque: Iterable[str] = (),
-    remove: Iterable[str] = (),
-    modules: Iterable[ModuleRule] = (),
+    names: Sequence[str], *, dtype: str, device: str, accuracy: str | float = "autocast", **changes: Iterable[str]
 ) -> OpList:
-    """Load `names`, each over the one before it (none: the default), then apply the arguments of `merge`.
+    """Load `names`, each over the one before it (none: the default), then apply ``changes``, arguments of `merge`.
 
     accuracy: the policy's, by which a default list may say more.
     """
     if isinstance(names, str):
         raise ListError(f"names={names!r} is a string", where="argument names=", fix=f'names=["{names}"]')
-    _check_dtype_and_device(dtype, device)
+    _check_choice("dtype", dtype, DTYPES[:-1])
+    _check_choice("device", device, DEVICES[:-1])
     first, *later = names or ("default",)
     files = (*_chain(first, dtype, device, accuracy), *(_one(name, dtype, device) for name in later))
-    return merge(
-        _laid(files, dtype, device),
-        allow=allow,
-        deny=deny,
-        fp32_inside=fp32_inside,
-        follow=follow,
-        neutral=neutral,
-        opaque=opaque,
-        remove=remove,
-        modules=modules,
-    )
+    return merge(_laid(files, dtype, device), **changes)
 
 
 def _chain(
@@ -168,11 +146,6 @@ def _parents(file: ListFile, path: Path) -> tuple[str, ...]:
 def _relative(name: str, path: Path) -> str:
     """A file name in `extends` is looked for beside the file that says so."""
     return str(path.parent / name) if name.endswith(".toml") else name
-
-
-def _check_dtype_and_device(dtype: str, device: str) -> None:
-    _check_choice("dtype", dtype, DTYPES[:-1])
-    _check_choice("device", device, DEVICES[:-1])
 
 
 def _check_choice(what: str, value: str, legal: tuple[str, ...]) -> None:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from amp_graph.lists.errors import ListError
 from amp_graph.lists.operators import check_rules, general_names
-from amp_graph.lists.parse import ListFile, module_rule, normalise
+from amp_graph.lists.parse import ListFile, normalise
 from amp_graph.lists.read_toml import did_you_mean
-from amp_graph.lists.schema import ModuleRule, OpClass, OpList, Rule
+from amp_graph.lists.schema import OpClass, OpList, Rule
 
 _Rules = dict[str, tuple[Rule, ...]]
 
@@ -34,47 +34,20 @@ def lay_over(base: OpList, file: ListFile) -> OpList:
     )
 
 
-def merge(
-    base: OpList,
-    *,
-    allow: Iterable[str] = (),
-    deny: Iterable[str] = (),
-    fp32_inside: Iterable[str] = (),
-    follow: Iterable[str] = (),
-    neutral: Iterable[str] = (),
-    opaque: Iterable[str] = (),
-    remove: Iterable[str] = (),
-    modules: Iterable[ModuleRule] = (),
-) -> OpList:
-    """Return `base` with operators, such as ``"aten.gelu"`` or ``"gelu"``, put into other classes."""
-    classes = {
-        OpClass.ALLOW: allow,
-        OpClass.DENY: deny,
-        OpClass.FP32_INSIDE: fp32_inside,
-        OpClass.FOLLOW: follow,
-        OpClass.NEUTRAL: neutral,
-        OpClass.OPAQUE: opaque,
-    }
-    new = [_rule(cls, name) for cls, names in classes.items() for name in _names(names, str(cls))]
+def merge(base: OpList, *, remove: Iterable[str] = (), **classes: Iterable[str]) -> OpList:
+    """Return `base` with operators put into other classes: ``deny=["gelu", "aten.tanh"]``."""
+    for argument, names in (*classes.items(), ("remove", remove)):
+        if isinstance(names, str):
+            where = f"argument {argument}="
+            raise ListError(f"{argument}={names!r} is a string", where=where, fix=f'{argument}=["{names}"]')
+    new = [_rule(OpClass(cls), name) for cls, names in classes.items() for name in names]
     _check_contradictions(new)
     check_rules(new)
     rules = dict(base.rules)
-    for name in _names(remove, "remove"):
+    for name in remove:
         _remove(rules, normalise(name), "argument remove=")
     _add(rules, new)
-    checked = tuple(
-        module_rule(rule.path, rule.precision, rule.why or "you asked for it", rule.origin or "argument modules=")
-        for rule in modules
-    )
-    return replace(base, rules=rules, modules=(*checked, *base.modules))
-
-
-def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    if isinstance(names, str):
-        raise ListError(
-            f"{argument}={names!r} is a string", where=f"argument {argument}=", fix=f'{argument}=["{names}"]'
-        )
-    return tuple(names)
+    return replace(base, rules=rules)
 
 
 def _rule(cls: OpClass, name: str) -> Rule:

@@ -72,14 +72,8 @@ def known_names(namespace: str) -> tuple[str, ...]:
 
 
 def check_rules(rules: Sequence[Rule]) -> None:
-    """Refuse rules for unknown operators, and `inputs` or `when` names that are no argument of them.
-
-    What a built-in list names is known, though this torch has no longer such an operator, or its library is not
-    imported: a list that was written with all that it extends is read again.
-    """
+    """Refuse rules for unknown operators, and `inputs` or `when` names that are no argument of them."""
     for rule in rules:
-        if not overloads_of(rule.op) and _is_in_a_built_in_list(rule.op):
-            continue
         overloads = check_op_exists(rule.op, where=rule.origin)
         legal = list(dict.fromkeys(a.name for overload in overloads for a in overload._schema.arguments))
         inputs = [("inputs", name) for name in rule.inputs or ()]
@@ -92,10 +86,6 @@ def check_rules(rules: Sequence[Rule]) -> None:
                     legal=", ".join(legal),
                     fix=f'inputs = ["{near}"]' if field == "inputs" else f"when = {{ {near} = ... }}",
                 )
-
-
-def _is_in_a_built_in_list(op: str) -> bool:
-    return any(f'"{op}"' in path.read_text(encoding="utf-8") for path in FOLDER.glob("*.toml"))
 
 
 def general_names(op: str) -> tuple[str, ...]:

@@ -89,60 +89,42 @@ class Lines:
 LONGEST_NAME = 200  # characters; longer names get no suggestion
 
 
-def check_keys(
-    entry: Mapping[str, object], legal: tuple[str, ...], where: Callable[[str], str], inside: str, fix: str
-) -> None:
-    """Refuse a key that the format does not have."""
-    for key in entry:
-        if key not in legal:
-            near = did_you_mean(key, legal)
-            raise ListError(
-                f"unknown key {shortened(key)} in {inside}{near}", where=where(key), legal=", ".join(legal), fix=fix
-            )
+Takes = tuple[Callable[[object], object], str]  # whether a value is legal, and which are
+TEXT: Takes = (lambda value: isinstance(value, str), "a string")
+FLAG: Takes = (lambda value: isinstance(value, bool), "true, false")
+TABLE: Takes = (lambda value: isinstance(value, dict), "a table")
 
 
-def table(value: object, where: str, fix: str) -> Mapping[str, object]:
-    """Return `value` if it is a table."""
-    if not isinstance(value, dict):
-        raise ListError(f"expected a table, got {shortened(value)}", where=where, legal="a table", fix=fix)
-    return value
+def one_of(*legal: str) -> Takes:
+    """Return what a key with enumerated values takes."""
+    return legal.__contains__, ", ".join(legal)
 
 
-def tables(value: object, name: str, lines: Lines, fix: str) -> list[Mapping[str, object]]:
+def check_table(
+    entry: object, takes: Mapping[str, Takes], inside: str, where: Callable[[str], str], fix: str, *needed: str
+) -> dict[str, object]:
+    """Return ``entry`` if it is a table of legal keys with legal values, that has the ``needed`` ones."""
+    if not isinstance(entry, dict):
+        raise ListError(f"{inside} is {shortened(entry)}", where=where(""), legal="a table", fix=fix)
+    for key, value in entry.items():
+        if key not in takes:
+            what = f"unknown key {shortened(key)} in {inside}{did_you_mean(key, takes)}"
+            raise ListError(what, where=where(key), legal=", ".join(takes), fix=fix)
+        is_legal, legal = takes[key]
+        if not is_legal(value):
+            near = did_you_mean(value, legal.split(", ")) if isinstance(value, str) else ""
+            raise ListError(f"{key} = {shortened(value)}{near}", where=where(key), legal=legal, fix=fix)
+    for key in needed:
+        if key not in entry:
+            raise ListError(f"{inside} without `{key}`", where=where(""), legal=takes[key][1], fix=fix)
+    return entry
+
+
+def tables(value: object, name: str, where: str, fix: str) -> list[object]:
     """Return `value` if it is an array of tables."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise ListError(f"{name!r} is not an array of tables", where=lines.at(name), legal=f"[[{name}]]", fix=fix)
+        raise ListError(f"{name!r} is not an array of tables", where=where, legal=f"[[{name}]]", fix=fix)
     return value
-
-
-def string(entry: Mapping[str, object], key: str, where: str, fix: str, *, default: str) -> str:
-    """Return a string field."""
-    value = entry.get(key, default)
-    if not isinstance(value, str):
-        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a string", fix=fix)
-    return value
-
-
-def strings(value: object, key: str, where: str, fix: str) -> tuple[str, ...]:
-    """Return a field that is a string or a list of strings."""
-    values = value if isinstance(value, list) else [value]
-    if not all(isinstance(one, str) and one.strip() for one in values):
-        raise ListError(f"{key} = {shortened(value)}", where=where, legal="a name, or a list of names", fix=fix)
-    return tuple(values)
-
-
-def choice(entry: Mapping[str, object], key: str, legal: tuple[str, ...], lines: Lines, default: str) -> str:
-    """Return a field of ``[list]`` with an enumerated value."""
-    value = entry.get(key, default)
-    if value != default and value not in legal:
-        near = did_you_mean(str(value), legal)
-        raise ListError(
-            f"{key} = {shortened(value)}{near}",
-            where=lines.at("list", quoted=key),
-            legal=", ".join(legal),
-            fix=f'[list]\n{key} = "{legal[0]}"',
-        )
-    return str(value)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -10,11 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-import torch
-
 from amp_graph.lists.path_pattern import matches
 
-KINDS = ("integer", "float", "none", "tensor", "scalar")
 PRECISIONS = ("full", "low")
 
 
@@ -39,42 +36,9 @@ class OpClass(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A condition on what sort of value an argument is, such as ``{ kind = "integer" }``."""
-
-    name: str
-
-    def holds(self, value: object) -> bool:
-        """Whether `value` is of this kind."""
-        if self.name == "none":
-            return value is None
-        if self.name == "tensor":
-            return _is_tensor(value)
-        if self.name == "scalar":
-            return isinstance(value, _NUMBERS)
-        is_integer = _is_integer(value)
-        return is_integer if self.name == "integer" else isinstance(value, _FLOATS) and not is_integer
-
-
-_FLOATS = (float, torch.SymFloat)
-_NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _is_tensor(value: object) -> bool:
-    # Callers may hand in fake tensors, or stand-ins which merely look like one.
-    return isinstance(value, torch.Tensor) or (hasattr(value, "dtype") and hasattr(value, "shape"))
-
-
-def _is_integer(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, (int, torch.SymInt)) or (isinstance(value, float) and value.is_integer())
-
-
 def _holds(condition: object, value: object) -> bool:
-    if isinstance(condition, Kind):
-        return condition.holds(value)
+    if condition is None:
+        return value is None
     if isinstance(condition, tuple):
         return any(_holds(one, value) for one in condition)
     # ``True == 1`` in Python, and comparing a tensor yields a tensor: only plain values are equal.
@@ -93,7 +57,7 @@ class Rule:
     inputs: tuple[str, ...] | None = None
     promotes: bool = False
     one_dtype: bool = False  # where it is low, the arguments that `inputs` leaves out are cast too
-    when: tuple[tuple[str, object], ...] = ()
+    when: tuple[tuple[str, object], ...] = ()  # None: the argument is not given
     origin: str = ""
     policy: str = ""  # PyTorch autocast's own name for the policy, such as "fp32_set_opt_dtype"
     since: str = ""  # the first torch version that has this entry, such as "2.12"

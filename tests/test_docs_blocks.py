@@ -27,7 +27,6 @@ PYTHON_ELSEWHERE = {
 }
 # Commands that take long, or write outside of the folder: they are read here, and run by tests of their own.
 COMMANDS_ELSEWHERE = {
-    "cache": "tests/cli/test_cache_command.py",
     "calibrate": "tests/cli/test_calibrate.py",
     "run": "tests/run/test_run_page.py",
 }
@@ -106,8 +105,6 @@ def test_commands_run(block, line, folder, capsys):
     elif words[0] == "amp-graph" and words[1] in COMMANDS_ELSEWHERE:
         parser().parse_known_args(words[1:])
     elif words[0] == "amp-graph":
-        if "onnx" in words:
-            pytest.importorskip("onnxscript", reason="pip install onnx onnxscript onnxruntime")
         assert status_of(words[1:]) == 0
     elif words[1] == "-c":
         exec(words[2], {})

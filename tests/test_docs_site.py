@@ -47,7 +47,7 @@ CALLABLES = list(callables())
 def test_every_public_name_is_in_the_reference():
     names = {path.rpartition(".")[2] for path in SHOWN} | {"AmpGraphError"}
     assert not set(amp_graph.__all__) - names
-    assert not {"metrics", "export", "to_onnx", "to_aoti"} - names
+    assert not {"metrics", "export", "to_onnx"} - names
     assert {"AmpGraphPrecision", "AmpGraphMetrics", "AmpGraphCallback", "prepare"} <= names
 
 

@@ -9,7 +9,7 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.capture.sensitivity_sample import Sampled, measure
 from amp_graph.cli.target import Target, load_target
-from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert, warn_of_unmatched
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.convert import convert, revert
+from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
 
@@ -55,43 +54,18 @@ def captured(args: argparse.Namespace) -> Conversion:
     found = conversion_of(target.model)
     assert found is not None, "convert attaches a conversion"
     if not found.graphs:
-        raise CaptureError(_nothing(found))
+        causes = [*(f"{s.where}: {s.reason}" for s in found.diagnostics.log.skips), *found.diagnostics.notes]
+        raise CaptureError(
+            f"nothing was captured of {type(found.model).__name__} under policy {target.policy}"
+            f"{''.join(f'{chr(10)}    {cause}' for cause in dict.fromkeys(causes))}\n"
+            "  legal: a level other than O0; a forward in Python that torch.compile can capture\n"
+            "  fix:   --policy bf16, or TORCH_LOGS=graph_breaks amp-graph dump ... shows where capture stops"
+        )
     return found
 
 
-def sampled(args: argparse.Namespace) -> tuple[Target, Callable[[torch.nn.Module], torch.Tensor], list[Sampled]]:
-    """Run TARGET once in fp32, forward and backward; return it, its loss, and the measurements.
-
-    The loss is the model's own if it returns one, else a fixed random mixture of its floating-point outputs.
-    """
-    with users_code():
-        target = plain_target(args)
-        refuse_what_cannot_be_converted(target.model, target.policy)
-        if target.policy.level != "O1":
-            raise PolicyError(
-                f"plan: level {target.policy.level} is not supported: plans are for fp32 parameters\n"
-                "  legal: level O1\n  fix:   --policy bf16"
-            )
-        warn_of_unmatched(target.model, target.policy)
-
-        def loss(one: torch.nn.Module) -> torch.Tensor:
-            return loss_or_mixture(target.call(one))
-
-        try:
-            return target, loss, measure(target.model, target.policy, loss)
-        except CaptureError as error:
-            raise CaptureError(
-                f"plan: the loss of {type(target.model).__name__} does not come from a captured graph, or has no "
-                "gradient\n  legal: a TARGET whose forward is captured, at least in part, and runs with gradients\n"
-                "  fix:   amp-graph dump TARGET shows what is captured"
-            ) from error
-
-
 def captured_step(args: argparse.Namespace) -> str:
-    """Return the text of TARGET's whole training step with the optimizer ``args.step``, one of torch.optim's.
-
-    The loss is the model's own if it returns one, else the mean of its first floating-point output.
-    """
+    """Return the text of TARGET's whole training step with the optimizer ``args.step``, one of torch.optim's."""
     with users_code():
         target = plain_target(args)
         target.model.train(args.training is not False)
@@ -133,18 +107,3 @@ def users_code() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
-
-
-def _nothing(found: Conversion) -> str:
-    if found.policy.level == "O0":
-        return (
-            "nothing to show: level O0 runs the model unchanged and captures nothing\n"
-            "  legal: level O1\n  fix:   --policy bf16"
-        )
-    causes = [*(f"{s.where}: {s.reason}" for s in found.diagnostics.log.skips), *found.diagnostics.notes]
-    listed = "".join(f"\n    {cause}" for cause in dict.fromkeys(causes))
-    return (
-        f"nothing was captured of {type(found.model).__name__}{':' if listed else ''}{listed}\n"
-        "  legal: a model whose forward computes on tensors in Python that torch.compile can capture\n"
-        "  fix:   TORCH_LOGS=graph_breaks amp-graph dump ... shows where capture stops"
-    )

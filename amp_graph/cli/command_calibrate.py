@@ -6,9 +6,7 @@ With a TARGET it measures the ranges of that model's values instead, as ``amp_gr
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import contextlib
 
 import torch
 
@@ -18,67 +16,35 @@ from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.numerics.calibrate import calibrate as calibrate_values
-from amp_graph.passes.native.output_file import write_atomically
-from amp_graph.passes.precision.machine_rates import FAMILIES, Machine, class_of, machine_text, place_of_own_file
+from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.passes.precision.machine_rates import FAMILIES, class_of, machine_text, place_of_own_file
 
-KEYS = ("rate", "dtype", "measured", "class")
-COLUMNS = ("rate", "dtype", "this machine", "its class", "ratio")
+COLUMNS = ("rate", "dtype", "measured", "class")
+DEFAULT = "calibration.json"
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print beside the built-in rates, and write the file."""
     if args.target is not None:
         return _of_model(args)
-    if args.input or args.policy or args.training is not None:
-        raise AmpGraphError(
-            "calibrate: --input, --policy, --train and --eval are for a TARGET, and there is none\n"
-            "  legal: amp-graph calibrate, for this machine\n  fix:   amp-graph calibrate model.py:build --policy fp16"
-        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise AmpGraphError("calibrate: torch finds no CUDA device\n  legal: cpu\n  fix:   --device cpu")
-    path = Path(args.output) if args.output else place_of_own_file()
-    found = calibrate(args.device)
-    rates = list(_rates(found, class_of(args.device)))
-    if not args.json:
-        write_table(COLUMNS, [(_row(*one), "") for one in rates], sys.stdout)
-    _write(path, machine_text(found))
+    path = args.output
+    if path is None:
+        path = place_of_own_file()
+        with contextlib.suppress(OSError):  # writing says so
+            path.parent.mkdir(parents=True, exist_ok=True)
+    found, known = calibrate(args.device), class_of(args.device)
+    write_or_refuse(path, machine_text(found), "calibrate", "--output machine.toml")
+    rates = [(name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")]
+    rates += [(f, dtype, rate, known.rates[f][dtype]) for f in FAMILIES for dtype, rate in found.rates[f].items()]
     if args.json:
-        told = [dict(zip(KEYS, one, strict=True)) for one in rates]
-        write_json({"machine": found.description, "file": str(path), "rates": told}, sys.stdout)
+        told = [dict(zip(COLUMNS, one, strict=True)) for one in rates]
+        write_json({"machine": found.description, "file": str(path), "rates": told})
         return 0
-    used = "plans read it" if path == place_of_own_file() else f"AMP_GRAPH_MACHINE={path} uses it"
-    print(f"{found.description}\nwritten to {path}: {used}")
+    write_table(COLUMNS, [(name, dtype, f"{ours:.2e}", f"{theirs:.2e}") for name, dtype, ours, theirs in rates])
+    print(f"{found.description}\nwritten to {path}; plans read {place_of_own_file()}, or what AMP_GRAPH_MACHINE names")
     return 0
-
-
-def _rates(found: Machine, known: Machine) -> Iterator[tuple[str, str, float, float]]:
-    """Yield each rate of this machine beside that of its class."""
-    for name in ("call", "kept"):
-        yield name, "", getattr(found, name), getattr(known, name)
-    for family in FAMILIES:
-        for dtype, rate in found.rates[family].items():
-            yield family, dtype, rate, known.rates[family][dtype]
-
-
-def _row(name: str, dtype: str, ours: float, theirs: float) -> tuple[str, ...]:
-    return name, dtype, f"{ours:.2e}", f"{theirs:.2e}", f"{ours / theirs:.2f}"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise AmpGraphError(
-            f"calibrate: cannot write {path}: {getattr(error, 'strerror', None) or error}\n"
-            "  legal: a file in a directory that exists or can be created\n  fix:   --output machine.toml"
-        ) from error
-
-
-# -- the ranges of a model ----------------------------------------------------------------------------
-
-
-DEFAULT = "calibration.json"
 
 
 def _of_model(args: argparse.Namespace) -> int:
@@ -93,7 +59,7 @@ def _of_model(args: argparse.Namespace) -> int:
     if args.json:
         scale = found.loss_scale(dtype)
         told = {"file": path, "model": found.model, "gradients": found.gradients, "operations": found.rows(dtype)}
-        write_json({**told, "loss_scale": scale.scale, "underflow": scale.underflow}, sys.stdout)
+        write_json({**told, "loss_scale": scale.scale, "underflow": scale.underflow})
         return 0
     print(f"{found.text(dtype)}\n\nwritten to {path}: policy '{found.policy},calibration={path}' uses it")
     return 0

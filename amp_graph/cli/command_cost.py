@@ -30,6 +30,10 @@ from amp_graph.report.page_summary import AUTOCAST, FULL, OURS
 
 COLUMNS = ("precision", "time", "measured speed", "predicted speed")
 CLEAR = 1.05  # a speed over fp32's below which a gain is within what a measurement varies by
+WARM_UP, ROUNDS = 3, 9
+TURN = 0.01  # seconds: shorter steps are repeated within a turn, so often that they take as long
+FROZEN = "amp_graph, frozen"
+Steps = dict[str, Callable[[], None]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,27 +47,21 @@ def run(args: argparse.Namespace) -> int:
         grad = target.model.training
         steps, ours = steps_of(target, grad=grad)
         summary = report(ours, times=interleaved(steps, device)).summary()
-    rows = summary["speeds"]
+    rows = [row for row in summary["speeds"] if row["seconds"]]
     told = {
         "model": type(target.model).__name__, "policy": str(target.policy), "gradients": grad, "device": device,
         "threads": torch.get_num_threads(), "machine": summary["machine"], "rows": rows, "verdict": verdict(rows, low),
     }  # fmt: skip
     if args.json:
-        write_json(told, sys.stdout)
+        write_json(told)
         return 0
-    what = "forward and backward" if grad else "forward without gradients"
-    print(f"{told['model']}, {what}, on {device}, threads: {told['threads']}; policy {told['policy']}")
-    machine = f"; predicted for {told['machine']}" if told["machine"] else ""
-    print(f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster{machine}")
-    shown = [(row["name"], f"{1e3 * row['seconds']:.3g} ms", _speed(row["measured"]), _speed(row["predicted"]))
-             for row in rows if row["seconds"]]  # fmt: skip
-    write_table(COLUMNS, [(cells, "") for cells in shown], sys.stdout)
+    print(", ".join(f"{key} {told[key]}" for key in ("model", "policy", "device", "threads", "gradients", "machine")))
+    print(f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster")
+    write_table(COLUMNS, [(row["name"], f"{1e3 * row['seconds']:.3g} ms",
+                           *("-" if row[key] is None else f"{row[key]:.2f}" for key in ("measured", "predicted")))
+                          for row in rows])  # fmt: skip
     print(told["verdict"])
     return 0
-
-
-def _speed(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def verdict(rows: list[dict[str, Any]], low: str) -> str:
@@ -72,23 +70,6 @@ def verdict(rows: list[dict[str, Any]], low: str) -> str:
     best = max(speeds, key=lambda name: speeds[name])
     told = f"{low} with {best}: {speeds[best]:.2f} times fp32's speed"
     return told if speeds[best] >= CLEAR else f"keep fp32 on this machine; at best {told}"
-
-
-# -- measuring ----------------------------------------------------------------------------------------
-
-
-WARM_UP, ROUNDS = 3, 9
-TURN = 0.01  # seconds: shorter steps are repeated within a turn, so often that they take as long
-FROZEN = "amp_graph, frozen"
-Steps = dict[str, Callable[[], None]]
-
-
-def measured_times(args: argparse.Namespace) -> dict[str, float]:
-    """Return the median seconds of a call, and of its backward where it has gradients."""
-    with users_code():
-        target = plain_target(args)
-        steps, _ = steps_of(target, grad=True)
-        return interleaved(steps, device_of_model(target.model) or "cpu")
 
 
 def steps_of(target: Target, *, grad: bool) -> tuple[Steps, torch.nn.Module]:
@@ -122,11 +103,10 @@ def interleaved(steps: Steps, device: str) -> dict[str, float]:
     for name, step in steps.items():
         passed = () if taken else (Exception,)
         with Attempt(*passed) as tried:  # autocast fails in some models that run in fp32
-            seconds = [_seconds(step, 1, device) for _ in range(WARM_UP)]
+            calls[name] = max(1, min(100, int(TURN / min(_seconds(step, 1, device) for _ in range(WARM_UP)))))
+            taken[name] = []
         if tried.error is not None:
-            print(f"{name}: fails: {type(tried.error).__name__}: {tried.error}", file=sys.stderr)
-            continue
-        taken[name], calls[name] = [], max(1, min(100, int(TURN / min(seconds))))
+            print(f"{name}: fails: {tried.reason}", file=sys.stderr)
     for _ in range(ROUNDS):
         for name, times in taken.items():
             times.append(_seconds(steps[name], calls[name], device))

@@ -3,78 +3,60 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 import torch
 
-from amp_graph.cli.terminal import write_json, write_lines, write_table
+from amp_graph.cli.terminal import write_json, write_table
 from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
-from amp_graph.lists.operators import known_names
 from amp_graph.lists.parse import normalise
-from amp_graph.lists.read_toml import nearest
-from amp_graph.lists.schema import Kind, lookup_keys
+from amp_graph.lists.schema import lookup_keys
 from amp_graph.passes.graph import node_info
 from amp_graph.policy import Policy
 
 Row = dict[str, Any]
+ALWAYS = "always"
 RULE = ("operation", "class", "when", "why")
+MODULE = ("path", "precision", "why", "origin")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the rules for one operation, or all of them."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy = Policy.parse(args.policy)
-    lists = policy.op_list(device)
-    told = _as_dict(args.op, lists, policy)
+    lists = policy.op_list(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    told: Row = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
+    told |= _of_one(args.op, lists) if args.op else _of_all(lists)
     if args.json:
-        write_json(told, sys.stdout)
+        write_json(told)
         return 0
-    write_lines([(f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}", "bold")], sys.stdout)
+    print(f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}")
     if args.op:
         lines = [line for rule in told["rules"] for line in rule_lines(rule)]
-        write_lines([(line, "") for line in lines or [f"{told['operation']}: {told['note']}"]], sys.stdout)
+        print("\n".join(lines or [f"{told['operation']}: {told['note']}"]))
         return 0
-    write_table(RULE, [([row[name] for name in RULE], "") for row in told["rules"]], sys.stdout)
-    if told["modules"]:
-        write_lines([("", "")], sys.stdout)
-        rows = [((row["path"], row["precision"], row["why"], row["from"]), "") for row in told["modules"]]
-        write_table(("module", "precision", "why", "from"), rows, sys.stdout)
+    for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])):
+        if rows:
+            write_table(columns, [[row[name] for name in columns] for row in rows])
     return 0
 
 
-def _as_dict(name: str | None, lists: OpList, policy: Policy) -> Row:
-    """Return the rules of one operation, or all rules; an operation that no list names has a note and no rules."""
-    told: Row = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
-    if name:
-        op, overload, rules = _rules_of(name, lists)
-        note = {} if rules else {"note": _unlisted(op, overload, lists)}
-        return {**told, "operation": op, **note, "rules": [rule_row(rule) for rule in rules]}
-    rules = sorted(lists, key=lambda rule: rule.op)
-    modules = [{"path": m.path, "precision": m.precision, "why": m.why, "from": m.origin} for m in lists.modules]
-    return {**told, "rules": [rule_row(rule) for rule in rules], "modules": modules}
+def _of_all(lists: OpList) -> Row:
+    modules = [{name: getattr(module, name) for name in MODULE} for module in lists.modules]
+    return {"rules": [rule_row(rule) for rule in sorted(lists, key=lambda rule: rule.op)], "modules": modules}
 
 
-def rule_row(rule: Rule) -> Row:
-    """Return a rule as plain values."""
-    return {
-        "operation": rule.op, "class": str(rule.cls), "when": when_text(rule), "why": rule.why,
-        "from": rule.origin, "inputs": rule.inputs, "promotes": rule.promotes, "source": rule.source,
-    }  # fmt: skip
-
-
-def _rules_of(name: str, lists: OpList) -> tuple[str, Any, list[Rule]]:
-    """Return the operation's full name, its first overload, and its rules. Raises AmpGraphError for an unknown one."""
+def _of_one(name: str, lists: OpList) -> Row:
+    """Return the rules of an operation, or a note where no list names it. Raises AmpGraphError for an unknown one."""
     op = normalise(name)
     try:
         overloads = check_op_exists(op)
     except ListError as error:
-        what, legal = str(error).splitlines()[:2]
-        near = next(iter(nearest(op, known_names(op.partition(".")[0]))), "aten.linear")
-        raise AmpGraphError(f"lists: {what}\n{legal}\n  fix:   amp-graph lists {near}") from error
+        raise AmpGraphError(f"lists: {error}") from error
     keys = list(dict.fromkeys(key for overload in overloads for key in lookup_keys(overload)))
-    return op, overloads[0], [rule for key in keys for rule in lists.rules.get(key, ())]
+    rules = [rule for key in keys for rule in lists.rules.get(key, ())]
+    note = {} if rules else {"note": _unlisted(op, overloads[0], lists)}
+    return {"operation": op, **note, "rules": [rule_row(rule) for rule in rules]}
 
 
 def _unlisted(op: str, overload: Any, lists: OpList) -> str:
@@ -85,6 +67,23 @@ def _unlisted(op: str, overload: Any, lists: OpList) -> str:
     if node_info.is_view(overload):
         return "in no list; it returns a view, so it is neutral"
     return f"in no list; it runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
+
+
+def rule_row(rule: Rule) -> Row:
+    """Return a rule as plain values."""
+    when = " and ".join(f"{name} is {_condition(condition)}" for name, condition in rule.when) or ALWAYS
+    return {
+        "operation": rule.op, "class": str(rule.cls), "when": when, "why": rule.why,
+        "from": rule.origin, "inputs": rule.inputs, "promotes": rule.promotes, "source": rule.source,
+    }  # fmt: skip
+
+
+def _condition(condition: object) -> str:
+    if condition is None:
+        return "not given"
+    if isinstance(condition, tuple):
+        return " or ".join(_condition(one) for one in condition)
+    return repr(condition)
 
 
 def rule_lines(row: Row) -> list[str]:
@@ -98,22 +97,6 @@ def rule_lines(row: Row) -> list[str]:
         "source": row["source"],
     }
     return [f"{row['operation']}: {row['class']}", *(f"  {label:<8}{text}" for label, text in told.items() if text)]
-
-
-ALWAYS = "always"
-
-
-def when_text(rule: Rule) -> str:
-    """``exponent is 1, 2, 3 or 4`` for a rule's conditions; "always" where it has none."""
-    return " and ".join(f"{name} is {_condition(condition)}" for name, condition in rule.when) or ALWAYS
-
-
-def _condition(condition: object) -> str:
-    if isinstance(condition, Kind):
-        return "not given" if condition.name == "none" else f"of kind {condition.name}"
-    if isinstance(condition, tuple):
-        return " or ".join(_condition(one) for one in condition)
-    return repr(condition)
 
 
 def entry_of(lists: OpList, op: str, origin: str) -> Rule | None:

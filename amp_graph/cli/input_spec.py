@@ -6,16 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from amp_graph.errors import AmpGraphError
-from amp_graph.lists.errors import shortened
 
 DTYPES = {
     "f32": torch.float32,
@@ -28,156 +24,76 @@ DTYPES = {
 }
 INTEGERS = ("i64", "i32")
 EXAMPLE = '--input "x=f32[8,3,224,224],y=i64[8]:0..999"'
+LEGAL = f"NAME=DTYPE[SIZES]:LOW..HIGH, where NAME= and the range may be missing; dtypes {', '.join(DTYPES)}"
 SEED = 0
-MOST_ELEMENTS = 1 << 40
 MOST_SHOWN = 2000  # the most characters shown of a text with a caret
+SPEC = re.compile(
+    rf"\s*(?:([A-Za-z_]\w*)\s*=)?\s*({'|'.join(DTYPES)})\s*\[([0-9\s,]*)\]"
+    r"\s*(?::\s*(-?[0-9]+)\s*\.\.\s*(-?[0-9]+))?\s*(?:,(?=.)|$)",
+    re.DOTALL,
+)
 
 
 class SpecError(AmpGraphError):
     """An invalid TARGET or --input; the message points at the place."""
 
 
-@dataclass(frozen=True)
-class InputSpec:
+class InputSpec(NamedTuple):
     """One input to make; ``name`` is empty for a positional one, ``low`` and ``high`` bound integers."""
 
     name: str
     dtype: str
     sizes: tuple[int, ...]
-    low: int = 0
-    high: int = 9
+    low: int
+    high: int
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
         """Return a random tensor: normal, or uniform in ``low..high`` or over booleans."""
         dtype = DTYPES[self.dtype]
-        if self.dtype == "bool":
-            return torch.randint(0, 2, self.sizes, generator=generator).bool()
-        if self.dtype in INTEGERS:
-            return torch.randint(self.low, self.high + 1, self.sizes, generator=generator, dtype=dtype)
+        if self.dtype in (*INTEGERS, "bool"):
+            return torch.randint(self.low, self.high + 1, self.sizes, generator=generator).to(dtype)
         return torch.randn(self.sizes, generator=generator).to(dtype)
 
 
 def make_inputs(
     texts: Sequence[str], device: torch.device | str = "cpu"
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Return the positional and the keyword inputs that ``texts`` describe, from a fixed seed."""
-    specs = [spec for text in texts for spec in parse_inputs(text)]
-    names = [spec.name for spec in specs if spec.name]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise SpecError(f"--input: {shortened(name)} is given twice\n  legal: each name once\n  example: {EXAMPLE}")
+    """Return the positional and the keyword inputs that ``texts`` describe, from a fixed seed. Raises SpecError."""
     generator = torch.Generator().manual_seed(SEED)
-    made = [(spec.name, _made(spec, generator, device)) for spec in specs]
-    return tuple(t for name, t in made if not name), {name: t for name, t in made if name}
-
-
-def _made(spec: InputSpec, generator: torch.Generator, device: torch.device | str) -> torch.Tensor:
-    try:
-        return spec.make(generator).to(device)
-    except (RuntimeError, MemoryError) as error:
-        what = f"{spec.name or 'an input'} of {list(spec.sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
-        raise SpecError(f"--input: {what}\n  legal: sizes that fit the memory\n  example: {EXAMPLE}") from error
+    args: list[torch.Tensor] = []
+    kwargs: dict[str, Any] = {}
+    for text in texts:
+        for spec in parse_inputs(text):
+            try:
+                made = spec.make(generator).to(device)
+            except (RuntimeError, MemoryError, TypeError, ValueError, OverflowError) as error:
+                what = f"{list(spec.sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
+                raise pointed("--input", what[:600], text, 0, LEGAL, EXAMPLE) from error
+            if spec.name in kwargs:
+                raise pointed("--input", f"{spec.name!r} is given twice", text, 0, LEGAL, EXAMPLE)
+            args += [] if spec.name else [made]
+            kwargs |= {spec.name: made} if spec.name else {}
+    return tuple(args), kwargs
 
 
 def parse_inputs(text: str) -> list[InputSpec]:
-    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises SpecError, which points at the place."""
-    cursor = _Cursor(text)
-    specs = [_input(cursor)]
-    while not cursor.ended():
-        cursor.expect(",", "between two inputs")
-        specs.append(_input(cursor))
-    return specs
-
-
-def _input(cursor: _Cursor) -> InputSpec:
-    named = cursor.take(r"([A-Za-z_]\w*)\s*=")
-    start = cursor.skip_spaces()
-    word = cursor.take(r"(\w+)")
-    if word not in DTYPES:
-        what = f"unknown dtype {shortened(word)}" if word else "a dtype is missing"
-        raise cursor.error(what, ", ".join(DTYPES), start)
-    cursor.expect("[", "before the sizes; a number is f32[]")
-    sizes = _sizes(cursor)
-    start = cursor.skip_spaces()
-    if not cursor.take(r"(:)"):
-        return InputSpec(named, word, sizes)
-    if word not in INTEGERS:
-        raise cursor.error(f"{word} takes no range", "a range after i64 or i32", start)
-    low, high = _range(cursor, torch.iinfo(DTYPES[word]))
-    return InputSpec(named, word, sizes, low, high)
-
-
-def _sizes(cursor: _Cursor) -> tuple[int, ...]:
-    sizes: list[int] = []
-    if cursor.take(r"(\])"):
-        return ()
-    while True:
-        start = cursor.skip_spaces()
-        size = cursor.take(r"(\d+)(?![\w.])")
-        if not size:
-            raise cursor.error("a size is missing", "whole numbers, as in f32[8,16]", start)
-        sizes.append(_whole(size, cursor, start))
-        if prod(max(one, 1) for one in sizes) > MOST_ELEMENTS:
-            raise cursor.error("so many elements do not fit in memory", f"up to {MOST_ELEMENTS}", start)
-        if cursor.take(r"(\])"):
-            return tuple(sizes)
-        cursor.expect(",", "between sizes, or ']' after them")
-
-
-def _range(cursor: _Cursor, info: torch.iinfo) -> tuple[int, int]:
-    start = cursor.skip_spaces()
-    found = cursor.take(r"(-?\d+\s*\.\.\s*-?\d+)(?![\w.])")
-    if not found:
-        raise cursor.error("a range is missing", "lo..hi, both inclusive, as in i64[8]:0..999", start)
-    low, high = (_whole(end, cursor, start) for end in found.split(".."))
-    if low > high:
-        raise cursor.error(f"the range {low}..{high} is empty", "lo..hi with lo <= hi", start)
-    if low < info.min or high >= info.max:
-        raise cursor.error(f"the range {low}..{high} does not fit", f"{info.min}..{info.max - 1}", start)
-    return low, high
-
-
-def _whole(digits: str, cursor: _Cursor, start: int) -> int:
-    try:
-        return int(digits)
-    except ValueError:  # thousands of digits
-        raise cursor.error("a number of so many digits", "numbers of up to 64 bits", start) from None
-
-
-class _Cursor:
-    """The parser's position in a text."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
-
-    def skip_spaces(self) -> int:
-        """Skip spaces and return the position."""
-        while self.text[self.at : self.at + 1].isspace():
-            self.at += 1
-        return self.at
-
-    def ended(self) -> bool:
-        """Return whether the text is used up."""
-        return self.skip_spaces() == len(self.text)
-
-    def take(self, pattern: str) -> str:
-        """Consume ``pattern`` and return its group; without a match, return ""."""
-        found = re.compile(pattern).match(self.text, self.skip_spaces())
+    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises SpecError, which points at the input that cannot be read."""
+    specs: list[InputSpec] = []
+    at = 0
+    while at < len(text) or not specs:
+        found = SPEC.match(text, at)
         if found is None:
-            return ""
-        self.at = found.end()
-        return found[1]
-
-    def expect(self, character: str, why: str) -> None:
-        """Consume ``character``, or raise."""
-        start = self.skip_spaces()
-        if not self.take(f"({re.escape(character)})"):
-            near = repr(self.text[start]) if start < len(self.text) else "the end"
-            raise self.error(f"{near} where {character!r} belongs", f"{character!r} {why}", start)
-
-    def error(self, what: str, legal: str, at: int) -> SpecError:
-        """Return an error that points at ``at``."""
-        return pointed("--input", what, self.text, at, legal, EXAMPLE)
+            raise pointed("--input", "no input can be read here", text, at, LEGAL, EXAMPLE)
+        try:
+            sizes = tuple(map(int, filter(str.strip, found[3].split(","))))
+            low, high = (0, 1) if found[2] == "bool" else (int(found[4] or 0), int(found[5] or 9))
+        except ValueError as error:  # a number of thousands of digits, or no comma between two
+            raise pointed("--input", str(error)[:300], text, at, LEGAL, EXAMPLE) from error
+        if found[4] and (found[2] not in INTEGERS or low > high):
+            raise pointed("--input", f"{found[2]} takes no range {low}..{high}", text, at, LEGAL, EXAMPLE)
+        specs.append(InputSpec(found[1] or "", found[2], sizes, low, high))
+        at = found.end()
+    return specs
 
 
 def pointed(source: str, what: str, text: str, at: int, legal: str, example: str) -> SpecError:
@@ -185,5 +101,4 @@ def pointed(source: str, what: str, text: str, at: int, legal: str, example: str
     if len(text) > MOST_SHOWN:
         begin = max(0, at - MOST_SHOWN // 2)
         text, at = text[begin : begin + MOST_SHOWN], at - begin
-    caret = f"    {text}\n    {' ' * at}^"
-    return SpecError(f"{source}: {what}\n{caret}\n  legal: {legal}\n  example: {example}")
+    return SpecError(f"{source}: {what}\n    {text}\n    {' ' * at}^\n  legal: {legal}\n  example: {example}")

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | locate | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | locate | calibrate``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -10,16 +10,13 @@ import argparse
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from amp_graph.version import __version__
 
-FORMATS = ("text", "table", "code", "dot", "graphml", "json", "report", "html")
-SHELLS = ("bash", "zsh", "tcsh")
+FORMATS = ("text", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
-EXPORTS = ("pt2", "onnx", "aoti")
 FOUND = "Exit status: 0 if loss and gradients are finite, 3 if not, 1 for an error, 2 for an unreadable command line."
 BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
@@ -54,51 +51,41 @@ def flag(name: str, help: str, **properties: Any) -> Argument:
 
 
 Group = list[Argument]  # arguments that exclude each other
-TRACEBACK = flag("--traceback", "show all of an error in your code")
-COMMON = (arg("--policy", metavar="P", help=POLICY), TRACEBACK)
 ON_TARGET = (
     arg("--input", metavar="SPEC", action="append", default=[], help=INPUT),
-    *COMMON,
+    arg("--policy", metavar="P", help=POLICY),
     [flag("--train", "model.train() first", dest="training", default=None),
      flag("--eval", "model.eval() first", dest="training", action="store_false")],
 )  # fmt: skip
 TAKES_TARGET = (arg("target", metavar="TARGET", help=TARGET), *ON_TARGET)
 JSON = flag("--json", "print JSON")
-AS_FORMAT = flag("--json", "print JSON: --format json", dest="format", action="store_const", const="json")
-OUTPUT = arg("--output", metavar="FILE", help="write to FILE instead of stdout")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
     "dump": ("print the captured graphs of a model", (
         *TAKES_TARGET,
-        arg("--format", choices=FORMATS, default="text", help="how to print (default: text)"),
-        flag("--before", "print the graph as captured"),
-        flag("--after", "print the graph as rewritten (default)"),
-        flag("--diff", "print the difference of the two"),
-        flag("--reasons", "append each node's precision and reason"),
-        arg("--step", nargs="?", const="AdamW", choices=STEPS, help="print the whole training step (default: AdamW)"),
+        [arg("--format", choices=FORMATS, default="text", help="how to print (default: text)"),
+         flag("--json", "print JSON: --format json", dest="format", action="store_const", const="json")],
+        [flag("--before", "print the graph as captured"),
+         flag("--diff", "print the difference of the graph as captured and as rewritten"),
+         flag("--reasons", "append each node's precision and reason"),
+         arg("--step", nargs="?", const="AdamW", choices=STEPS,
+             help="print the whole training step (default: AdamW)")],
         flag("--skipped", "with --format report: also what passes left as it was, and why"),
-        OUTPUT,
-        arg("--report", metavar="FILE", help="also write the HTML report to FILE"),
-        flag("--measure", "with --report: measure fp32, torch.autocast and the converted model"),
-        AS_FORMAT,
+        arg("--output", metavar="FILE", help="write to FILE instead of stdout"),
     ), {}),
     "explain": ("print all that is known about one node", (
-        *TAKES_TARGET,
-        arg("node", metavar="NODE", help="%%7, a name, a module path or an operation"),
-        arg("--report", metavar="FILE", help="also write the HTML report to FILE, opened at NODE"),
-        JSON,
+        *TAKES_TARGET, arg("node", metavar="NODE", help="%%7, a name, a module path or an operation"), JSON,
     ), {}),
     "lists": ("print which class an operation is in, and why", (
-        arg("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE, *COMMON, JSON,
+        arg("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE,
+        arg("--policy", metavar="P", help=POLICY), JSON,
     ), {}),
     "passes": ("print all passes in order: which are on, and why others are off", (
         DEVICE,
         arg("--compile", choices=("eager", "inductor"), default="eager", help="default: eager"),
         [flag("--step", "of amp_graph.TrainStep (default: of amp_graph.convert)"),
          flag("--no-grad", "of calls without gradients", dest="gradients", action="store_false")],
-        arg("--format", choices=("text", "json"), default="text", help="how to print (default: text)"),
-        *COMMON,
-        AS_FORMAT,
+        arg("--policy", metavar="P", help=POLICY), JSON,
     ), {"epilog": f"A pass that is on still decides at each node. {EPILOG}"}),
     "calibrate": ("measure this machine's rates, or a model's ranges", (
         arg("target", metavar="TARGET", nargs="?", help=TARGET),
@@ -111,43 +98,20 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
     "plan": ("predict speed and error of a plan, and of error budgets", (
         *TAKES_TARGET,
         arg("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS,
-            help="print speed and error for a list of budgets: predicted, and measured with interleaved training steps "
-                 f"(default: {BUDGETS})"),
+            help=f"also predict the plans of a list of error budgets (default: {BUDGETS})"),
         JSON,
     ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
-        *TAKES_TARGET,
-        arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
-        arg("--loss", metavar="LOSS",
-            help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
-        arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"),
-        JSON,
+        *TAKES_TARGET, arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"), JSON,
     ), {"epilog": FOUND}),
-    "export": ("write a model in mixed precision for other programs", (
-        *TAKES_TARGET,
-        arg("--to", choices=EXPORTS, required=True,
-            help="pt2: for torch.export.load; onnx: for onnxruntime and others; aoti: compiled by AOTInductor"),
-        arg("--output", metavar="FILE", required=True, help="the file to write"),
-        flag("--fold-weights", "store weights in low precision where all read them so"),
-        arg("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)"),
-        JSON,
-    ), {}),
-    "cache": ("list or remove the compiled C kernels", (
-        arg("action", choices=("list", "clear"), help="list: print them; clear: remove them"), TRACEBACK, JSON,
-    ), {}),
-    "completion": ("print a script that completes this command in a shell", (
-        arg("shell", choices=SHELLS, help="for which shell"), TRACEBACK,
-    ), {"epilog": 'bash: eval "$(amp-graph completion bash)"'}),
     "run": ("run a training script and convert what it trains; see amp-graph run --help", (
         arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
         arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
             help="run a module, as python -m does"),
         arg("--policy", metavar="P", help='as in amp_graph.convert: "bf16", "bf16,accuracy=fast"'),
         arg("--compile", metavar="C", default="eager", help="eager (default), inductor or another Dynamo backend"),
-        arg("--only", metavar="REGEX", help="convert only modules whose class or path in the model matches"),
         flag("--dry-run", "run as written, and say what would be converted"),
         arg("--report", metavar="FILE.html", help="write the HTML report of each converted model"),
-        flag("--measure", "time the first steps as written, convert then, and time again"),
         flag("--replace-autocast", "convert models called under the script's own torch.autocast"),
         flag("--json", "what was converted as JSON, in the last line of stderr"),
     ), {"usage": RUN_USAGE, "epilog": RUN_EPILOG, "description": RUN_DESCRIPTION, "allow_abbrev": False,
@@ -173,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status; errors go to stderr."""
+    """Run one command and return its exit status; our errors go to stderr, those of the user's code are Python's."""
     try:
         args = parser().parse_args(argv)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
@@ -181,45 +145,13 @@ def main(argv: list[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
     if args.module == RUN:  # the script's own errors and exit status are passed on
         return run(args)
-    return _guarded(lambda: int(run(args)), args.traceback)
-
-
-# -- errors -------------------------------------------------------------------------------------------
-
-
-def _guarded(command: Callable[[], int], full: bool) -> int:
-    """Run a command; print errors in at most one screen."""
     from amp_graph.errors import AmpGraphError
 
     try:
-        return command()
+        return run(args)
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output closed it: `amp-graph dump ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:  # the user's own code may raise anything
-        print("".join(traceback.format_exception(error)) if full else _short(error), file=sys.stderr)
-        return 1
-
-
-def _short(error: BaseException) -> str:
-    """Return an error of the user's code in a few lines: type, message, and the user's last line."""
-    words = str(error).strip().splitlines()
-    lines = [f"{type(error).__name__}: {words[0] if words else ''}", *(f"  {word}" for word in words[1:12])]
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
-    if frames:  # empty if the code that failed belongs to a package
-        last = frames[-1]
-        lines.append(f"  at {last.filename}:{last.lineno}, in {last.name}: {last.line}")
-    return "\n".join([*lines, "  fix:   --traceback shows the whole traceback"])
-
-
-def _is_theirs(path: str) -> bool:
-    """Return whether a frame is in the user's code: not Python's, a package's, or ours."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    passes = os.path.join(os.path.dirname(os.path.dirname(ours)), "passes") + os.sep
-    library = os.path.dirname(os.__file__) + os.sep
-    return not path.startswith((ours, passes, library, "<")) and f"{os.sep}site-packages{os.sep}" not in path

@@ -4,10 +4,9 @@
 >>> program = export(model, (x,), policy="fp16")
 >>> torch.export.save(program, "model.pt2")
 
-``program.py`` captures, rewrites and exports, and stores weights in low precision; ``formats.py`` writes other formats.
-Imports ``amp_graph.rewrite`` and below; only ``amp_graph.cli`` imports this folder.
+``program.py`` captures, rewrites and exports, and stores weights in low precision; ``formats.py`` writes ONNX.
+Imports ``amp_graph.rewrite`` and below; nothing imports this folder.
 """
 
-from amp_graph.export.formats import to_aoti as to_aoti
 from amp_graph.export.formats import to_onnx as to_onnx
 from amp_graph.export.program import export as export

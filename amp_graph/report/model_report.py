@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,6 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.dynamo_backend import Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
-from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
@@ -25,7 +24,7 @@ from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
 from amp_graph.report.metrics import memory_of
 from amp_graph.report.networkx_graph import digraph
-from amp_graph.report.page_summary import ScaleRow, checked_times, scale_rows, summary_of
+from amp_graph.report.page_summary import checked_times, summary_of
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
@@ -57,8 +56,7 @@ class Report:
     status: empty if there are graphs; otherwise why there are none. skipped: places that ran uncaptured, and why.
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
-    times: measured seconds, by what ran ("fp32", "amp_graph"). loss_scale: the history of the loss scale, of a step or
-    where it is given.
+    times: measured seconds, by what ran ("fp32", "amp_graph").
     """
 
     model: str
@@ -73,7 +71,6 @@ class Report:
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
-    loss_scale: tuple[ScaleRow, ...] = ()
 
     def text(self, width: int | None = WIDTH, *, skipped: bool = False) -> str:
         """Return the report as text; reasons are wrapped at ``width`` columns (None: never).
@@ -127,7 +124,6 @@ class Report:
             "escaped": self.escaped,
             "breaks": [{"where": where, "reason": reason} for where, reason in self.breaks],
             "times": dict(self.times),
-            "loss_scale": [asdict(row) for row in self.loss_scale],
         }
 
     def __str__(self) -> str:
@@ -147,7 +143,6 @@ def report(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     times: Mapping[str, float] | None = None,
-    loss_scale: Iterable[Mapping[str, Any]] = (),
 ) -> Report:
     """Return the report of a model that ``amp_graph.convert`` converted, or of a ``TrainStep``.
 
@@ -155,11 +150,10 @@ def report(
 
     optimizer: the model's, to count its state under ``memory`` and describe its update. times: measured seconds of a
     step or call, shown beside the predicted speed: ``{"fp32": 0.21, "torch.autocast": 0.14, "amp_graph": 0.11}``.
-    loss_scale: the history of the loss scale, a dict of ``step``, ``scale``, ``skipped`` and ``cause`` for each step.
-    Raises CaptureError if ``model`` is neither, AmpGraphError for times or rows that cannot be read.
+    Raises CaptureError if ``model`` is neither, AmpGraphError for times that cannot be read.
     """
     found = _of_step(model) if isinstance(model, TrainStep) else _of_model(model, optimizer)
-    return replace(found, times=checked_times(times or {}), loss_scale=scale_rows(loss_scale) or found.loss_scale)
+    return replace(found, times=checked_times(times or {}))
 
 
 def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> Report:
@@ -205,7 +199,6 @@ def _of_step(step: TrainStep) -> Report:
         memory_of(step.model, step.optimizer, step.weight_copies()),
         step,
         status="" if graphs else NOT_CAPTURED.replace("model", "step"),
-        loss_scale=scale_rows(scale_history(step)) if step.loss_scale is not None else (),
     )
     return replace(found, model=f"TrainStep of {found.model}")
 
@@ -250,27 +243,11 @@ def _status(found: Conversion) -> str:
     return FAILED if found.diagnostics.notes or found.diagnostics.log.skips else NOT_CAPTURED
 
 
-def _not_converted(model: object) -> str:
-    if not isinstance(model, torch.nn.Module):
-        return (
-            f"report: a {type(model).__name__} is not a converted model\n"
-            "  legal: what amp_graph.convert returned\n"
-            "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
-        )
-    if (written := behind_compile(model)) is not model:
-        return (
-            f"report: torch.compile was given {type(written).__name__}, which is not converted, and no graph of the "
-            "backend 'amp_graph' was captured of it: it has not run, or runs a graph of another model of its class\n"
-            "  legal: a converted model, compiled or not; that backend\n"
-            "  fix:   model = torch.compile(model, backend='amp_graph'); model(x); amp_graph.report(model)"
-        )
-    inside = [name for name, part in model.named_modules() if conversion_of(part) is not None]
-    if inside:
-        return (
-            f"report: {type(model).__name__} is not converted; its submodule {inside[0]!r} is\n"
-            f"  fix:   amp_graph.report(model.get_submodule({inside[0]!r}))"
-        )
+def _not_converted(model: Any) -> str:
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    inside = next((f"; its submodule {name!r} is" for name, part in parts if conversion_of(part) is not None), "")
     return (
-        f"report: {type(model).__name__} is not converted\n"
+        f"report: a {type(behind_compile(model)).__name__} is not converted{inside}, and the backend 'amp_graph' has "
+        "no graph of it\n  legal: a converted model, or one compiled with backend='amp_graph' that has run itself\n"
         "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
     )

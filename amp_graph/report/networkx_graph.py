@@ -1,4 +1,4 @@
-r"""A report as a ``networkx.DiGraph``, for queries of one's own, and from that as GraphML and DOT for other tools.
+r"""A report as a ``networkx.DiGraph``, for queries of one's own, and for the files that networkx writes of it.
 
 >>> graph = amp_graph.report(model).to_networkx()
 >>> networkx.dag_longest_path(graph.subgraph(n for n, d in graph.nodes.items() if d["precision"] == "full"))
@@ -6,12 +6,8 @@ r"""A report as a ``networkx.DiGraph``, for queries of one's own, and from that 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from amp_graph.report.records import CALLS
 
 if TYPE_CHECKING:
     import networkx
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
 
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 TENSOR = re.compile(r"(\w+)\[([^\]]*)\]")  # in a type: bf16[8,32]
-COLOURS = {"low": "#c9ebd3", "full": "#ffd8b0", "captured": "#eeeeee", "cast": "#e3d0ff"}
 
 
 def digraph(report: Report) -> networkx.DiGraph:
@@ -48,38 +43,6 @@ def digraph(report: Report) -> networkx.DiGraph:
                 told = cast if node.kind == "cast" and place == 0 else {}
                 made.add_edge(*(_legal(f"{graph.index}:{name}") for name in (source, node.name)), **told)
     return made
-
-
-def graphml(report: Report) -> str:
-    """Return all graphs of ``report`` in GraphML, one element per line."""
-    import networkx
-
-    lines = networkx.generate_graphml(digraph(report), named_key_ids=True)
-    return "\n".join(("<?xml version='1.0' encoding='utf-8'?>", *lines, ""))
-
-
-def dot(report: Report) -> str:
-    r"""Return the graphs in Graphviz's language, colored by precision: ``amp-graph dump --format dot | dot -Tsvg``.
-
-    A node is ``"0:linear" [label="linear\nbf16[8,4]", fillcolor="#c9ebd3"];``.
-    """
-    made = digraph(report)
-    return "".join(f"{line}\n" for graph in report.graphs for line in _dot_lines(made, graph.index, graph.title))
-
-
-def _dot_lines(made: networkx.DiGraph, index: int, title: str) -> Iterator[str]:
-    inside = {name: node for name, node in made.nodes.items() if node["graph"] == index}
-    yield f"digraph graph_{index} {{"
-    yield f"  label={json.dumps(title)}; node [shape=box, style=filled, fontname=monospace];"
-    for name, node in inside.items():
-        kind, sizes = node["kind"], zip(node["dtype"].split("; "), node["shape"].split("; "), strict=True)
-        label = "\n".join((node["call"], ", ".join(f"{dtype}[{shape}]" for dtype, shape in sizes if dtype)))
-        shape = "" if kind in ("operation", "part") else f", shape={'ellipse' if kind == 'cast' else 'plaintext'}"
-        fill = COLOURS["cast" if kind == "cast" else node["precision"]] if kind in CALLS else "white"
-        yield f'  {json.dumps(name)} [label={json.dumps(label.strip())}, fillcolor="{fill}"{shape}];'
-    for source, target in made.edges(inside):
-        yield f"  {json.dumps(source)} -> {json.dumps(target)};"
-    yield "}"
 
 
 def _legal(text: str) -> str:

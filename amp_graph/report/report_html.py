@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.report.graph_facts import facts_of, predicted_lines, short_place, size_text, split_reason
-from amp_graph.report.page_summary import chart_of
 from amp_graph.report.records import WEIGHT, CapturedNode, GraphReport, NodeReport
 from amp_graph.report.report_text import accuracy_text
 
@@ -34,21 +33,20 @@ SCRIPTS = ("dom.js", "data.js", "tree.js", "items.js", "layout.js", "draw.js", "
 FRAME_HEIGHT = 800  # pixels of a notebook
 
 
-def html_page(report: Report, chosen: str = "") -> str:
-    """Return ``report`` as a whole page, which opens at the node ``chosen``."""
+def html_page(report: Report) -> str:
+    """Return ``report`` as a whole page."""
     scripts = [_asset(name) for name in LIBRARIES]
     scripts.append("\n".join(('"use strict";', *map(_asset, SCRIPTS))))
     return str(
         _template("page.html").render(
             report=report,
             summary=report.summary(),
-            chart=chart_of(report.loss_scale),
             accuracy=accuracy_text(report.policy.accuracy),
             slow=list(
                 dict.fromkeys(line for graph in report.graphs for line in predicted_lines(graph, only_slow=True))
             ),
             facts=[_facts(graph) for graph in report.graphs],
-            data={**page_data(report), "chosen": chosen},
+            data=page_data(report),
             styles="\n".join(map(_asset, STYLES)),
             scripts=scripts,
             hashes=" ".join(map(_hash, scripts)),

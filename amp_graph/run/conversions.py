@@ -24,79 +24,58 @@ from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
 from amp_graph.report.model_report import Report, report
-from amp_graph.report.records import GraphReport
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
-from amp_graph.run.own_scale import OwnScale as OwnScale
 
 
 class Converted:
-    """The converted modules of one model of the script, and their newest reports; no strong reference to them."""
+    """A converted model of the script, and its newest report; no strong reference to the model."""
 
-    def __init__(self, parts: list[tuple[str, torch.nn.Module]]) -> None:
-        """Take the modules that were just converted, by path."""
-        self.parts = [(path, weakref.ref(inner_of(part))) for path, part in parts]
-        self.whole = [path for path, _ in self.parts] == [""]
-        self.reports: dict[str, Report] = {}
-        self.changed: Callable[[], None] = lambda: None
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Take a model that was just converted."""
+        self.ref = weakref.ref(inner_of(module))
+        self.report: Report | None = None
         self._graphs = 0
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """Yield what is converted, and its submodules."""
-        for _, ref in self.parts:
-            if (part := ref()) is not None:
-                yield from part.modules()
+        """Yield the model, and its submodules."""
+        if (module := self.ref()) is not None:
+            yield from module.modules()
 
     def refresh(self) -> None:
-        """Make new reports if graphs were captured since the last ones: the model may be gone at exit."""
-        count = 0
-        for _, ref in self.parts:
-            found = _conversion(ref())
-            count += len(found.graphs) if found is not None else 0
-        if count != self._graphs:
-            self._graphs = count
-            self.changed()
+        """Make a new report if graphs were captured since the last one: the model may be gone at exit."""
+        found = conversion_of(self.ref())
+        if found is not None and len(found.graphs) != self._graphs:
+            self._graphs = len(found.graphs)
             self.finish()
 
     def finish(self) -> None:
-        """Make new reports of the models that are still there."""
-        for path, ref in self.parts:
-            module = ref()
-            if module is not None and _conversion(module) is not None:
-                self.reports[path] = report(module)
+        """Make a new report of the model if it is still there."""
+        module = self.ref()
+        if module is not None and conversion_of(module) is not None:
+            self.report = report(module)
+
+    def undo(self) -> None:
+        """Revert the model if it is still converted, as a larger one is to be."""
+        module = self.ref()
+        if module is not None and conversion_of(module) is not None:
+            revert(module)
 
     def summary(self) -> str:
         """Return the graphs and casts in words."""
-        graphs = [graph for found in self.reports.values() for graph in found.graphs]
-        if not graphs:
-            return next((found.status for found in self.reports.values() if found.status), "not called since")
+        if self.report is None or not self.report.graphs:
+            return "not called since" if self.report is None else self.report.status
+        graphs = self.report.graphs
         most = max(graphs, key=lambda graph: len(graph.casts))
-        low = sum(any(node.precision == "low" for node in graph.operations) for graph in graphs)
-        casts = f"up to {len(most.casts)} casts a call{_of_autocast(most)}"
-        told = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}", casts]
-        if low < len(graphs):
-            told.append(f"{len(graphs) - low} of the graphs all in fp32")
-        return ", ".join(told)
-
-
-def _of_autocast(graph: GraphReport) -> str:
-    """Return the number of casts that ``torch.autocast`` makes in the same graph."""
-    found = graph.autocast
-    return "" if found is None else f" (torch.autocast: {'not counted' if found.why_not else found.all})"
-
-
-def _conversion(module: torch.nn.Module | None) -> Conversion | None:
-    return None if module is None else conversion_of(module)
+        theirs = most.autocast
+        of_autocast = f" (torch.autocast: {'not counted' if theirs.why_not else theirs.all})" if theirs else ""
+        return f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, up to {len(most.casts)} casts a call{of_autocast}"
 
 
 def why_not(module: torch.nn.Module, options: RunOptions) -> str:
     """Return why ``module`` could not be converted; "" if it could."""
-    parts = chosen_parts(module, options)
-    if not parts:
-        return _no_match(options)
     try:
-        for _, part in parts:
-            refuse_what_cannot_be_converted(inner_of(part), options.policy)
+        refuse_what_cannot_be_converted(inner_of(module), options.policy)
     except AmpGraphError as error:
         return _with_fix(error)
     return ""
@@ -107,46 +86,14 @@ def is_part_of_converted(module: torch.nn.Module) -> bool:
     return whole_of(inner_of(module)) is not None
 
 
-def convert_trained(module: torch.nn.Module, options: RunOptions, note: Callable[[str], None]) -> Converted | str:
-    """Convert ``module``, or the parts that ``only`` chooses; or return why it is left as written."""
-    parts = chosen_parts(module, options)
-    if not parts:
-        return _no_match(options)
-    done = []
+def convert_trained(module: torch.nn.Module, options: RunOptions) -> Converted | str:
+    """Convert ``module``, or return why it is left as written."""
     with Attempt() as tried:  # whatever it is, the script must go on
-        for path, part in parts:
-            convert(part, options.policy, compile=options.compile)
-            done.append((path, part))
-            keep_as_written(inner_of(part))
-    if (error := tried.error) is not None:
-        for _, part in done:
-            revert(part)
-        return _with_fix(error) if isinstance(error, AmpGraphError) else f"{type(error).__name__}: {error}"
-    return Converted(parts)
-
-
-def undo(made: Converted | None) -> None:
-    """Revert what is still converted, as a larger model is to be."""
-    for _, ref in made.parts if made is not None else ():
-        module = ref()
-        if module is not None and _conversion(module) is not None:
-            revert(module)
-
-
-def chosen_parts(module: torch.nn.Module, options: RunOptions) -> list[tuple[str, torch.nn.Module]]:
-    """Return the outermost modules that ``only`` matches, by class or path; without it the whole ``module``."""
-    if options.only is None:
-        return [("", module)]
-    found: list[tuple[str, torch.nn.Module]] = []
-    for path, part in inner_of(module).named_modules():
-        inside = any(path.startswith(f"{outer}.") or not outer for outer, _ in found)
-        if not inside and (options.only.fullmatch(type(part).__name__) or (path and options.only.fullmatch(path))):
-            found.append((path, part if path else module))
-    return found
-
-
-def _no_match(options: RunOptions) -> str:
-    return f"none of its modules matches --only {options.only.pattern if options.only else ''}"
+        convert(module, options.policy, compile=options.compile)
+        keep_as_written(inner_of(module))
+    if (error := tried.error) is None:
+        return Converted(module)
+    return _with_fix(error) if isinstance(error, AmpGraphError) else tried.reason
 
 
 def _with_fix(error: BaseException) -> str:
@@ -173,11 +120,10 @@ def keep_as_written(model: torch.nn.Module) -> None:
     """Let ``model``, which was just converted, be saved and exported as written."""
     if not _models:
         _pickle_as_written()
-        _export_as_written()
+        for place, names in ENTRIES:
+            for name in names:
+                setattr(place, name, _without_conversions(getattr(place, name)))
     _models.add(model)
-
-
-# -- saving ---------------------------------------------------------------------------------------------
 
 
 def _pickle_as_written() -> None:
@@ -198,16 +144,6 @@ def _pickle_as_written() -> None:
 def _its_forward(found: Conversion) -> tuple[Any, ...]:
     """Pickle a conversion as the method that it stands for."""
     return getattr, (found.model, "forward")
-
-
-# -- exporting ------------------------------------------------------------------------------------------
-
-
-def _export_as_written() -> None:
-    for place, names in ENTRIES:
-        for name in names:
-            if hasattr(place, name):
-                setattr(place, name, _without_conversions(getattr(place, name)))
 
 
 def _without_conversions(function: Callable[..., Any]) -> Callable[..., Any]:

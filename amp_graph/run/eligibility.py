@@ -1,6 +1,6 @@
 """Says which models are left as they are, and why.
 
-``why_left(model)`` is "" or "sharded by FSDP: ...".
+``why_left(model, policy)`` is "" or "sharded by FSDP: ...".
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.modules import is_compiled, is_fsdp
 from amp_graph.policy import Policy
-from amp_graph.run.several_ranks import keeps_state_of_gradients
 
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 OWN_AUTOCAST = "called under the script's own torch.autocast; --replace-autocast takes its place"
@@ -19,20 +18,7 @@ NEVER_TRAINED = "no backward reached its parameters"
 FROZEN = "frozen: none of its parameters requires gradients"
 NO_GRADIENTS = "only called without gradients"
 CHECKPOINTED = "called by torch.utils.checkpoint, whose recomputation must repeat the forward as it was"
-
-NO_STEP = (
-    "in fp16 a step with infinite gradients must be skipped, and no optimizer.step() without a closure was seen that "
-    "updates all its trained parameters"
-)
-CLOSURE = "in fp16 a step with infinite gradients must be skipped, and optimizer.step(closure) computes them itself"
-HOOKS = "in fp16 gradients are scaled within a backward, and a hook of the script would see them"
-FUNCTION = "in fp16 gradients are scaled within a backward, which may not be right for a custom autograd function"
-AUTOGRAD_GRAD = "torch.autograd.grad, whose gradients are not those that an optimizer would skip"
-OWN_SCALER = "the script has a GradScaler of its own; --replace-autocast leaves the scale to it, under fp16 autocast"
-SPARSE = "it has sparse gradients, which are not scaled"
-OVERFLOWS = "it overflows in fp16: its loss was infinite, or its gradients were at a scale of 1"
-REPLICAS = "in fp16 the replicas of DataParallel are not scaled; DistributedDataParallel's are"
-COMM_HOOK = "in fp16 a gradient may overflow, and the communication hook of DistributedDataParallel may keep it"
+NO_SCALE = "fp16 needs a loss scale, and the script has none for it: it is not called under the script's fp16 autocast"
 
 
 def inner_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -64,35 +50,15 @@ def why_left(module: torch.nn.Module, policy: Policy) -> str:
         return "its parameters are distributed or wrapped tensors"
     if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
         return "its forward was replaced by another library, below DistributedDataParallel"
-    return _no_dtype(module, policy)
-
-
-def _no_dtype(module: torch.nn.Module, policy: Policy) -> str:
-    """Return why no low precision of the policy suits the devices of ``module``."""
     devices = {parameter.device.type for parameter in module.parameters()}
-    if policy.level == "O0" or policy.dtype == "fp16":
-        return ""
-    if any(policy.torch_dtype(device) == torch.float16 for device in devices):
+    if policy.dtype == "auto" and any(policy.torch_dtype(device) == torch.float16 for device in devices):
         return "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler"
     return ""
 
 
-def needs_scale(policy: Policy) -> bool:
-    """Return whether losses are scaled under ``policy``."""
-    return policy.dtype == "fp16" and policy.level != "O0"
-
-
-def script_scales() -> bool:
-    """Return whether the present call is under fp16 autocast: scripts scale their loss for that."""
+def lacks_scale(policy: Policy) -> bool:
+    """Return whether ``policy`` needs a loss scale that the script does not bring: scripts scale for fp16 autocast."""
+    if policy.dtype != "fp16" or policy.level == "O0":
+        return False
     devices = ("cpu", "cuda")
-    return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
-
-
-def why_not_scaled(module: torch.nn.Module) -> str:
-    """Return what about ``module`` keeps its gradients from being scaled; "" if nothing does."""
-    if isinstance(module, torch.nn.DataParallel):
-        return REPLICAS
-    if keeps_state_of_gradients(module):
-        return COMM_HOOK
-    hooked = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
-    return HOOKS if hooked else ""
+    return not any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,40 +25,27 @@ class RunError(AmpGraphError):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What ``amp-graph run`` was asked for.
-
-    only: which modules are converted, by class or by path in the model; None for every model that is trained. json: the
-    exit report is JSON, in one line.
-    """
+    """What ``amp-graph run`` was asked for; json: the exit report is JSON, in one line."""
 
     policy: Policy
     compile: str = "eager"
-    only: re.Pattern[str] | None = None
     dry_run: bool = False
     report: Path | None = None
-    measure: bool = False
     replace_autocast: bool = False
     json: bool = False
 
     @staticmethod
-    def checked(
-        policy: str | None = None,
-        *,
-        only: str | None = None,
-        report: str | None = None,
-        measure: bool = False,
-        dry_run: bool = False,
-        **others: Any,
-    ) -> RunOptions:
+    def checked(policy: str | None = None, *, report: str | None = None, **others: Any) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
-        return RunOptions(
-            _policy(policy),
-            only=_pattern(only),
-            report=_writable(report),
-            measure=measure and not dry_run,
-            dry_run=dry_run,
-            **others,
-        )
+        options = RunOptions(_policy(policy), report=_writable(report), **others)
+        if options.policy.dtype == "fp16" and options.policy.level != "O0" and not options.replace_autocast:
+            raise RunError(
+                f"run: policy '{options.policy}' needs a loss scale, which the script has to bring\n"
+                "  legal: bf16; fp16 in place of fp16 autocast of a script with a GradScaler: --replace-autocast\n"
+                "  fix:   amp-graph run --policy bf16 train.py; or amp_graph.convert and amp_graph.GradScaler in the "
+                "script"
+            )
+        return options
 
 
 def _policy(given: str | None) -> Policy:
@@ -80,19 +66,6 @@ def _policy(given: str | None) -> Policy:
             f"amp_graph.convert(model, '{policy}') in the script, before it makes the optimizer"
         )
     return policy
-
-
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise RunError(
-            f"run: --only {text!r} is not a regular expression: {error}\n"
-            "  legal: a pattern for a class (ResNet) or a path in the model (encoder.layers.*)\n"
-            "  fix:   amp-graph run --only 'ResNet|.*Encoder' train.py"
-        ) from error
 
 
 def _writable(text: str | None) -> Path | None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import io
 import os
@@ -19,12 +20,9 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 from amp_graph.lists.errors import TAKERS, Attempt
-from amp_graph.run.eligibility import needs_scale
-from amp_graph.run.exit_report import Workers, is_first_rank, report_json, report_lines
-from amp_graph.run.module_calls import hear
+from amp_graph.run.exit_report import exit_report, is_first_rank
 from amp_graph.run.options import RunError, RunOptions
-from amp_graph.run.step_times import StepTimes
-from amp_graph.run.trained_models import TrainedModels
+from amp_graph.run.trained_models import TrainedModels, hear
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
@@ -45,15 +43,12 @@ class Target:
 def script_target(name: str) -> Target:
     """Return the target of ``python NAME``; RunError if there is no such file."""
     path = os.path.abspath(name)
-    if not os.path.isfile(path):
-        what = "it is a directory" if os.path.isdir(path) else "there is no such file"
-        raise RunError(f"run: cannot run {name}: {what}\n  legal: a Python file\n  fix:   {FIX}")
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         raise RunError(
-            f"run: cannot read {name}: {error.strerror}\n  legal: a readable Python file\n  fix:   {FIX}"
+            f"run: cannot run {name}: {error.strerror}\n  legal: a readable Python file\n  fix:   {FIX}"
         ) from error
     loader = SourceFileLoader("__main__", path)
     folder = os.path.dirname(os.path.realpath(path))
@@ -64,33 +59,21 @@ def module_target(name: str) -> Target:
     """Return the target of ``python -m NAME``; RunError if there is no such module. Imports its parent package."""
     here = os.getcwd()
     put_first(here)
+    reason = "there is no such module, or it is a package without a __main__ module"
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except (ImportError, ValueError, AttributeError, TypeError) as error:
-        raise _no_module(name, str(error)) from error
+        spec, reason = None, str(error)
     if spec is None or not hasattr(spec.loader, "get_code") or spec.origin is None:
-        package = "it is a package without a __main__ module" if _is_found(name) else "there is no such module"
-        raise _no_module(name, package)
+        raise RunError(
+            f"run: cannot run module {name}: {reason}\n"
+            f"  legal: a module that can be imported from {here} or sys.path\n  fix:   {FIX}"
+        )
     loader: Any = spec.loader
-    code = loader.get_code(spec.name) if spec.origin.endswith(".pyc") else None
-    found = spec
-    return Target(name, spec.origin, here, spec, loader, lambda: code or loader.get_code(found.name))
-
-
-def _is_found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _no_module(name: str, why: str) -> RunError:
-    return RunError(
-        f"run: cannot run module {name}: {why}\n"
-        f"  legal: a module that can be imported from {os.getcwd()} or sys.path\n  fix:   {FIX}"
-    )
+    full = spec.name
+    return Target(name, spec.origin, here, spec, loader, lambda: loader.get_code(full))
 
 
 def put_first(folder: str) -> None:
@@ -163,11 +146,8 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     """Run ``target`` with ``arguments``, converting what it trains; return 0 if it ends without an exception."""
     notes: Counter[str] = Counter()
     TAKERS.append(lambda text: notes.update([text]))
-    models = TrainedModels(options, StepTimes(options.measure), lambda text: notes.update([text]))
-    workers, process = Workers(), os.getpid()
+    models, process = TrainedModels(options, lambda text: notes.update([text])), os.getpid()
     hear(models)
-    if needs_scale(options.policy):
-        models.scaling.start()
     failure: BaseException | None = None
     try:
         execute(target, arguments)
@@ -175,25 +155,21 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
         failure = error
     if os.getpid() == process:
         models.stop()
-        _report(models, workers, notes)
+        _report(models, notes)
     if failure is not None:
         raise_as_python_does(failure)
     return 0
 
 
-def _report(models: TrainedModels, workers: Workers, notes: Counter[str]) -> None:
+def _report(models: TrainedModels, notes: Counter[str]) -> None:
     """Print what was converted; nothing here may change how the script ended."""
     if not is_first_rank():
         return
+    text = ""
     with Attempt() as tried:
-        if models.options.json:
-            text = report_json(models, workers, notes)
-        else:
-            text = "amp-graph run: " + "\n".join(report_lines(models, workers, notes))
-    if (error := tried.error) is not None:
-        text = f"amp-graph run: the exit report failed: {type(error).__name__}: {error}"
-    try:
+        text = exit_report(models, notes)
+    if tried.error is not None:
+        text = f"amp-graph run: the exit report failed: {tried.reason}"
+    with contextlib.suppress(OSError, ValueError):  # closed by the script
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # closed by the script
-        return

@@ -1,4 +1,4 @@
-"""Draw the picture of README.md: a transformer block before and after, as ``amp-graph dump --format dot`` gives it.
+"""Draw the picture of README.md: a transformer block before and after, as ``amp_graph.report`` gives it.
 
     python docs/images/draw_block.py    # writes docs/images/block.dot and, with graphviz's dot, block.svg
 
@@ -6,12 +6,15 @@ The two graphs are put side by side. Views and the model's parameters are left o
 bias are one node, and the boxes are coloured by the dtype that the tool prints.
 """
 
-import contextlib
-import io
+import importlib
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import amp_graph
 
 FOLDER = Path(__file__).parent
 TITLES = {
@@ -27,15 +30,20 @@ EDGE = re.compile(r'  "0:([^"]+)" -> "0:([^"]+)";')
 
 
 def dump(policy: str) -> str:
-    """Return what the tool prints for the block under ``policy``."""
-    from amp_graph.cli.main import main
-
-    out = io.StringIO()
-    target = f"{FOLDER / 'block.py'}:build"
-    with contextlib.redirect_stdout(out):
-        if main(["dump", target, "--train", "--format", "dot", "--policy", policy]):
-            raise SystemExit(f"amp-graph dump {target} failed")
-    return out.getvalue()
+    """Return the block's graph under ``policy`` in graphviz's language."""
+    sys.path.insert(0, str(FOLDER))
+    model, x = importlib.import_module("block").build()
+    model = amp_graph.convert(model.train(), policy)
+    model(x)
+    graph = amp_graph.report(model).to_networkx()
+    lines = []
+    for name, node in graph.nodes.items():
+        kind, sizes = node["kind"], zip(node["dtype"].split("; "), node["shape"].split("; "), strict=True)
+        types = ", ".join(f"{dtype}[{shape}]" for dtype, shape in sizes if dtype)
+        label = json.dumps("\n".join((node["call"], types)).strip())
+        shape = "" if kind in ("operation", "part") else f", shape={'ellipse' if kind == 'cast' else 'plaintext'}"
+        lines.append(f'  {json.dumps(name)} [label={label}, fillcolor="white"{shape}];')
+    return "\n".join([*lines, *(f"  {json.dumps(a)} -> {json.dumps(b)};" for a, b in graph.edges)])
 
 
 def cluster(key: str, text: str) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,7 +21,6 @@ FOLDER = "AMP_GRAPH_CACHE"  # the environment variable for the cache directory
 FIX = f"{FOLDER}=/a/folder/of/your/own"
 SECONDS = 60  # that a compilation may take; it needs half a second
 QUOTED = 2000  # bytes of compiler output
-_LIBRARY = re.compile(r"[\w+-]+-[0-9a-f]{24}\.[0-9a-f]{32}\.so")
 
 
 class CompilerError(AmpGraphError):
@@ -76,22 +74,6 @@ def put(part: Path, key: str) -> None:
 
 def _name(key: str, content: bytes) -> str:
     return f"{key}.{hashlib.sha256(content).hexdigest()[:32]}.so"
-
-
-def libraries(kept: Path) -> list[Path]:
-    """Return the complete libraries in ``kept``, by name; what others keep there is left out."""
-    return [path for path in sorted(kept.glob("*.so")) if _LIBRARY.fullmatch(path.name)]
-
-
-def remove(kept: Path) -> int:
-    """Remove all libraries; return how many there were. Raises OSError, and CompilerError.
-
-    Libraries that a process has loaded stay usable in it.
-    """
-    found = libraries(kept) if is_there(kept) else []
-    for library in found:
-        library.unlink(missing_ok=True)
-    return len(found)
 
 
 def compiler_words() -> tuple[str, ...]:

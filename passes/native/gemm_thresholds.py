@@ -11,7 +11,6 @@ import torch
 from amp_graph.passes.native.jit_compiler import has_openmp, threads_for
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16, multiplies_bf16
 
-
 # A matmul with fewer outputs runs another kernel, which needs no packed layout.
 FEWEST_OUTPUTS = 16
 

@@ -76,28 +76,9 @@ def set_sums_of_products(settings: tuple[Any, ...]) -> None:
     _SET_IN_FP16(in_fp16)
 
 
-# Both kinds of products of each backend; "rnn" is left out, which no list keeps in full precision alone.
-_CUDNN: Any = torch.backends.cudnn  # their stubs leave out some of these settings
+# Their stubs leave out some of these settings.
+_CUDNN: Any = torch.backends.cudnn
 _ONEDNN: Any = torch.backends.mkldnn
-_PRODUCTS: dict[tuple[str, str], Any] = {
-    ("cuda", "matmul"): torch.backends.cuda.matmul,
-    ("cuda", "conv"): _CUDNN.conv,
-    ("cpu", "matmul"): _ONEDNN.matmul,
-    ("cpu", "conv"): _ONEDNN.conv,
-}
-_DEVICES: dict[str, Any] = {"cuda": _CUDNN, "cpu": _ONEDNN}
-
-
-def fp32_precision(device: str, kind: str) -> str:
-    """Return what float32 products run in: "ieee", "tf32" or "bf16"; ``kind``: "matmul" or "conv".
-
-    A setting that is "none" is that of its backend, and then that of all backends; 2.11 - 2.13.
-    ``torch.set_float32_matmul_precision`` and ``allow_tf32`` change the same settings.
-    """
-    if device not in _DEVICES:
-        return "ieee"
-    places = (_PRODUCTS[device, kind], _DEVICES[device], torch.backends)
-    return next((found for place in places if (found := str(place.fp32_precision)) != "none"), "ieee")
 
 
 def kernel_settings() -> tuple[object, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._logging._internal import trace_structured
-from torch.export import ExportedProgram
 
 
 def inductor_config() -> Any:
@@ -51,13 +50,6 @@ def graph_pass_hook(run: Callable[[torch.fx.Graph], None], files: Sequence[str],
 def pads_matmuls(options: Mapping[str, Any]) -> bool:
     """Say whether Inductor pads matmuls on CUDA, under the user's ``options``."""
     return bool(options.get("shape_padding", inductor_config().shape_padding))
-
-
-def compile_package(program: ExportedProgram, path: str) -> str:
-    """Compile ``program`` by AOTInductor into the package ``path``; return its path. 2.11 to 2.13."""
-    from torch._inductor import aoti_compile_and_package
-
-    return str(aoti_compile_and_package(program, package_path=path))
 
 
 def add_artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:

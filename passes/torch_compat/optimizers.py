@@ -5,7 +5,6 @@ Each states the versions of torch that it was checked on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,32 +43,3 @@ def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     step: Any = optimizer.__dict__.get("step")
     behind = step.__wrapped__ if hasattr(step, "_wrapped_by_lr_sched") else getattr(step, "__func__", step)
     return "" if behind in (None, type(optimizer).step) else "a step() that was put in the place of its own"
-
-
-def let_steps_be_skipped(skips: Callable[[torch.optim.Optimizer, bool], bool]) -> Callable[[], None]:
-    """Leave out each ``optimizer.step()``, hooks included, of which ``skips(optimizer, has_closure)``; return the end.
-
-    Of classes of which no optimizer was made before: torch/optim/optimizer.py wraps ``step`` by this name then; 2.11 to
-    2.13.
-    """
-    plain = torch.optim.Optimizer.profile_hook_step
-    live = [True]
-
-    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
-        hooked = plain(step)
-
-        @functools.wraps(step)
-        def maybe_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            closure = args[0] if args else kwargs.get("closure")
-            return None if live[0] and skips(self, closure is not None) else hooked(self, *args, **kwargs)
-
-        return maybe_step
-
-    optimizers: Any = torch.optim.Optimizer
-    optimizers.profile_hook_step = staticmethod(profile_hook_step)
-
-    def end() -> None:
-        live[0] = False
-        optimizers.profile_hook_step = staticmethod(plain)
-
-    return end

@@ -6,16 +6,6 @@ import torch
 import amp_graph
 from tests.browser.conftest import timed
 
-SCALE = [
-    {
-        "step": i,
-        "scale": 65536.0 / 2 ** (i > 40) * 2 ** (i > 90),
-        "skipped": i == 40,
-        "cause": "bert.encoder.layer.3: inf" * (i == 40),
-    }
-    for i in range(120)
-]
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
@@ -25,7 +15,7 @@ def path(tmp_path_factory):
     model = amp_graph.convert(transformers.BertForSequenceClassification(config), "bf16")
     model(input_ids=torch.randint(0, 2000, (4, 64)), labels=torch.tensor([0, 1, 0, 1])).loss.backward()
     made = tmp_path_factory.mktemp("pages") / "bert.html"
-    amp_graph.report(model, loss_scale=SCALE).html(made)
+    amp_graph.report(model).html(made)
     return made
 
 
@@ -134,11 +124,6 @@ def test_reasons_group_and_lead_to_the_table(page):
     assert len(row.find_elements("css selector", ".prices button")) == 75
     row.find_elements("css selector", ".prices button")[-1].click()
     assert page.text("#table-count").startswith("74 of ")
-
-
-def test_the_loss_scale_is_drawn_with_its_skipped_step(page):
-    assert len(page.all("#loss-scale line.skipped")) == 1
-    assert "bert.encoder.layer.3: inf" in page.text("#loss-scale table")
 
 
 def test_weights_are_drawn_on_request(page):

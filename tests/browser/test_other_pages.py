@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.report.report_html import html_page
 
 # Chooses every module and every node, before and after, in each graph, with and without weights.
 EVERYTHING = """
@@ -83,16 +82,6 @@ def test_every_part_of_every_graph_is_drawn(open_page, tmp_path, model):
     assert page.driver.execute_script(EVERYTHING) > 0
     assert page.one("#graph-choice").is_displayed() == (len(told.graphs) > 1)
     assert not page.all("img")
-
-
-def test_a_page_opens_at_a_node(open_page, tmp_path):
-    told = report_of(Broken())
-    node = next(node for node in told.graphs[1].operations if "relu" in node.ops[0])
-    (tmp_path / "report.html").write_text(html_page(told, f"1:{node.name}"), encoding="utf-8")
-    page = open_page(tmp_path / "report.html", "opened at a node")
-    assert page.one("#graph-choice").get_attribute("value") == "1"
-    assert "relu" in page.text("#details h3")
-    assert page.all("#after .selected")
 
 
 def test_a_notebook_shows_it_in_a_frame(driver, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.cli import calibration, command_calibrate
+from amp_graph.cli import command_calibrate
 from amp_graph.cli.calibration import calibrate
 from amp_graph.cli.main import main
 from amp_graph.passes.precision import machine_rates
@@ -71,18 +71,6 @@ def test_calibrating_measures_every_rate(monkeypatch):
     assert len(set(numbers)) > len(numbers) // 2
 
 
-def test_a_gpu_is_given_more_to_do():
-    """The figures say how much that is: the operands' sizes are what they count."""
-    for on, other in zip(calibration.probes("cpu"), calibration.probes("cuda"), strict=True):
-        sizes = [
-            sum(t.numel() for t in probe.operands(lambda *shape: torch.empty(shape, device="meta")))
-            for probe in (on, other)
-        ]
-        assert sizes[1] >= 60 * sizes[0]
-        assert other.flops >= 60 * on.flops
-        assert other.elements >= 60 * on.elements
-
-
 def test_later_plans_read_what_calibrate_wrote(monkeypatch, tmp_path, capsys):
     """Planned for a machine of fast bf16, a product is low; for the calibrated one, of slow bf16, it is not."""
     slow = built_in("cpu")
@@ -92,7 +80,7 @@ def test_later_plans_read_what_calibrate_wrote(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("AMP_GRAPH_MACHINE")
     assert precision() == "low"
     assert main(["calibrate"]) == 0
-    assert "plans read it" in capsys.readouterr().out
+    assert "; plans read " in capsys.readouterr().out
     assert machine_for("cpu") == slow
     assert machine_for("cuda").name == "cpu_amx"  # what the file says is of a CPU
     assert precision() == "full"
@@ -161,8 +149,6 @@ def test_with_a_model_its_values_are_measured_and_a_policy_reads_the_file(tmp_pa
     assert "run.json: its value: max" in capsys.readouterr().out
     assert main(["calibrate", "mine.py:build", "--output", "none/run.json"]) == 1
     assert "cannot write" in capsys.readouterr().err
-    assert main(["calibrate", "--policy", "fp16"]) == 1
-    assert "are for a TARGET" in capsys.readouterr().err
 
 
 def test_of_a_model_as_json(tmp_path, monkeypatch, capsys):

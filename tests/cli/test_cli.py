@@ -1,18 +1,15 @@
 """The command line: what each command prints, and how each error arrives."""
 
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import types
 
 import pytest
 
 from amp_graph.cli import main as cli
 from amp_graph.cli.main import main
-from amp_graph.cli.terminal import write_lines, write_table
 
 SOURCE = """
 import torch
@@ -64,22 +61,6 @@ GOLDEN = """\
 %13: f32[8,4] = .float(%12)
 return (%13,)
 """
-GOLDEN_DIFF = """\
--%5: f32[8,32] = linear(%2, %0, %1)  # up
--%6: f32[8,32] = .relu(%5)
--%7: f32[8,4] = linear(%6, %3, %4)  # down
--return (%7,)
-+%c0: bf16[8,16] = .bfloat16(%2)  # up
-+%c1: bf16[32,16] = .bfloat16(%0)  # up
-+%c2: bf16[32] = .bfloat16(%1)  # up
-+%5: bf16[8,32] = linear(%c0, %c1, %c2)  # up
-+%6: bf16[8,32] = .relu(%5)
-+%c3: bf16[4,32] = .bfloat16(%3)  # down
-+%c4: bf16[4] = .bfloat16(%4)  # down
-+%7: bf16[8,4] = linear(%6, %c3, %c4)  # down
-+%c5: f32[8,4] = .float(%7)
-+return (%c5,)
-"""
 
 
 @pytest.fixture
@@ -110,45 +91,33 @@ def test_dump_prints_the_rewritten_graph(amp, file):
     assert re.sub(r"input (\w+)\n", "input X\n", dump(amp, file)) == GOLDEN
 
 
-def test_dump_diff_keeps_the_numbers_of_the_captured_graph(amp, file):
+def test_dump_diff_has_names_for_numbers(amp, file):
     out = dump(amp, file, "--diff")
-    assert out.endswith(GOLDEN_DIFF)
     assert "--- graph as captured\n+++ graph as rewritten\n" in out
-
-
-def test_dump_before_and_after(amp, file):
+    removed = [line for line in out.splitlines() if line.startswith("-%")]
+    added = [line for line in out.splitlines() if line.startswith("+%")]
+    assert [line.partition(":")[0] for line in removed] == ["-%linear", "-%relu", "-%linear_1"]
+    assert {"+%linear", "+%relu", "+%linear_1"} < {line.partition(":")[0] for line in added}
+    assert len(added) == 9, "the three, and six casts"
     assert "bf16[" not in dump(amp, file, "--before")
-    both = dump(amp, file, "--before", "--after")
-    assert both.index("# before\n") < both.index("# after\n")
-    assert "return (%7,)" in both
-    assert "return (%13,)" in both
 
 
-def test_dump_without_any_change_says_so(amp, file):
-    assert "# no difference" in dump(amp, file, "--diff", "--policy", "bf16,deny=linear")
+def test_dump_as_json_report_and_html(amp, file):
+    told = json.loads(dump(amp, file, "--format", "json"))
+    assert [n["ops"] for n in told["graphs"][0]["nodes"] if n["cls"] == "allow"] == [["aten.linear"]] * 2
+    assert dump(amp, file, "--format", "report").startswith("amp_graph report: Quiet\n")
+    assert dump(amp, file, "--format", "html").startswith("<!doctype html>")
+
+
+def test_an_error_of_the_users_code_is_pythons(amp, file):
+    with pytest.raises(RuntimeError, match="no weights"):
+        main(["dump", f"{file}:broken"])
 
 
 def test_dump_reasons_stand_behind_each_line(amp, file):
     lines = dump(amp, file, "--reasons").splitlines()
     (line,) = [line for line in lines if line.startswith("%8: ")]
     assert "= linear(%5, %6, %7)  # up | low: aten.linear: a matrix product" in line
-
-
-def test_dump_as_table_code_dot_json_report_and_html(amp, file):
-    table = dump(amp, file, "--format", "table").splitlines()
-    assert table[1].split() == ["node", "operation", "type", "precision", "reason"]
-    assert table[5].split()[:4] == ["%8", "aten.linear", "bf16[8,32]", "low"]
-    code = dump(amp, file, "--format", "code")
-    compile(code, "graph", "exec")
-    assert ".bfloat16()" in code
-    dot = dump(amp, file, "--format", "dot")
-    assert dot.startswith("digraph graph_0 {\n")
-    assert dot.endswith("}\n")
-    assert 'label="linear\\nbf16[8,32]", fillcolor="#c9ebd3"];' in dot
-    told = json.loads(dump(amp, file, "--format", "json"))
-    assert [n["ops"] for n in told["graphs"][0]["nodes"] if n["cls"] == "allow"] == [["aten.linear"]] * 2
-    assert dump(amp, file, "--format", "report").startswith("amp_graph report: Quiet\n")
-    assert dump(amp, file, "--format", "html").startswith("<!doctype html>")
 
 
 def test_dump_writes_to_a_file(amp, file, tmp_path):
@@ -229,20 +198,20 @@ ERRORS = {
     "unknown node": (
         ["explain", "FILE:build", "linaer"],
         1,
-        ["no node 'linaer'", "similar: ", "linear", "fix:"],
+        ["no node 'linaer'", "did you mean ", "linear", "fix:"],
     ),
     "unknown op": (
         ["lists", "gelo"],
         1,
-        ["unknown operator aten.gelo", "legal:", "amp-graph lists aten.gelu"],
+        ["unknown operator aten.gelo", "legal:", "aten.gelu"],
     ),
     "bad policy": (["dump", "FILE:build", "--policy", "fp23"], 1, ["unknown word 'fp23'", "legal:", "fp16"]),
-    "level O0": (["dump", "FILE:build", "--policy", "O0"], 1, ["level O0", "--policy bf16"]),
+    "level O0": (["dump", "FILE:build", "--policy", "O0"], 1, ["under policy auto-O0", "--policy bf16"]),
     "bad target": (["dump", "FILE"], 1, ["no ':' before a name", "^", "legal:", "example:"]),
-    "bad spec": (["dump", "FILE:Quiet", "--input", "x=f31[8]"], 1, ["unknown dtype 'f31'", "^", "legal:"]),
+    "bad spec": (["dump", "FILE:Quiet", "--input", "x=f31[8]"], 1, ["no input can be read here", "^", "legal:"]),
     "no inputs": (["dump", "FILE:Quiet"], 1, ["missing a required argument: 'x'", "example:"]),
     "format": (
-        ["dump", "FILE:build", "--diff", "--format", "dot"],
+        ["dump", "FILE:build", "--diff", "--format", "html"],
         1,
         ["--diff needs --format text", "fix:"],
     ),
@@ -269,56 +238,12 @@ def test_an_error_is_one_screen_on_stderr(amp, file, case):
     assert "Traceback" not in err
 
 
-def test_an_error_of_the_users_code_shows_its_last_line_of_theirs(amp, file):
-    status, out, err = amp("dump", f"{file}:broken")
-    assert (status, out) == (1, "")
-    line = SOURCE.splitlines().index("def broken():") + 2
-    assert err == (
-        f"RuntimeError: no weights\n  in this folder\n  at {file}:{line}, in broken: "
-        'raise RuntimeError("no weights\\nin this folder")\n  fix:   --traceback shows the whole traceback\n'
-    )
-    status, _, err = amp("dump", f"{file}:broken", "--traceback")
-    assert status == 1
-    assert err.startswith("Traceback (most recent call last):")
-    status, _, err = amp("dump", f"{file}:Wrong", "--input", "f32[8,16]")
-    assert status == 1
-    assert "in forward: return self.down(x)" in err
-    assert len(err.splitlines()) <= 6
-
-
 def test_help_and_version_return_zero(amp):
     assert amp("--version")[1].startswith("amp-graph ")
     for words in ([], ["dump"], ["explain"], ["lists"]):
         status, out, _ = amp(*words, "--help")
         assert status == 0
         assert out.startswith("usage: amp-graph")
-
-
-def test_an_interrupt_and_a_reader_who_leaves_are_no_errors(amp, monkeypatch):
-    def interrupted(words):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "amp_graph.cli.command_lists", types.SimpleNamespace(run=interrupted))
-    assert amp("lists") == (130, "", "")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_colours_and_tables_are_for_terminals_and_heed_no_color(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    shown, plain, without = Terminal(), io.StringIO(), Terminal()
-    write_lines([("%0: bf16[2]", "green")], shown)
-    write_table(("a", "b"), [(("1", "[x]"), "green")], plain)
-    monkeypatch.setenv("NO_COLOR", "1")
-    write_table(("a", "b"), [(("1", "[x]"), "green")], without)
-    assert "\x1b[32m" in shown.getvalue()
-    assert plain.getvalue() == "a  b\n1  [x]\n"
-    assert "\x1b[3" not in without.getvalue()
-    assert "[x]" in without.getvalue()
 
 
 def test_the_module_runs_and_reading_the_command_line_needs_no_torch():
@@ -339,25 +264,3 @@ def test_the_module_runs_and_reading_the_command_line_needs_no_torch():
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "aten.gelu: " in done.stdout
-
-
-HOSTILE = (
-    "x=f32[" + "9" * 5000 + "]", "f32[" + ",".join(["99999999"] * 40) + "]", "i64[2]:0.." + "9" * 5000, "f32[\0]",
-    "(" * 9000, "f32[8" + "," * 90_000 + "]", "\ud800=f32[]",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_hostile_input_is_pointed_at(text):
-    from amp_graph.cli.input_spec import SpecError, make_inputs
-
-    with pytest.raises(SpecError, match=r"(?s)--input: .*legal: .*example: ") as caught:
-        make_inputs([text])
-    assert len(str(caught.value)) < 6000
-
-
-def test_an_input_larger_than_memory_is_refused():
-    from amp_graph.cli.input_spec import SpecError, make_inputs
-
-    with pytest.raises(SpecError, match="cannot be made"):
-        make_inputs(["f64[1099511627776]"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_graph.cli.input_spec import InputSpec, make_inputs, parse_inputs
+from amp_graph.cli.input_spec import DTYPES, InputSpec, make_inputs, parse_inputs
 from amp_graph.cli.target import load_target
 from amp_graph.errors import AmpGraphError
 
@@ -68,39 +68,32 @@ def test_inputs_given_on_the_command_line_replace_those_of_the_target(file):
     assert (target.args, list(target.kwargs)) == ((), ["x"])
 
 
-# (name or whole target, the column that the caret points at or None, what, what is legal)
+# (target, the column that the caret points at or None for that of the name, what)
 TARGETS = {
-    "no colon": ("models", 6, "no ':' before a name", "package.module:name or path/file.py:name"),
-    "no name": ("models:", 7, "nothing after ':'", "path/file.py:name"),
-    "no module": (":build", 0, "nothing before ':'", "package.module:name"),
-    "no file": ("nowhere.py:build", 0, "no file nowhere.py", "the path of a Python file"),
-    "no package": ("nowhere.models:x", 0, "no module 'nowhere'", "below the current directory"),
-    "relative": (".models:x", 0, "'.models' is relative", "package.module:name"),
-    "no attribute": ("FILE:with_tuplo", "NAME", "has no 'with_tuplo'; did you mean with_tuple", "Net, Maker"),
-    "not callable": ("FILE:number", "NAME", "number is a int", "a torch.nn.Module, or (module, inputs)"),
-    "needs arguments": (
-        "FILE:needs",
-        "NAME",
-        "missing a required argument: 'width'",
-        "that needs no argument",
-    ),
-    "gives nothing": ("FILE:nothing", "NAME", "it returns a NoneType", "a torch.nn.Module"),
-    "gives three": ("FILE:three", "NAME", "it returns a tuple of (Net, int, int)", "(module, inputs)"),
+    "no colon": ("models", 6, "no ':' before a name"),
+    "no name": ("models:", 7, "no name"),
+    "no module": (":build", 6, "no name"),
+    "no file": ("nowhere.py:build", 0, "no file nowhere.py"),
+    "no package": ("nowhere.models:x", 0, "No module named 'nowhere'"),
+    "relative": (".models:x", 0, "relative import"),
+    "no attribute": ("FILE:with_tuplo", None, "has no attribute 'with_tuplo'; did you mean with_tuple"),
+    "not callable": ("FILE:number", None, "number gives a int"),
+    "gives nothing": ("FILE:nothing", None, "nothing gives a NoneType"),
+    "gives three": ("FILE:three", None, "three gives a tuple"),
 }
 
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_a_bad_target_is_pointed_at(file, case):
-    text, column, what, legal = TARGETS[case]
+    text, column, what = TARGETS[case]
     text = text.replace("FILE", str(file))
-    column = len(str(file)) + 1 if column == "NAME" else column
+    column = len(str(file)) + 1 if column is None else column
     first, shown, caret, said, example = refusal(lambda: load_target(text)).splitlines()
     assert first.startswith("TARGET: ")
     assert what in first
     assert shown == f"    {text}"
     assert caret == " " * (4 + column) + "^"
     assert said.startswith("  legal: ")
-    assert legal in said
     assert example.startswith("  example: ")
 
 
@@ -132,24 +125,13 @@ def test_a_single_input_is_passed_by_position_whatever_its_name(file):
 
 def test_inputs_are_parsed_by_name_dtype_sizes_and_range():
     assert parse_inputs(" x = f32[8, 3] , i64[]:-2..2,ok=bool[4]") == [
-        InputSpec("x", "f32", (8, 3)),
+        InputSpec("x", "f32", (8, 3), 0, 9),
         InputSpec("", "i64", (), -2, 2),
-        InputSpec("ok", "bool", (4,)),
+        InputSpec("ok", "bool", (4,), 0, 1),
     ]
 
 
-@pytest.mark.parametrize(
-    ("word", "dtype"),
-    [
-        ("f32", torch.float32),
-        ("f64", torch.float64),
-        ("f16", torch.float16),
-        ("bf16", torch.bfloat16),
-        ("i64", torch.int64),
-        ("i32", torch.int32),
-        ("bool", torch.bool),
-    ],
-)
+@pytest.mark.parametrize(("word", "dtype"), DTYPES.items())
 def test_made_inputs_have_their_dtype_and_are_seeded(word, dtype):
     (made,), _ = make_inputs([f"{word}[5,0,2]"])
     assert (made.dtype, tuple(made.shape)) == (dtype, (5, 0, 2))
@@ -163,37 +145,26 @@ def test_ranges_are_inclusive_and_ten_digits_by_default():
     assert sorted(set(kwargs["y"].tolist())) == [-1, 0, 1]
 
 
-# (spec, the column that the caret points at, what, what is legal)
+# (spec, the column of the input that the caret points at)
 SPECS = {
-    "unknown dtype": ("x=f31[8]", 2, "unknown dtype 'f31'", "f32, f64, f16, bf16, i64, i32, bool"),
-    "no dtype": ("x=[8]", 2, "a dtype is missing", "f32, f64"),
-    "empty": ("", 0, "a dtype is missing", "f32, f64"),
-    "trailing comma": ("f32[8],", 7, "a dtype is missing", "f32, f64"),
-    "no bracket": ("x=f32", 5, "the end where '[' belongs", "a number is f32[]"),
-    "not closed": ("x=f32[8,16", 10, "the end where ',' belongs", "']' after them"),
-    "not a size": ("f32[8,n]", 6, "a size is missing", "whole numbers"),
-    "a negative size": ("f32[-1]", 4, "a size is missing", "whole numbers"),
-    "a fraction": ("f32[1.5]", 4, "a size is missing", "whole numbers"),
-    "no comma": ("f32[8] i64[8]", 7, "'i' where ',' belongs", "between two inputs"),
-    "a range of floats": ("f32[8]:0..1", 6, "f32 takes no range", "after i64 or i32"),
-    "no range": ("i64[8]:", 7, "a range is missing", "lo..hi, both inclusive"),
-    "half a range": ("i64[8]:3", 7, "a range is missing", "lo..hi"),
-    "an empty range": ("i64[8]:9..0", 7, "the range 9..0 is empty", "lo <= hi"),
-    "too large": ("i32[8]:0..4000000000", 7, "does not fit", "-2147483648..2147483646"),
-}
+    **dict.fromkeys(("x=f31[8]", "x=[8]", "", "x=f32", "x=f32[8,16", "f32[8,n]", "f32[-1]", "f32[1.5]", "i64[8]:",
+                     "f32[8] i64[8]", "f32[8]:0..1", "i64[8]:3", "i64[8]:9..0", "f32[8]x", "f32[8 3]", "x=f32[1],"), 0),
+    "f32[8],i64[8": 7, "f32[\0]": 0, "(" * 9000: 0, "\ud800=f32[]": 0,
+    "x=f32[" + "9" * 5000 + "]": 0, "i64[2]:0.." + "9" * 5000: 0, "f32[8" + "," * 90_000 + "x": 0,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPECS)
-def test_a_bad_spec_is_pointed_at(case):
-    text, column, what, legal = SPECS[case]
+@pytest.mark.parametrize("text", SPECS, ids=lambda text: text[:12])
+def test_a_bad_spec_is_pointed_at(text):
     first, shown, caret, said, example = refusal(lambda: parse_inputs(text)).splitlines()
     assert first.startswith("--input: ")
-    assert what in first
-    assert (shown, caret) == (f"    {text}", " " * (4 + column) + "^")
-    assert said.startswith("  legal: ")
-    assert legal in said
+    assert (shown, caret) == (f"    {text[:2000]}", " " * (4 + SPECS[text]) + "^")
+    assert said.startswith("  legal: NAME=DTYPE[SIZES]")
     assert example == '  example: --input "x=f32[8,3,224,224],y=i64[8]:0..999"'
 
 
-def test_a_name_given_twice_is_refused():
-    assert "'x' is given twice" in refusal(lambda: make_inputs(["x=f32[1]", "x=f32[2]"]))
+@pytest.mark.parametrize("text", [
+    "x=f32[1],x=f32[2]", "f64[1099511627776]", "f32[" + ",".join(["99999999"] * 40) + "]", "i64[2]:0.." + "9" * 40,
+])  # fmt: skip
+def test_what_cannot_be_made_is_refused(text):
+    assert refusal(lambda: make_inputs([text])).startswith("--input: ")

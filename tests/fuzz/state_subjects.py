@@ -1,22 +1,18 @@
-"""What is fuzzed of states: dicts that torch.load or json.load gave, and files of batches and kernels.
+"""What is fuzzed of states: dicts that torch.load or json.load gave.
 
 A state is loaded as a whole, and then saves again and trains; or it is refused, and nothing has changed.
 """
 
 import copy
-import io
 import json
 import random
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from amp_graph.cli.command_locate import _read as read_batch
-from amp_graph.errors import AmpGraphError, ScaleError
+from amp_graph.errors import ScaleError
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -160,35 +156,9 @@ def use_optimizer_state(given: Any) -> None:
     _train(model, optimizer)
 
 
-# -- batches ---------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def _batch() -> bytes:
-    out = io.BytesIO()
-    torch.save(({"x": torch.ones(2, 3)}, [torch.ones(2, dtype=torch.int64)]), out)
-    return out.getvalue()
-
-
-def batch_file(rng: random.Random) -> bytes:
-    data = bytearray(_batch())
-    for _ in range(rng.choice((0, 1, 1, 3, 20))):
-        at = rng.randrange(len(data))
-        data[at : at + rng.choice((0, 1, 1, 1, 8, 300))] = rng.randbytes(rng.choice((0, 1, 1, 4)))
-    return bytes(data)
-
-
-def use_batch_file(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "batch.pt"
-        path.write_bytes(data)
-        read_batch(str(path))
-
-
 PROMISED = (ScaleError,)
 STATES = {
     "loss scales": (scale_state, use_scale_state, PROMISED),
     "train steps": (step_state, use_step_state, PROMISED, _step),
     "optimizers": (optimizer_state, use_optimizer_state, PROMISED, _optimizer_state),
-    "batches": (batch_file, use_batch_file, (AmpGraphError,), _batch),
 }

@@ -11,9 +11,8 @@ from typing import Any
 
 from amp_graph.cli.input_spec import SpecError, make_inputs, parse_inputs
 from amp_graph.errors import CalibrationError, ListError, PolicyError
-from amp_graph.lists import dump, effective
+from amp_graph.lists import effective
 from amp_graph.lists.load import FOLDER
-from amp_graph.lists.parse import parse
 from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text
 from amp_graph.passes.calibration.calibration import Calibration
@@ -168,7 +167,6 @@ def use_list(data: bytes) -> None:
     for rule in found.modules:
         for path in PATHS:
             rule.matches(path)
-    parse(dump(found), "again.toml")
 
 
 # -- input specs --------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Module paths are matched as Python's ``re`` matches them, in bounded time."""
 
+import json
+
 import pytest
 from torch import nn
 
 import amp_graph
-from amp_graph.lists import ListError, ModuleRule, effective
+from amp_graph.lists import ListError, ModuleRule
+from amp_graph.lists.parse import parse
 from amp_graph.lists.path_pattern import PatternError, check_pattern, matches
 from amp_graph.policy import Policy
 
@@ -67,6 +70,6 @@ def test_what_cannot_be_matched_is_refused_by_name(name):
     with pytest.raises(amp_graph.errors.PolicyError, match=r"(?s)keep_fp32=.*legal:.*fix:") as caught:
         Policy(keep_fp32=pattern)
     assert len(str(caught.value)) < 1500
-    rule = ModuleRule(pattern, "full", "so")
+    text = f'[[module]]\npath = {json.dumps(pattern)}\nprecision = "full"\nwhy = "so"\n'
     with pytest.raises(ListError, match=r"(?s)bad regex.*legal:.*fix:"):
-        effective([], dtype="bfloat16", device="cpu", modules=[rule])
+        parse(text, "mine.toml")

@@ -1,12 +1,10 @@
 """Looking a call up, and the conditions on its arguments."""
 
-import math
-
 import pytest
 import torch
 
 from amp_graph.lists import OpClass, OpList, Rule, load
-from amp_graph.lists.schema import Kind, functional_packet
+from amp_graph.lists.schema import functional_packet
 
 aten = torch.ops.aten
 
@@ -43,34 +41,6 @@ def test_in_place_names():
     assert functional_packet("aten.relu") is None
 
 
-VALUES = {
-    "integer": (3, 3.0, -2),
-    "float": (0.5, math.inf, math.nan),
-    "none": (None,),
-    "tensor": (torch.ones(1), torch.ones((), dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("kind", VALUES)
-def test_kinds(kind):
-    for other, values in VALUES.items():
-        for value in values:
-            assert Kind(kind).holds(value) is (kind == other)
-
-
-def test_scalar_is_any_number():
-    assert all(Kind("scalar").holds(value) for value in (1, 0.5, True, 1j))
-    assert not any(Kind("scalar").holds(value) for value in (None, "1", torch.ones(())))
-
-
-def test_symbolic_numbers_have_kinds():
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    size = ShapeEnv().create_unbacked_symint()
-    assert Kind("integer").holds(size)
-    assert not Kind("float").holds(size)
-
-
 @pytest.mark.parametrize(
     ("condition", "value", "holds"),
     [
@@ -81,7 +51,7 @@ def test_symbolic_numbers_have_kinds():
         (1, True, False),
         ((1, 2), 2.0, True),
         ((1, 2), 3, False),
-        ((Kind("none"), "a"), None, True),
+        ((None, "a"), None, True),
         (1, torch.ones(()), False),
         ("a", None, False),
     ],
@@ -91,7 +61,7 @@ def test_conditions(condition, value, holds):
 
 
 def test_an_argument_not_given_counts_as_none():
-    assert rule(when=(("dtype", Kind("none")),)).matches({})
+    assert rule(when=(("dtype", None),)).matches({})
     assert not rule(when=(("dtype", 1),)).matches({})
 
 

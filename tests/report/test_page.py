@@ -14,7 +14,6 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
-from amp_graph.report.page_summary import scale_rows
 from amp_graph.report.report_html import html_page, page_place
 from tests.report.pages import Page, copies_of
 
@@ -167,7 +166,6 @@ def test_hostile_names_and_reasons_stay_text(told):
         times={EVIL: 1.0},
         memory={EVIL: 3},
         graphs=(replace(graph, nodes=nodes, break_reason=EVIL, dtype=EVIL),),
-        loss_scale=scale_rows([{"step": 0, "scale": 2.0, "skipped": True, "cause": EVIL}]),
     )
     page = Page(html_page(evil))
     assert page.open == []
@@ -198,7 +196,7 @@ def test_hostile_names_of_a_real_model_stay_text(tmp_path):
 def test_without_a_graph_the_page_says_why():
     page = Page(html_page(amp_graph.report(amp_graph.convert(nn.Linear(2, 2), "bf16"))))
     assert "not captured yet: call the model once" in page.text()
-    assert page.data == {"strings": [""], "graphs": [], "chosen": ""}
+    assert page.data == {"strings": [""], "graphs": []}
     assert page.open == []
 
 
@@ -211,16 +209,6 @@ def test_a_graph_that_is_slower_says_so_on_the_first_screen(told):
     assert re.findall(r'<span class="(\w+)" style', ours) == ["slower", "time"], "predicted, and measured: twice fp32's"
 
 
-def test_the_history_of_the_loss_scale_is_shown_where_there_is_one(told):
-    rows = [{"step": i, "scale": 65536.0 if i < 5 else 32768.0} for i in range(10)]
-    rows[5] |= {"skipped": True, "cause": "layers.1.fc: inf"}
-    page = Page(html_page(replace(told, loss_scale=scale_rows(rows))))
-    text = page.text("loss-scale")
-    assert text.startswith("Loss scale 10 steps, 1 skipped; now 32768")
-    assert "5 32768 layers.1.fc: inf" in text
-    assert "Loss scale" not in Page(html_page(told)).text()
-
-
 def test_a_step_with_a_loss_scale_says_its_state():
     model = nn.Linear(8, 8)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -228,15 +216,6 @@ def test_a_step_with_a_loss_scale_says_its_state():
     step(torch.randn(4, 8), torch.randn(4, 8))
     notes = amp_graph.report(step).notes
     assert any(re.fullmatch(r"loss scale: \d+ now, 0 steps skipped", note) for note in notes)
-
-
-@pytest.mark.parametrize(
-    "bad", [{"step": 1}, {"scale": 1.0}, {"step": "one", "scale": 2.0}, 7, {"step": 1, "scale": None}]
-)
-def test_a_row_that_is_none_is_refused(bad):
-    model = amp_graph.convert(nn.Linear(2, 2), "bf16")
-    with pytest.raises(AmpGraphError, match="is not a row of a loss scale's history"):
-        amp_graph.report(model, loss_scale=[bad])
 
 
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan"), float("inf"), "fast", None])

@@ -91,21 +91,6 @@ def test_the_report_of_a_recorded_model_names_what_was_lost(again, monkeypatch):
         assert ("linear: mm in backward ran in f32" in found) == is_broken
 
 
-@pytest.mark.parametrize("setting", ["high", "medium"])
-def test_fp32_that_torch_may_round_is_named_with_its_reason_and_the_setting(setting):
-    torch._dynamo.reset()
-    model = amp_graph.convert(Net(), "bf16,keep_fp32=last")
-    model(torch.randn(8, 16))
-    assert notes_of(model) == []
-    torch.set_float32_matmul_precision(setting)
-    try:
-        (note,) = notes_of(model)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert "linear_1, kept in fp32 (aten.linear: kept by keep_fp32 (module last)), may run in" in note
-    assert "torch.backends.mkldnn.matmul.fp32_precision = 'ieee' forbids it" in note
-
-
 def _rounds_less(graph):
     """Inductor's graph with its bf16 products in fp32."""
     convert, addmm = torch.ops.prims.convert_element_type.default, torch.ops.aten.addmm.default

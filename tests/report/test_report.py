@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
-from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
-from amp_graph.report.graph_facts import size_text, split_reason
-from amp_graph.report.report_text import CELL, fold
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.report.graph_facts import split_reason
+from amp_graph.report.report_text import fold
 
 
 class Net(nn.Module):
@@ -58,8 +58,13 @@ def converted(model, *inputs, policy="bf16"):
     return model
 
 
+@functools.cache
+def report_of_net():
+    return amp_graph.report(converted(Net(), torch.randn(4, 8)))
+
+
 def test_a_graphs_counts_agree_with_its_nodes_and_text():
-    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    (graph,) = report_of_net().graphs
     assert (graph.training, graph.grad, graph.dtype, graph.mode) == (
         True,
         True,
@@ -111,7 +116,7 @@ def test_the_text_fits_one_screen_and_says_all():
 
 @pytest.mark.parametrize("width", [None, 60, 110])
 def test_no_reason_is_cut_whatever_the_width(width):
-    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    report = report_of_net()
     text = report.text(width)
     flat = " ".join(text.split())
     assert all(split_reason(n.reason, n.ops)[0] in flat for n in report.graphs[0].operations)
@@ -129,41 +134,20 @@ class Convolutions(nn.Sequential):
         super().__init__(*(part for layer in layers for part in layer), nn.Flatten(), nn.LazyLinear(10))
 
 
-ENCODER = functools.partial(nn.TransformerEncoder, num_layers=2)
-SCREENS = {
-    "convolutions": (Convolutions, torch.randn(2, 3, 8, 8), 1, 45),
-    "layers": (Net, torch.randn(4, 8), 1, 45),
-    "transformer": (
-        lambda: ENCODER(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)),
-        torch.randn(2, 4, 16),
-        2,
-        70,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCREENS)
-def test_graphs_that_differ_in_a_flag_are_one_table_of_reasons(name):
-    """Training, without gradients, for other sizes; in eval a TransformerEncoder calls a function of its own."""
-    build, x, groups, lines = SCREENS[name]
-    model = build()
-    model(x)
+def test_graphs_with_the_same_reasons_share_them():
+    """Training, without gradients, for other sizes."""
+    model, x = Net(), torch.randn(4, 8)
     converted(model, x, torch.cat((x, x)))
     with torch.no_grad():
         model(x)
-        model.eval()(x)
     report = amp_graph.report(model)
-    assert len(report.graphs) >= 3
+    assert len(report.graphs) == 3
     text = report.text()
     assert all(f"\n{graph.title}\n" in text for graph in report.graphs)
-    assert text.count("\n\ngraph ") == groups
-    assert len(text.splitlines()) <= lines
     assert report.graphs[1].title.endswith(", symbolic sizes")
-    counts = {graph.index: sum(n.precision == "low" for n in graph.operations) for graph in report.graphs}
-    rows = re.findall(r"(?:operations|  ) +(?:graphs? ([\d, ]+): )?(\d+) low \(", text)
-    assert {int(low) for _, low in rows} == {*counts.values()}
-    for numbers, low in rows:
-        assert all(counts[int(i)] == int(low) for i in re.findall(r"\d+", numbers))
+    assert text.count("those of graph 0") == 2
+    assert text.count("aten.linear") == 0
+    assert text.count("a matrix product") == 1
 
 
 def test_what_passes_skipped_is_for_those_who_ask():
@@ -175,7 +159,7 @@ def test_what_passes_skipped_is_for_those_who_ask():
 
 
 def test_the_repr_is_a_line():
-    report = amp_graph.report(converted(Net(), torch.randn(4, 8)))
+    report = report_of_net()
     assert len(repr(report)) < 200
     assert repr(report).startswith("<amp_graph report of Net, policy bf16-O1: 1 graph, ")
     assert "not captured yet" in repr(amp_graph.report(converted(Net())))
@@ -264,26 +248,15 @@ def test_a_call_that_captured_nothing_is_told_with_its_notes():
     assert "  note: " in text
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "fix"),
-    [
-        (nn.Linear(2, 2), "Linear is not converted", "amp_graph.convert(model)"),
-        ("model", "a str is not a converted model", "amp_graph.convert(model)"),
-        (
-            nn.Sequential(amp_graph.convert(nn.Linear(2, 2))),
-            "its submodule '0' is",
-            "amp_graph.report(model.get_submodule('0'))",
-        ),
-        (torch.compile(nn.Linear(2, 2), backend="eager"), "given Linear, which is not", "backend='amp_graph'"),
-    ],
-)
-def test_a_model_that_is_not_converted_is_refused(model, what, fix):
-    with pytest.raises(CaptureError) as caught:
+@pytest.mark.parametrize(("model", "what"), [
+    (nn.Linear(2, 2), "a Linear is not converted"),
+    ("model", "a str is not converted"),
+    (nn.Sequential(amp_graph.convert(nn.Linear(2, 2))), "its submodule '0' is"),
+    (torch.compile(nn.Linear(2, 2), backend="eager"), "a Linear is not converted"),
+])  # fmt: skip
+def test_a_model_that_is_not_converted_is_refused(model, what):
+    with pytest.raises(CaptureError, match=rf"(?s){what}.*fix: .*amp_graph.convert\(model\)"):
         amp_graph.report(model)
-    assert what in str(caught.value)
-    assert "fix:" in str(caught.value)
-    assert fix in str(caught.value)
-    assert issubclass(CaptureError, AmpGraphError)
 
 
 compiled = functools.partial(torch.compile, backend="eager")
@@ -319,7 +292,7 @@ def test_the_graphs_of_the_backend_are_in_the_report_of_their_model(compile, tmp
     assert [one.mode for one in amp_graph.report(outer).graphs] == ["with gradients", "without gradients"]
     amp_graph.report(outer).html(tmp_path / "report.html")
     assert "without gradients" in amp_graph.report(outer).text()
-    with pytest.raises(CaptureError, match="another model of its class"):
+    with pytest.raises(CaptureError, match="has no graph of it"):
         amp_graph.report(torch.compile(Net(), backend="amp_graph"))
 
 
@@ -344,7 +317,7 @@ def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
 
 
 def test_rows_fold_by_operation_precision_and_reason():
-    (graph,) = amp_graph.report(converted(Net(), torch.randn(4, 8))).graphs
+    (graph,) = report_of_net().graphs
     (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
     assert row[:4] == ("linear", "x3", "low", "layers.*")
 
@@ -383,37 +356,9 @@ def test_a_shared_cast_is_counted_as_a_cast():
     ]  # the latter of what is returned
 
 
-def test_sizes_are_readable():
-    assert [size_text(n) for n in (0, 1023, 1536, 3 << 20, 5 << 30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
-
-
-def test_long_module_paths_keep_their_end():
-    model = nn.ModuleDict({"a_rather_long_name_of_a_module": nn.ModuleDict({"and_another_one_inside_it": Net()})})
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = model
-
-        def forward(self, x):
-            return self.inside["a_rather_long_name_of_a_module"]["and_another_one_inside_it"](x)
-
-    (graph,) = amp_graph.report(converted(Outer(), torch.randn(4, 8))).graphs
-    (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
-    assert row[3].startswith("...")
-    assert row[3].endswith(".layers.*")
-    assert len(row[3]) == CELL
-
-
 def test_the_docs_name_every_key_of_the_plain_value():
     text = (Path(amp_graph.__file__).parents[1] / "docs" / "inspecting.md").read_text()
-    told = amp_graph.report(converted(Net(), torch.randn(4, 8))).to_dict()
+    told = report_of_net().to_dict()
     (graph,) = told["graphs"]
     keys = {*told, *told["summary"], *graph, *graph["nodes"][0], *graph["captured"][0]}
     assert [key for key in keys if f"`{key}`" not in text] == []

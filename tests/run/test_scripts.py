@@ -117,20 +117,6 @@ def test_a_script_runs_as_under_python_and_its_model_is_converted(folder):
     assert python(folder, "load.py") == (0, "", "")
 
 
-@pytest.mark.slow
-def test_a_script_runs_in_fp16_with_a_loss_scale_that_it_does_not_see(folder):
-    _, out, _ = python(folder, "train.py")
-    status, told, errors = run(folder, "--policy", "fp16", "train.py")
-    assert status == 0
-    (before, after) = losses_of(out), losses_of(told)
-    assert after[0] == before[0], "the first step runs as written"
-    assert after[1:] != before[1:]
-    assert after == pytest.approx(before, abs=0.002)
-    assert "amp-graph run: converted 1 model, policy fp16-O1, compile eager" in errors
-    assert "fp16: losses scaled by 65536 at the end, 0 optimizer steps skipped" in errors
-    assert python(folder, "load.py") == (0, "", "")
-
-
 ENDS = {"exit": 3, "message": 1, "early": 1}
 
 
@@ -177,7 +163,8 @@ def test_without_training_or_torch_there_is_one_line(tmp_path):
     (tmp_path / "forward.py").write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)\n")
     status, _, errors = run(tmp_path, "forward.py")
     assert status == 0
-    assert "nothing was converted: no backward reached the parameters" in errors
+    assert "nothing was converted\n  not converted: Linear" in errors
+    assert "no backward reached its parameters" in errors
 
 
 @pytest.mark.slow
@@ -208,15 +195,13 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_workers_run_as_written_and_this_is_said(tmp_path, start):
+def test_workers_run_as_written(tmp_path, start):
     text = WORKERS.replace("START(train, ", f"start_processes(train, start_method={start!r}, ")
     (tmp_path / "workers.py").write_text(text)
     status, out, errors = run(tmp_path, "--policy", "bf16", "workers.py")
     assert status == 0, errors
     assert sorted(out.splitlines()) == ["0 method", "1 method"]
-    told = "left as written: what 2 worker processes train, started" if start == "spawn" else "not reported: what 2 "
-    assert told in errors
-    assert "at workers.py:13" in errors
+    assert errors.strip() == "amp-graph run: nothing was converted: the script called no module with parameters"
 
 
 RANKS = """

@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import re
 import threading
 from collections import Counter
 
@@ -14,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.run import eligibility
 from amp_graph.run.call_site import site_of_call
-from amp_graph.run.exit_report import Workers, report_lines, write_reports
-from amp_graph.run.options import RunOptions
+from amp_graph.run.exit_report import exit_report, write_reports
+from amp_graph.run.options import RunError, RunOptions
 from amp_graph.run.trained_models import State
-from tests.report.pages import Page
 
 
 class Net(nn.Module):
@@ -48,7 +46,7 @@ def state_of(models, module):
 
 
 def lines(models):
-    return "\n".join(report_lines(models, Workers(), Counter()))
+    return exit_report(models, Counter()).removeprefix("amp-graph run: ")
 
 
 def test_a_model_is_converted_at_its_next_call_after_a_backward(watch):
@@ -109,14 +107,6 @@ def test_a_frozen_model_is_converted_once_it_is_trained(watch):
     assert state_of(models, model)[0] is State.CONVERTED
 
 
-def test_a_model_whose_forward_is_called_directly_is_converted_as_a_whole(watch):
-    models, model, x = watch(), Net(), torch.randn(4, 8)
-    train(model.forward, x)
-    assert [m.ref() for m in models.seen] == [model]
-    assert conversion_of(model) is not None
-    assert conversion_of(model.head) is None
-
-
 def test_parts_that_are_called_alone_are_models(watch):
     models, model, x = watch(), Net(), torch.randn(4, 8)
     train(lambda x: model.head(model.encoder(x)), x)
@@ -173,7 +163,9 @@ def test_fp16_takes_the_place_of_fp16_autocast_alone(watch):
             out = model(x)
         step(out.float(), other(x))
     assert state_of(models, model)[0] is State.CONVERTED
-    assert state_of(models, other) == (State.WATCHED, eligibility.NO_STEP)
+    assert state_of(models, other) == (State.LEFT, eligibility.NO_SCALE)
+    with pytest.raises(RunError, match=r"(?s)needs a loss scale.*--replace-autocast"):
+        RunOptions.checked("fp16")
 
 
 def test_recomputed_and_compiled_models_are_left(watch):
@@ -215,53 +207,11 @@ def test_what_convert_refuses_is_left_with_its_reason(watch):
     assert lines(models).startswith("nothing was converted")
 
 
-def test_only_chooses_modules_by_class_or_path(watch):
-    models, model, x = watch(only="enc.*"), Net(), torch.randn(4, 8)
-    other = nn.Sequential(nn.Linear(4, 4))
-    train(lambda x: other(model(x)), x)
-    assert conversion_of(model) is None
-    assert conversion_of(model.encoder) is not None
-    assert "none of its modules matches --only" in state_of(models, other)[1]
-    assert "of it encoder" in lines(models)
-    step(model(x))
-    models.stop()
-    models, model = watch(only="Net"), Net()
-    train(model, x, 2)
-    assert conversion_of(model) is not None
-
-
 def test_a_dry_run_converts_nothing_and_says_what_it_would(watch):
     models, model = watch(dry_run=True), Net()
     train(model, torch.randn(4, 8), 3)
     assert conversion_of(model) is None
     assert lines(models).startswith("would convert 1 model")
-
-
-def test_measured_steps_run_as_written_first(watch, tmp_path):
-    models, model, x = watch(measure=True), Net(), torch.randn(4, 8)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    converted_at = None
-    for i in range(40):
-        step(model(x))
-        optimizer.step()
-        if converted_at is None and conversion_of(model) is not None:
-            converted_at = i
-    assert converted_at == 10
-    assert "as written" in models.times.lines()[0]
-    assert "medians of 7 and 7 steps" in models.times.lines()[0]
-    assert lines(models).startswith("converted 1 model")
-    (told,) = write_reports(models, tmp_path / "report.html")
-    assert told.endswith("report.html")
-    times = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text("card-time")
-    assert re.search(r"as written – 1\.00 × [\d.]+ [mu]s amp_graph [\d.]+ × [\d.]+ × [\d.]+ [mu]s", times)
-
-
-def test_measuring_without_an_optimizer_does_not_wait_for_its_steps(watch):
-    models, model = watch(measure=True), Net()
-    for _ in range(14):
-        step(model(torch.randn(4, 8)))
-    assert conversion_of(model) is not None
-    assert "not measured: optimizers made 0 steps" in models.times.lines()[0]
 
 
 def test_an_error_of_ours_does_not_stop_the_script(watch, monkeypatch):

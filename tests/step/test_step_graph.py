@@ -107,7 +107,7 @@ def test_dump_shows_the_step_of_a_gpt(tmp_path, capsys):
 
 
 def test_step_goes_with_text_alone(capsys):
-    assert cli.main(["dump", "torch.nn:Linear", "--step", "--format", "dot"]) == 1
+    assert cli.main(["dump", "torch.nn:Linear", "--step", "--format", "html"]) == 1
     assert "--step needs --format text" in capsys.readouterr().err
 
 

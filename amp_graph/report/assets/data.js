@@ -11,7 +11,7 @@ function readReport() {
     const before = readSide(graph.before, raw.strings, "before");
     return { title: graph.title, after, before };
   });
-  return { graphs, chosen: raw.chosen };
+  return { graphs };
 }
 
 function readSide(columns, strings, side) {

@@ -20,9 +20,8 @@ class Page {
     this.table = new OperationTable(byId("table"), controls, (node) => this.go(node, true));
     this.listen();
     this.view(innerWidth > 1300 ? "both" : "after", false);
-    const graph = Number.parseInt(report.chosen, 10) || 0;
-    byId("graph-choice").value = graph;
-    this.open(graph);
+    byId("graph-choice").value = 0;
+    this.open(0);
     setTimeout(() => this.each((panel) => this.fit(panel))); // Panzoom moves to its own start a moment after it is made
   }
 
@@ -55,9 +54,6 @@ class Page {
       byId("operations").scrollIntoView();
     }));
     this.choose("");
-    const asked = this.report.chosen;
-    const node = asked.startsWith(`${index}:`) && this.graph.after.byName.get(asked.slice(asked.indexOf(":") + 1));
-    if (node) this.go(node);
   }
 
   view(name, redraw = true) {

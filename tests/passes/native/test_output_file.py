@@ -77,14 +77,14 @@ def test_a_device_that_is_full_says_so():
 
 
 def test_reports_dumps_and_calibrations_stay_whole(full_disk, monkeypatch, tmp_path, capsys):
-    old = {name: tmp_path / name for name in ("report.html", "dump.html", "dump.dot", "machine.toml")}
+    old = {name: tmp_path / name for name in ("report.html", "dump.html", "dump.text", "machine.toml")}
     for path in old.values():
         path.write_text("old")
     with pytest.raises(OSError, match="No space"):
         amp_graph.report(amp_graph.convert(nn.Linear(2, 2), "bf16")).html(old["report.html"])
     model = tmp_path / "given.py"
     model.write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.randn(1, 2)\n")
-    for form in ("html", "dot"):
+    for form in ("html", "text"):
         words = ["dump", f"{model}:build", "--format", form, "--output", str(old[f"dump.{form}"])]
         assert cli.main(words) == 1
         assert f"dump: cannot write {old[f'dump.{form}']}: No space left" in capsys.readouterr().err

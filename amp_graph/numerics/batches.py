@@ -1,4 +1,4 @@
-"""Runs the batches of a user, each checked: its structure, and a loss that is finite in fp32.
+"""Runs the batches of a user, each checked: its structure, a loss that is finite in fp32, and their gradients.
 
 A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function, which is called as
 ``loss_fn(model(inputs), *targets)``; without one, the arguments of a model that may return its loss.
@@ -7,7 +7,8 @@ A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from amp_graph.errors import AmpGraphError, CalibrationError
 from amp_graph.lists.errors import shortened
+from amp_graph.passes.torch_compat.autograd import REENTRANT
 from amp_graph.step.step_arguments import call_model, loss_of
 
 LossFn = Callable[..., Any]
@@ -165,3 +167,67 @@ def _with_lines(caller: str, batches: Iterable[Any]) -> Iterator[Any]:
     for number, batch in enumerate(batches, 1):
         print(f"{caller}: batch {number}{total}", file=sys.stderr)
         yield batch
+
+
+def gradients(
+    model: torch.nn.Module,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor | None] | None = None,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of ``inputs``, None for those that the outputs do not depend on.
+
+    ``given``: the gradients of the outputs. Where a backward is reentrant, inputs that are no leaves have None.
+    """
+    nodes = list(_nodes(outputs))
+    if not any(REENTRANT in node.name() for node in nodes):
+        return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+    reached = [node.variable for node in nodes if hasattr(node, "variable")]
+    leaves = {id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}
+    with _without_grads(list(leaves.values())):
+        torch.autograd.backward(outputs, given)
+        return [t.grad if t.is_leaf else None for t in inputs]
+
+
+class Leaves(list[Tensor]):
+    """The inputs of the graphs of one batch that require gradients, to differentiate its loss for."""
+
+    def differentiate(self, model: torch.nn.Module, loss: Tensor | None, scale: float = 1.0) -> bool:
+        """Run backward of ``loss`` times ``scale``, without touching ``.grad``; return whether there is one. Clear."""
+        leaves = list({id(t): t for t in self}.values())
+        self.clear()
+        if loss is None or not loss.requires_grad or not leaves:
+            return False
+        gradients(model, [loss * scale], leaves)
+        return True
+
+
+@contextmanager
+def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Take away ``.grad`` and the hooks behind its accumulation, such as an optimizer's step; put them back.
+
+    The dict of hooks is emptied in place: the leaf's gradient accumulator keeps that dict whatever the attribute says.
+    """
+    grads = [leaf.grad for leaf in leaves]
+    hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
+    kept = [dict(one) for one in hooks]
+    for leaf, one in zip(leaves, hooks, strict=True):
+        leaf.grad = None
+        one.clear()
+    try:
+        yield
+    finally:
+        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
+            leaf.grad = grad
+            one.update(before)
+
+
+def _nodes(outputs: Sequence[Tensor]) -> Iterator[Any]:
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [one for one, _ in node.next_functions]

@@ -6,7 +6,8 @@ its file keeps in fp32 what the low precision cannot hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +19,16 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
 from amp_graph.model_state import unwritten
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
+from amp_graph.numerics.batches import Leaves, LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
-from amp_graph.numerics.depths import depth_of
-from amp_graph.numerics.gradients import gradients
-from amp_graph.numerics.observe import Observer
 from amp_graph.passes.calibration.calibration import Calibration, NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import Peak, Range, range_of
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import tensors
+from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import INSIDE
+from amp_graph.passes.graph.observe import GradientSink, Observer
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import has_values, ready_to_plan
@@ -71,7 +71,7 @@ def calibrate(
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)
-                measuring.differentiate(model, loss)
+                measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
             measuring.end_batch()
     if not measuring.values:
         raise CaptureError(
@@ -103,7 +103,7 @@ class _Measuring:
     batches: int = 0
     has_gradients: bool = False
     _now: dict[str, _Found] = field(default_factory=dict)
-    _leaves: list[torch.Tensor] = field(default_factory=list)
+    leaves: Leaves = field(default_factory=Leaves)
 
     def take(self, gm: GraphModule) -> Runner:
         """Prepare a captured graph as for planning; return what runs and measures it, and the graphs inside it."""
@@ -111,22 +111,15 @@ class _Measuring:
         free = {node: kind.cls in FREE for node, kind in problem.classes.items()}
         bodies = {body.name: self.take(body.graph) for body in bodies_of(gm) if has_values(body.graph)}
         sink = _GraphSink(self._now, node_keys(gm), free)
-        observer = Observer(gm, problem.memory, sink, bodies)
+        observer = Observer(gm, sink, problem.memory, bodies)
 
         def run(*args: Any) -> Any:
             sink.begin()
             result = observer.run(*args)
-            self._leaves += observer.leaves if INSIDE not in gm.meta else []
+            self.leaves += observer.leaves if INSIDE not in gm.meta else []
             return result
 
         return run
-
-    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
-        """Run backward, without touching ``.grad``."""
-        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
-        if loss is not None and loss.requires_grad and leaves:
-            gradients(model, [loss], leaves)
-            self.has_gradients = True
 
     def end_batch(self) -> None:
         """Add what the batch has shown."""
@@ -139,7 +132,7 @@ class _Measuring:
 
 
 @dataclass(eq=False)
-class _GraphSink:
+class _GraphSink(GradientSink):
     """Takes the values and gradients of one graph."""
 
     now: dict[str, _Found]
@@ -184,3 +177,24 @@ class _GraphSink:
 
 def _beside(a: Peak | None, b: Peak) -> Peak:
     return b if a is None else a.beside(b)
+
+
+PRODUCTS = ("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "mv", "dot", "einsum", "scaled_dot_product_attention")
+REDUCTIONS = ("sum", "mean", "var", "std", "norm", "cumsum", "softmax", "logsumexp", "loss", "prod", "cross_entropy")
+
+
+def depth_of(node: Node, shapes: Mapping[Node, Sequence[int]]) -> int:
+    """Return the depth of ``node``; ``shapes``: of the values so far, its own included."""
+    names = names_of(node)
+    operands = [shapes[n] for n in node.all_input_nodes if n in shapes]
+    if not operands:
+        return 1
+    bare = {name.removeprefix("aten.").lstrip("_").rstrip("_") for name in names}
+    if any("conv" in name for name in bare) and len(operands) > 1:
+        return math.prod(operands[1][1:])
+    if not bare.isdisjoint(PRODUCTS):
+        return max(1, operands[0][-1]) if operands[0] else 1
+    if any(name in part for part in bare for name in REDUCTIONS):
+        mine, given = math.prod(shapes.get(node, ())), math.prod(operands[0])
+        return given // mine if 0 < mine < given else max([1, *operands[0][-1:]])
+    return 1

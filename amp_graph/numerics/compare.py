@@ -21,12 +21,10 @@ from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
 from amp_graph.model_state import ModelState, restored, unwritten
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
+from amp_graph.numerics.batches import Leaves, LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
 from amp_graph.numerics.capture import captured_by, plain_model
-from amp_graph.numerics.compared_graph import ComparedGraph
 from amp_graph.numerics.comparison import Comparison, Operation
-from amp_graph.numerics.differences import Differences
-from amp_graph.numerics.gradients import gradients
+from amp_graph.numerics.differences import ComparedGraph, Differences, scale_for_fp16
 from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
 from amp_graph.passes.calibration.node_keys import module_of
 from amp_graph.passes.graph.node_info import source_line
@@ -118,7 +116,7 @@ def _run(
             if mode in (FP64, FP32):
                 refuse_infinite("compare", loss, number)
             loss = _projected(out) if loss is None else loss
-        comparing.differentiate(model, loss)
+        comparing.leaves.differentiate(model, loss, comparing.loss_scale)
 
 
 def _projected(out: Any) -> torch.Tensor | None:
@@ -147,7 +145,7 @@ class _Comparing:
     autocast_failed: str = ""  # why torch.autocast could not run it
     needs_kernels: bool = False  # whether the plan runs with the passes of the device only
     before: ModelState | None = None
-    _leaves: list[torch.Tensor] = field(default_factory=list)
+    leaves: Leaves = field(default_factory=Leaves)
     _unit: float = 1.0
 
     def take(self, gm: GraphModule) -> Runner:
@@ -179,17 +177,20 @@ class _Comparing:
     def _scale(self) -> float:
         """Return a loss scale for fp16 with which no gradient of this batch overflows."""
         largest = max((ref.largest_gradient() for graph in self.graphs for ref in graph.refs), default=0.0)
-        if self.policy.torch_dtype(self.device or "cpu") != torch.float16 or not 0.0 < largest < math.inf:
-            return 1.0
-        return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / ROOM / largest))))
+        is_fp16 = self.policy.torch_dtype(self.device or "cpu") == torch.float16
+        return scale_for_fp16(largest, ROOM) if is_fp16 else 1.0
 
     def _run(self, graph: ComparedGraph, *args: Any) -> Any:
-        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        sink = graph.sink(self.mode, scale, self._unit)
+        sink = graph.sink(self.mode, self.loss_scale, self._unit)
         form = self.wide if self.mode == FP64 else self.mode
         result, leaves = graph.forms.run(form, sink, args, graph.bodies)
-        self._leaves += leaves if graph.forms.is_whole else []
+        self.leaves += leaves if graph.forms.is_whole else []
         return result
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the mode."""
+        return self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the region of forward and loss: ``torch.autocast`` in its mode, as in a loop written by hand."""
@@ -198,17 +199,9 @@ class _Comparing:
         device = self.device or "cpu"
         return torch.autocast(device, self.policy.torch_dtype(device))
 
-    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
-        """Run backward with the mode's loss scale, without touching ``.grad``."""
-        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
-        if loss is None or not loss.requires_grad or not leaves:
-            return
-        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        gradients(model, [loss * scale], leaves)
-
     def has_another_way(self, error: Exception) -> bool:
         """Say whether the mode that failed can go on: fp32 as the reference, a device's kernels, no autocast."""
-        self._leaves = []
+        self.leaves.clear()
         first = (str(error).splitlines() or [type(error).__name__])[0][:200]
         if self.mode == FP64 and self.wide == FP64:
             self.wide, self.reference = FP32, f"fp32, as fp64 failed: {first}"

@@ -1,4 +1,4 @@
-"""The differences between two runs of one graph, node by node: of values, of gradients, and which node made them.
+"""The differences between runs of one graph, node by node: of values, of gradients, and which node made them.
 
 Before: the values and gradients of a run in fp64. After: for each node of another run, its relative error, and the
 error that it *introduced*: that of its result less what the errors of its inputs alone cause, found by the same
@@ -9,7 +9,7 @@ cancellation is so not blamed on the subtraction, but on the operation that roun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from amp_graph.numerics.exact_operations import Exact, origin
+from amp_graph.numerics.variants import FP64, MODES, Variants
+from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import MASK
+from amp_graph.passes.graph.observe import GradientSink
 
 Read = tuple[str, str]  # the names of reader and source
 
 
 @dataclass(eq=False)
-class Reference:
+class Reference(GradientSink):
     """The values and gradients of one run of one graph, which others are compared with, by names of nodes."""
 
     written: frozenset[str] = frozenset()
@@ -92,7 +95,7 @@ class Differences:
 
 
 @dataclass(eq=False)
-class Against:
+class Against(GradientSink):
     """A sink that compares one run with a ``Reference``, and adds to ``found``.
 
     ``scale``: of the loss of this run. ``unit``: the weight of the outputs.
@@ -171,6 +174,13 @@ def difference(got: Tensor, ref: Tensor) -> Tensor:
     return torch.where(_is_masked(ref), 0.0, wrong)
 
 
+def scale_for_fp16(largest: float, room: float) -> float:
+    """Return a loss scale with which a gradient of ``largest`` stays below the end of fp16 by the factor ``room``."""
+    if not 0.0 < largest < math.inf:
+        return 1.0
+    return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / room / largest))))
+
+
 def _is_masked(ref: Tensor) -> Tensor:
     return ~torch.isfinite(ref) | (ref <= MASK)
 
@@ -191,3 +201,38 @@ def first_of(result: Any) -> Tensor | None:
     found = result[0] if isinstance(result, (tuple, list)) and result else result
     plain = isinstance(found, Tensor) and found.layout == torch.strided and not found.is_nested
     return found if plain and found.is_floating_point() else None
+
+
+@dataclass(eq=False)
+class ComparedGraph:
+    """One captured graph, or one inside of another: its forms, and what was found of it.
+
+    ``outputs``: those that leave the captured graph. ``refs``: a reference for each run of a batch; ``runs``: how many
+    there were in the mode of the moment. ``bodies``: what runs the graphs inside it.
+    """
+
+    forms: Variants
+    keys: dict[Node, str]
+    written: frozenset[str]
+    outputs: tuple[str, ...]
+    refs: list[Reference] = field(default_factory=list)
+    runs: int = 0
+    bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
+
+    @classmethod
+    def of(cls, forms: Variants) -> ComparedGraph:
+        """Return the graph of ``forms``, without what runs the graphs inside it."""
+        graph = forms.prepared.graph
+        written = frozenset(n.name for n in graph.nodes if forms.memory.is_written(n))
+        outputs = tuple(n.name for n in graph.output_node().all_input_nodes) if forms.is_whole else ()
+        return cls(forms, node_keys(forms.prepared), written, outputs)
+
+    def sink(self, mode: str, scale: float, unit: float) -> Reference | Against:
+        """Return what takes the next run: its reference, or what compares it; a run that fp64 has not made is alone."""
+        if mode == FP64:
+            self.refs.append(Reference(self.written))
+            return self.refs[-1]
+        ref = self.refs[self.runs] if self.runs < len(self.refs) else Reference()
+        self.runs += 1
+        return Against(ref, self.found[mode], scale, unit)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.devices import device_of_model
 from amp_graph.model_state import unchanged
-from amp_graph.numerics.batches import LossFn, output_and_loss, refuse_infinite
-from amp_graph.numerics.differences import difference
-from amp_graph.numerics.gradients import gradients
+from amp_graph.numerics.batches import LossFn, gradients, output_and_loss, refuse_infinite
+from amp_graph.numerics.differences import difference, scale_for_fp16
+from amp_graph.numerics.exact_operations import wide
 from amp_graph.policy import Policy
 
 ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
@@ -100,13 +100,11 @@ def _plain(out: Any) -> Any:
 
 
 def _double(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    widened: tuple[Any, ...] = tree_map_only(Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, batch)
+    widened: tuple[Any, ...] = tree_map(wide, batch)
     return widened
 
 
 def _scale(reference: list[Ran]) -> float:
     """Return a loss scale with which no gradient of a parameter overflows in fp16."""
     largest = max((float(g.abs().max()) for ran in reference for g in ran.gradients.values() if g.numel()), default=0.0)
-    if not 0.0 < largest < math.inf:
-        return 1.0
-    return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / ROOM / largest))))
+    return scale_for_fp16(largest, ROOM)

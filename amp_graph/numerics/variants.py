@@ -15,12 +15,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.numerics.exact_operations import exact_result, origin, wide, wide_dtypes
-from amp_graph.numerics.observe import Observer, Sink
 from amp_graph.passes.graph.aliasing import observe
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.meta_keys import CAST, MARK
 from amp_graph.passes.graph.node_info import is_higher_order
+from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
@@ -93,7 +93,7 @@ class Variants:
         """Run one form; return its outputs, and the inputs to differentiate for; ``bodies``: what runs ``inside``."""
         gm, memory = self._forms[mode]
         kind = {FP64: Widened, PLAN: Checked}.get(mode, Restoring)
-        observer = kind(gm, memory, sink, bodies)
+        observer = kind(gm, sink, memory, bodies)
         observer.is_whole = self.is_whole
         region: AbstractContextManager[Any] = nullcontext()
         if mode == AUTOCAST:
@@ -129,6 +129,7 @@ class Widened(Restoring):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, in which new tensors without a dtype are float64 as well."""
+        assert self.memory is not None, "given by ``Variants``"
         before, self._widened = torch.get_default_dtype(), dict[str, tuple[Any, Any]]()
         torch.set_default_dtype(torch.float64)
         try:

@@ -10,8 +10,8 @@ from torch._higher_order_ops import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import amp_graph
-from amp_graph.numerics.run_bodies import OPERATORS
 from amp_graph.passes.graph.bodies import REWRITTEN
+from amp_graph.passes.graph.run_bodies import OPERATORS
 from tests.numerics.planted import SILENT, Plant
 
 WIDTH = 8

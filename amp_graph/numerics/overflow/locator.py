@@ -17,8 +17,8 @@ import torch
 
 from amp_graph.errors import CaptureError, warn
 from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.model_state import RandomState
 from amp_graph.numerics.overflow.locate import located, task_of
-from amp_graph.numerics.overflow.restore import random_state
 from amp_graph.numerics.overflow.result import Located
 from amp_graph.numerics.overflow.run import Task
 from amp_graph.numerics.overflow.scale_history import loss_scale_of_source
@@ -92,7 +92,7 @@ class Locator:
     def before(self, batch: Sequence[Any]) -> None:
         """A step of ``batch`` begins."""
         self._look()
-        self._batch, self._random = tuple(batch), random_state()
+        self._batch, self._random = tuple(batch), RandomState()
 
     def after(self) -> None:
         """That step is over."""
@@ -117,7 +117,7 @@ class Locator:
             if not self._calls:
                 self._look()
             self._dropped += len(self._calls) == CALLS
-            self._calls = [*self._calls[1 - CALLS :], Call(args, kwargs, random_state())]
+            self._calls = [*self._calls[1 - CALLS :], Call(args, kwargs, RandomState())]
 
     def _returned(self, model: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if self._calls and torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -8,8 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph import errors, passes
-from amp_graph.numerics.run_bodies import OPERATORS, is_run_as_python
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, INPUT
 from amp_graph.passes.graph.node_info import module_path, source_line
+from amp_graph.passes.graph.observe import Observer, RunningNode
+from amp_graph.passes.graph.run_bodies import OPERATORS, is_run_as_python
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
 
 HERE, *OTHERS = (os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (errors, torch, passes))
@@ -45,8 +45,8 @@ class Place:
     keep: tuple[str, str] = ("", "")
 
 
-class GraphPlaces:
-    """Runs a rewritten graph node by node, and knows which node a call belongs to, in backward by sequence numbers.
+class GraphPlaces(RunningNode):
+    """Runs a rewritten graph node by node, and knows which node a call belongs to.
 
     The bodies of branches, loops and activation checkpoints run node by node, too, these also when backward runs them
     again.
@@ -54,61 +54,15 @@ class GraphPlaces:
 
     def __init__(self, gm: GraphModule) -> None:
         """Prepare a run of ``gm``, whose inner graphs run under it from now on."""
-        self._main = _Nodes(gm, self)
-        self._running: list[Node] = []  # the innermost last
-        self._starts: list[int] = []  # sequence numbers of autograd at which nodes began, in order
-        self._nodes: list[Node | None] = []
-        self._thread = threading.get_ident()
+        super().__init__()
+        self.run = Observer(gm, self).run
         for part in gm.modules():
             if isinstance(part, GraphModule) and part is not gm:
-                part.forward = _Nodes(part, self).run
+                part.forward = Observer(part, self).run
 
-    def run(self, *args: Any) -> Any:
-        """Run the graph."""
-        return self._main.run(*args)
-
-    def begin(self, node: Node) -> None:
-        """Node ``node`` begins to run."""
-        self._running.append(node)
-        self._mark(node)
-
-    def end(self) -> None:
-        """That node is over: the rest of an outer one follows, or what is in no graph."""
-        self._running.pop()
-        self._mark(self._running[-1] if self._running else None)
-
-    def _mark(self, node: Node | None) -> None:
-        if threading.get_ident() == self._thread:  # on CUDA, what backward runs again has numbers of another thread
-            self._starts.append(next_sequence_number())
-            self._nodes.append(node)
-
-    def now(self, backward: bool) -> Node | None:
-        """Return the node of the call that runs now."""
-        if self._running or not backward:
-            return self._running[-1] if self._running else None
-        at = bisect_right(self._starts, running_sequence_number()) - 1
-        return self._nodes[at] if 0 <= at < len(self._nodes) else None
-
-
-class _Nodes(torch.fx.Interpreter):
-    """Runs one graph, and tells ``of`` which node runs."""
-
-    def __init__(self, gm: GraphModule, of: GraphPlaces) -> None:
-        super().__init__(gm)
-        self._of = of
-
-    def run_node(self, n: Node) -> Any:
-        self._of.begin(n)
-        try:
-            return super().run_node(n)
-        finally:
-            self._of.end()
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; one over graphs as Python, as a dispatch mode does not see what runs inside of it."""
-        if is_run_as_python(target, args):
-            return OPERATORS[target.__name__](*args)
-        return super().call_function(target, args, kwargs)
+    def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Run an operator over graphs as Python, as a dispatch mode does not see what runs inside of it."""
+        return (OPERATORS[target.__name__], args, {}) if is_run_as_python(target, args) else (target, args, kwargs)
 
 
 def place_in_graph(node: Node | None, source: Node | None, backward: bool) -> Place:

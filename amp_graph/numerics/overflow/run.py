@@ -22,12 +22,12 @@ from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
-from amp_graph.numerics.gradients import gradients as gradients_of
+from amp_graph.model_state import RandomState, unchanged
+from amp_graph.numerics.batches import gradients as gradients_of
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
-from amp_graph.numerics.overflow.restore import as_before
 from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
-from amp_graph.numerics.run_bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.graph.run_bodies import AsPython
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import own_code_object
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
@@ -49,7 +49,7 @@ class Task:
     parts: tuple[tuple[Any, ...], ...]
     scale: float
     in_step: bool = False
-    random: Any = None  # states of the generators before the step; None: those of now
+    random: RandomState | None = None  # states of the generators before the step; None: those of now
     outputs_gradients: Any = None  # of the model's outputs, where no loss is known; a part is then ((args, kwargs),)
 
 
@@ -105,7 +105,9 @@ class Way:
 def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
     found = Ran("")
     with ExitStack() as around:
-        around.enter_context(as_before(task.model, task.parts, task.random))
+        around.enter_context(unchanged(task.model, task.parts))
+        if task.random is not None:
+            task.random.restore()
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             around.enter_context(torch.autocast(kind, enabled=False))
@@ -193,7 +195,6 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
     now: list[GraphPlaces] = []
     watch = Watch(lambda backward: now[-1].now(backward) if now else None)
     policy = replace(task.policy, keep_outputs=True)
-    forward, loss_fn, plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
 
     def take(gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, task.model, task.model.forward)
@@ -208,13 +209,7 @@ def _in_graph(task: Task, stack: ExitStack) -> Way:
 
         return run
 
-    def amp_graph_forward(*batch: Any) -> Any:
-        if plain:
-            return forward(*batch[0][0], **batch[0][1])
-        out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
-        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
-
-    function: Any = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
+    function: Any = own_code_object(_forward_and_loss(task))  # type: ignore[arg-type]
     compute = capture_with_dynamo(
         function, take, dynamic=False, fullgraph=True, heard=CaptureListener(), collector_waits=True
     )
@@ -234,17 +229,27 @@ def _in_fp32(task: Task, stack: ExitStack) -> Way:
 def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> Way:
     places = stack.enter_context(CodePlaces(task.model))
     watch = Watch(places.now, places.seen)
-    forward, loss_fn = _forward(task), task.loss_fn
+    compute, is_loss = _forward_and_loss(task), task.outputs_gradients is None
 
     def amp_graph_compute(*batch: Any) -> Any:
         with watch, AsPython(), region():
-            if task.outputs_gradients is not None:
-                return forward(*batch[0][0], **batch[0][1])
-            out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
-            loss = loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
-            return loss.float() if isinstance(loss, Tensor) and loss.itemsize < 4 else loss
+            result = compute(*batch)
+            return result.float() if is_loss and isinstance(result, Tensor) and result.itemsize < 4 else result
 
     return Way(amp_graph_compute, watch, place_in_code, f"the code, {how}")
+
+
+def _forward_and_loss(task: Task) -> Callable[..., Any]:
+    """Return what computes the loss of a part of a batch; the outputs, where no loss is known."""
+    forward, loss_fn, is_plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
+
+    def amp_graph_forward(*batch: Any) -> Any:
+        if is_plain:
+            return forward(*batch[0][0], **batch[0][1])
+        out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
+        return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
+
+    return amp_graph_forward
 
 
 def _forward(task: Task) -> Callable[..., Any]:

@@ -8,20 +8,24 @@ cancellation is so not blamed on the subtraction, but on the operation that roun
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.numerics.exact_operations import Exact, origin
-from amp_graph.numerics.variants import FP64, MODES, Variants
-from amp_graph.passes.calibration.node_keys import node_keys
+from amp_graph.devices import device_of_model
+from amp_graph.model_state import unchanged
+from amp_graph.numerics.batches import LossFn, gradients, output_and_loss, refuse_infinite
+from amp_graph.numerics.exact_runs import Exact, origin, wide
 from amp_graph.passes.calibration.ranges import MASK
 from amp_graph.passes.graph.observe import GradientSink
+from amp_graph.policy import Policy
 
 Read = tuple[str, str]  # the names of reader and source
 
@@ -75,10 +79,8 @@ class Sums:
 
     @property
     def error(self) -> float:
-        """The relative error; infinite if anything is not finite."""
-        if not self.wrong:
-            return 0.0
-        return math.sqrt(self.wrong / self.size) if self.size and math.isfinite(self.wrong) else math.inf
+        """The relative error, absolute where all is 0; infinite if anything is not finite."""
+        return math.sqrt(self.wrong / (self.size or 1.0))
 
 
 @dataclass(eq=False)
@@ -203,36 +205,65 @@ def first_of(result: Any) -> Tensor | None:
     return found if plain and found.is_floating_point() else None
 
 
-@dataclass(eq=False)
-class ComparedGraph:
-    """One captured graph, or one inside of another: its forms, and what was found of it.
+# -- the error of a whole run: the metric of ``bisect`` by default ---------------------------------------------
 
-    ``outputs``: those that leave the captured graph. ``refs``: a reference for each run of a batch; ``runs``: how many
-    there were in the mode of the moment. ``bodies``: what runs the graphs inside it.
+ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
+Ran = dict[int | str, Tensor]  # the outputs of a batch, by number, and the gradients of parameters, in float64
+
+
+class ErrorMetric:
+    """The relative L2 error of all outputs or, if larger, of all gradients of parameters, against fp64.
+
+    The reference runs once; gradients have a loss scale in fp16.
     """
 
-    forms: Variants
-    keys: dict[Node, str]
-    written: frozenset[str]
-    outputs: tuple[str, ...]
-    refs: list[Reference] = field(default_factory=list)
-    runs: int = 0
-    bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
+    def __init__(self, model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy) -> None:
+        self.loss_fn, self.scale = loss_fn, 1.0
+        self.reference = self._reference(model, batches)
+        if policy.torch_dtype(device_of_model(model) or "cpu") == torch.float16:
+            grads = [g for ran in self.reference for name, g in ran.items() if isinstance(name, str) and g.numel()]
+            self.scale = scale_for_fp16(max((float(g.abs().max()) for g in grads), default=0.0), ROOM)
 
-    @classmethod
-    def of(cls, forms: Variants) -> ComparedGraph:
-        """Return the graph of ``forms``, without what runs the graphs inside it."""
-        graph = forms.prepared.graph
-        written = frozenset(n.name for n in graph.nodes if forms.memory.is_written(n))
-        outputs = tuple(n.name for n in graph.output_node().all_input_nodes) if forms.is_whole else ()
-        return cls(forms, node_keys(forms.prepared), written, outputs)
+    def __call__(self, model: torch.nn.Module, batches: Sequence[Any]) -> float:
+        """Return the error over all batches; infinite if anything is not finite that is in the reference."""
+        outputs, grads = Sums(), Sums()
+        for batch, expected in zip(batches, self.reference, strict=True):
+            got = self._run(model, batch, self.scale)
+            for name, ref in expected.items():
+                sums = outputs if isinstance(name, int) else grads
+                found = got.get(name, torch.zeros_like(ref))
+                if found.shape == ref.shape:
+                    sums.add(found, ref)
+                else:
+                    sums.wrong = math.inf
+        return max(outputs.error, grads.error)
 
-    def sink(self, mode: str, scale: float, unit: float) -> Reference | Against:
-        """Return what takes the next run: its reference, or what compares it; a run that fp64 has not made is alone."""
-        if mode == FP64:
-            self.refs.append(Reference(self.written))
-            return self.refs[-1]
-        ref = self.refs[self.runs] if self.runs < len(self.refs) else Reference()
-        self.runs += 1
-        return Against(ref, self.found[mode], scale, unit)
+    def _reference(self, model: torch.nn.Module, batches: Sequence[Any]) -> list[Ran]:
+        try:
+            in_fp64 = copy.deepcopy(model).double()
+            return [self._run(in_fp64, tree_map(wide, batch), 1.0, n) for n, batch in enumerate(batches)]
+        except (RuntimeError, TypeError):  # an operation without a kernel for float64, or that asks for float32
+            return [self._run(copy.deepcopy(model), batch, 1.0, n) for n, batch in enumerate(batches)]
+
+    def _run(self, model: torch.nn.Module, batch: tuple[Any, ...], scale: float, number: int | None = None) -> Ran:
+        """Run a batch; ``number``: its number, for one whose loss must be finite."""
+        with unchanged(model, batch), torch.enable_grad():
+            out, loss = output_and_loss(model, self.loss_fn, batch)
+            if number is not None:
+                refuse_infinite("bisect", loss, number)
+            names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            grads: Sequence[Tensor | None] = [None] * len(names)
+            if loss is not None and loss.requires_grad and names:
+                grads = gradients(model, [loss * scale], list(names.values()))
+            leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+            # A result may be a buffer or an input, which is restored.
+            found: Ran = {i: t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}
+        pairs = zip(names, grads, strict=True)
+        return found | {n: g.detach().double() / scale for n, g in pairs if g is not None and not g.is_sparse}
+
+
+def _plain(out: Any) -> Any:
+    """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
+    if isinstance(out, dict):
+        return dict(out)
+    return vars(out) if hasattr(out, "__dict__") and not isinstance(out, Tensor) else out

@@ -64,7 +64,6 @@ class _Traced:
         self.watch = Watch()
         self.args, self.grad, self.pattern = list(args), grad, pattern
         self.run = Observer(gm, self.watch.nodes)
-        self.run.extra_traceback = False
         self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self.outputs: tuple[Output, ...] = ()
         self.forward_nodes: dict[str, None] = {}  # names, in order

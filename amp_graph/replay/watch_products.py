@@ -21,9 +21,7 @@ class _Inline(RunningNode):
     def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Run the graph of a checkpoint node by node as well."""
         if target is run_checkpoint:
-            inner = Observer(args[0], self)
-            inner.extra_traceback = False
-            return target, (inner.run, *args[1:]), {**kwargs, "keeps_random_state": False}
+            return target, (Observer(args[0], self).run, *args[1:]), {**kwargs, "keeps_random_state": False}
         return target, args, kwargs
 
 

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import Graph, Interpreter, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.aliasing import Memory
+from amp_graph.passes.graph.bodies import OPERATORS
 from amp_graph.passes.graph.fake_values import tensors
-from amp_graph.passes.graph.run_bodies import OPERATORS
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
 
 Hook = Callable[[torch.Tensor], None]
@@ -33,11 +33,11 @@ class Sink:
         return nullcontext()
 
     def given(self, node: Node, value: Any) -> Any:
-        """Return what the graph reads for its input ``node``, which is given as ``value``."""
+        """Return what the graph reads for ``node``, an input or an attribute, which is given as ``value``."""
         return value
 
     def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Return the function, and its arguments, that runs for a call of ``target``."""
+        """Return what is called, and its arguments, for a call of ``target``, a function or a module."""
         return target, args, kwargs
 
     def value(self, node: Node, result: Any) -> None:
@@ -100,7 +100,7 @@ class RunningNode(Sink):
             self._starts.append(next_sequence_number())
             self._nodes.append(node)
 
-    def now(self, backward: bool) -> Node | None:
+    def now(self, *, backward: bool) -> Node | None:
         """Return the node of the call that runs now."""
         if self._running or not backward:
             return self._running[-1] if self._running else None
@@ -111,27 +111,35 @@ class RunningNode(Sink):
 class Observer(Interpreter):
     """One graph whose runs are observed; ``run`` takes the graph's inputs and returns its outputs.
 
+    ``graph``: what runs, if it is not that of ``gm``.
+
     ``memory``: who writes to which value; without it no gradient is watched. ``bodies``: what runs the graphs inside
-    it, by name; the operators over them then run as Python, see ``run_bodies``. ``leaves``: after a run, the inputs
+    it, by name; the operators over them then run as Python, see ``OPERATORS``. ``leaves``: after a run, the inputs
     that require gradients, to differentiate for.
     """
 
     def __init__(
         self,
-        gm: GraphModule,
+        gm: torch.nn.Module,
         sink: Sink,
         memory: Memory | None = None,
         bodies: Mapping[str, Callable[..., Any]] | None = None,
+        graph: Graph | None = None,
     ) -> None:
-        super().__init__(gm, garbage_collect_values=True)
+        super().__init__(gm, garbage_collect_values=True, graph=graph)
         self.memory, self.sink, self.bodies = memory, sink, bodies or {}
         self.leaves: list[torch.Tensor] = []
         self._node: Node | None = None
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph once."""
-        self.leaves = []
-        return super().run(*args, **kwargs)
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run the graph once; torch's ``run`` starts a thread of tqdm, which stays in the process."""
+        self.leaves, self.env = [], {}
+        self.args_iter = iter(self.graph.process_inputs(*args))
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+            for used in self.user_to_last_uses.get(node, ()):
+                del self.env[used]
+        return self.graph.process_outputs(self.env[node])
 
     def run_node(self, n: Node) -> Any:
         """Run ``n`` and give its result to the sink."""
@@ -154,13 +162,19 @@ class Observer(Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what runs a body, or what the graph holds."""
-        return self.bodies.get(str(target)) or super().get_attr(target, args, kwargs)
+        assert self._node is not None, "set before a node runs"
+        return self.bodies.get(str(target)) or self.sink.given(self._node, super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator, or run those over ``bodies`` as Python."""
         if any(body is given for body in self.bodies.values() for given in args):
             return OPERATORS[target.__name__](*args)
         return super().call_function(*self.sink.called(target, args, kwargs))
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call a module."""
+        module, args, kwargs = self.sink.called(self.fetch_attr(str(target)), args, kwargs)
+        return module(*args, **kwargs)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
         """Give every reader its own alias, which receives the gradient of that read."""

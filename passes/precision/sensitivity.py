@@ -173,7 +173,7 @@ class MeasureInfluence(Sink):
 
     def given(self, node: Node, value: Any) -> Any:
         """Let gradients flow to the graph's inputs."""
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         alone = self.left_alone is None or id(value) in self.left_alone or self.memory.is_written(node)
         if not value.requires_grad and not alone:

@@ -13,8 +13,7 @@ from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.graph.inline_modules import inline_modules
-from amp_graph.passes.graph.propagate_fake_values import record_values
+from amp_graph.passes.graph.propagate_fake_values import inline_modules, record_values
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
 

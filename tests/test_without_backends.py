@@ -37,7 +37,7 @@ REWRITES = """
 from amp_graph.lists import effective
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.identify_ops import IdentifyOps
-from amp_graph.passes.graph.inline_modules import inline_modules
+from amp_graph.passes.graph.propagate_fake_values import inline_modules
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.graph.fake_values import adopt_values

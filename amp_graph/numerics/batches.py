@@ -1,4 +1,4 @@
-"""Runs the batches of a user, each checked: its structure, and a loss that is finite in fp32.
+"""Runs the batches of a user through his model, both checked: structure, a loss that is finite in fp32, gradients.
 
 A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function, which is called as
 ``loss_fn(model(inputs), *targets)``; without one, the arguments of a model that may return its loss.
@@ -7,19 +7,71 @@ A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from amp_graph.errors import AmpGraphError, CalibrationError
+from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.lists.errors import shortened
-from amp_graph.step.step_arguments import call_model, loss_of
+from amp_graph.passes.torch_compat.autograd import REENTRANT
+from amp_graph.passes.torch_compat.modules import uninitialized
+from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
 
 LossFn = Callable[..., Any]
 PLAIN = (int, float, complex, str, bytes, type(None))  # what holds no tensor
+
+
+def plain_model(caller: str, model: Any) -> torch.nn.Module:
+    """Return the model to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own.
+
+    Raises CaptureError for what is no model, cannot be run, or is converted already.
+    """
+    model = model.module if isinstance(model, WRAPPERS) else model
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   amp_graph.{caller}(model, batches)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{caller}: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
+            f"  fix:   amp_graph.{caller} of the model that torch.jit.script was given"
+        )
+    refuse_what_cannot_run(caller, model)
+    if conversion_of(model) is not None:
+        raise CaptureError(
+            f"{caller}: the model is converted, and is measured as it was written\n"
+            f"  fix:   amp_graph.revert(model), amp_graph.{caller}(model, batches), amp_graph.convert(model)"
+        )
+    return model
+
+
+def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
+    """Raise CaptureError for a model whose parameters hold no values, and in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            f"{caller}: called under torch.inference_mode(), which disables gradients\n  fix:   call it outside"
+        )
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = uninitialized(named)
+    if lazy:
+        raise CaptureError(
+            f"{caller}: {len(lazy)} parameters are not initialized, the first is {lazy[0]}; the call that initializes "
+            "them would change the model\n  fix:   call the model once on a batch before"
+        )
+    empty = [name for name, t in named if t.is_meta]
+    if empty:
+        raise CaptureError(
+            f"{caller}: {len(empty)} tensors are on the meta device and hold no values, the first is {empty[0]}\n"
+            "  fix:   model.to_empty(device='cpu'), then load its weights"
+        )
+
+
+# -- batches --------------------------------------------------------------------------------------------------
 
 
 def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -53,20 +105,14 @@ def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iter
 
 
 def _structure(batch: Any) -> str:
-    """Return the structure of a batch as text: ``(float32[2d], int64[1d])``."""
+    """Return the structure of a batch as text: ``(float32[2d], int64[1d])``, with what is not flat."""
     leaves, spec = tree_flatten(list(batch) if isinstance(batch, tuple) else batch)
     told = [
         f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.dim()}d]" if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in leaves
     ]
-    keys = sorted(map(str, batch)) if isinstance(batch, dict) else []
-    kind = type(batch).__name__ if not isinstance(batch, (tuple, list)) else ""
-    return f"{kind}({', '.join(told)}){' with ' + ', '.join(keys) if keys else ''}" + _depth(spec)
-
-
-def _depth(spec: Any) -> str:
-    children = [_depth(child) for child in spec.children()] if hasattr(spec, "children") and not spec.is_leaf() else []
-    return f" nested {children}" if any(children) else ""
+    flat = tree_flatten(list(leaves))[1]
+    return f"({', '.join(told)})" + ("" if spec == flat else f" in {spec}")
 
 
 def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = CalibrationError) -> tuple[Any, ...]:
@@ -97,8 +143,9 @@ def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) 
     """Return what ``model`` returns for a batch, and its loss; None if there is no loss function, and no loss in it."""
     if loss_fn is not None:
         out = call_model(model, batch[0])
-        loss = _scalar(loss_fn(out, *batch[1:]))
-        _refuse_detached(model, loss)
+        loss = loss_fn(out, *batch[1:])
+        refuse_what_is_no_loss(loss, "loss_fn")
+        refuse_detached("loss_fn", model.named_parameters(), loss)
         return out, loss
     out = call_model(model, *batch)
     try:
@@ -114,27 +161,17 @@ def _plain(given: tuple[Any, ...]) -> list[Any]:
     return [dict(one) if isinstance(one, Mapping) else one for one in given]
 
 
-def _refuse_detached(model: Any, loss: Tensor) -> None:
-    if loss.requires_grad or not torch.is_grad_enabled():
-        return
-    trained = next((name for name, p in model.named_parameters() if p.requires_grad), None)
-    if trained is not None:
-        raise CalibrationError(
-            f"loss_fn: the loss that it returned has no gradient, and the model trains {trained}\n"
-            "  legal: a loss that is computed from the outputs; without loss_fn, forward alone is measured\n"
-            "  fix:   return it without .detach(), .item() and torch.no_grad()"
+def refuse_detached(
+    who: str, named: Iterable[tuple[str, Tensor]], loss: Tensor, kind: type[AmpGraphError] = CalibrationError
+) -> None:
+    """Raise ``kind`` for a loss that no backward can begin at, though parameters, ``named``, are trained."""
+    trained = next((name for name, p in named if p.requires_grad), None)
+    if trained is not None and not loss.requires_grad and torch.is_grad_enabled():
+        raise kind(
+            f"{who}: the loss has no gradient, and the model trains {trained}\n"
+            "  legal: a loss that is computed from the outputs\n"
+            "  fix:   return it from loss_fn without .detach(), .item() and torch.no_grad()"
         )
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        of = list(loss.shape) if isinstance(loss, Tensor) and loss.numel() != 1 else getattr(loss, "dtype", "")
-        shown = f"a tensor of {of}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise CalibrationError(
-            f"loss_fn: it returned {shown}, which is not a loss\n  legal: a tensor of one floating-point number\n"
-            "  fix:   loss_fn=lambda out, y: torch.nn.functional.mse_loss(out, y)"
-        )
-    return loss
 
 
 def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
@@ -147,21 +184,75 @@ def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
         )
 
 
-def shown(caller: str, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches with a progress bar of tqdm, or lines without it, where stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield from batches
-        return
+def shown(caller: str, batches: Iterable[Any]) -> Iterable[Any]:
+    """Return the batches, with a progress bar of tqdm where it is installed and stderr is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:
-        yield from _with_lines(caller, batches)
-    else:
-        yield from tqdm(batches, desc=caller, unit="batch")
+        return batches
+    bar: Iterable[Any] = tqdm(batches, desc=caller, unit="batch", disable=not sys.stderr.isatty())
+    return bar
 
 
-def _with_lines(caller: str, batches: Iterable[Any]) -> Iterator[Any]:
-    total = f" of {len(batches)}" if isinstance(batches, Sized) else ""
-    for number, batch in enumerate(batches, 1):
-        print(f"{caller}: batch {number}{total}", file=sys.stderr)
-        yield batch
+def gradients(
+    model: torch.nn.Module,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor | None] | None = None,
+) -> Sequence[Tensor | None]:
+    """Return the gradients of ``inputs``, None for those that the outputs do not depend on.
+
+    ``given``: the gradients of the outputs. Where a backward is reentrant, inputs that are no leaves have None.
+    """
+    nodes = list(_nodes(outputs))
+    if not any(REENTRANT in node.name() for node in nodes):
+        return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+    reached = [node.variable for node in nodes if hasattr(node, "variable")]
+    leaves = {id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}
+    with _without_grads(list(leaves.values())):
+        torch.autograd.backward(outputs, given)
+        return [t.grad if t.is_leaf else None for t in inputs]
+
+
+class Leaves(list[Tensor]):
+    """The inputs of the graphs of one batch that require gradients, to differentiate its loss for."""
+
+    def differentiate(self, model: torch.nn.Module, loss: Tensor | None, scale: float = 1.0) -> bool:
+        """Run backward of ``loss`` times ``scale``, without touching ``.grad``; return whether there is one. Clear."""
+        leaves = list({id(t): t for t in self}.values())
+        self.clear()
+        if loss is None or not loss.requires_grad or not leaves:
+            return False
+        gradients(model, [loss * scale], leaves)
+        return True
+
+
+@contextmanager
+def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Take away ``.grad`` and the hooks behind its accumulation, such as an optimizer's step; put them back.
+
+    The dict of hooks is emptied in place: the leaf's gradient accumulator keeps that dict whatever the attribute says.
+    """
+    grads = [leaf.grad for leaf in leaves]
+    hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
+    kept = [dict(one) for one in hooks]
+    for leaf, one in zip(leaves, hooks, strict=True):
+        leaf.grad = None
+        one.clear()
+    try:
+        yield
+    finally:
+        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
+            leaf.grad = grad
+            one.update(before)
+
+
+def _nodes(outputs: Sequence[Tensor]) -> Iterator[Any]:
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [one for one, _ in node.next_functions]

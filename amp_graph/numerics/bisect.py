@@ -18,16 +18,15 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
+from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
-from amp_graph.numerics.batches import LossFn, checked, refuse_loss_fn
-from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
-from amp_graph.numerics.errors_of_run import ErrorMetric
-from amp_graph.numerics.search import smallest
+from amp_graph.numerics.batches import LossFn, checked, plain_model, refuse_loss_fn
+from amp_graph.numerics.differences import ErrorMetric
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.precision.machine_rates import machine_for
@@ -100,9 +99,10 @@ def bisect(
             f"the tolerance {tolerance:g}, which fp32 itself meets\n  legal: a larger tolerance\n"
             "  fix:   a larger tolerance, or policy='bf16-O0'"
         )
-    made = BisectedPolicy(trials.policy(found.chosen))
-    made.kept, made.runs, made.candidates = found.chosen, trials.runs, len(candidates)
-    made.error, made.is_minimal = trials.known[frozenset(found.chosen)], found.is_minimal
+    kept, is_minimal = found
+    made = BisectedPolicy(trials.policy(kept))
+    made.kept, made.runs, made.candidates = kept, trials.runs, len(candidates)
+    made.error, made.is_minimal = trials.known[frozenset(kept)], is_minimal
     return made
 
 
@@ -218,3 +218,46 @@ def _note(saved: dict[str, int], policy: Policy, device: str | None, prepared: G
             work = work_of(node, classes[node])
             gain = picoseconds(work, machine, "float32") - picoseconds(work, machine, dtype)
             saved[key] = saved.get(key, 0) + gain
+
+
+# -- the search ---------------------------------------------------------------------------------------------
+
+
+def smallest(
+    candidates: Sequence[str], meets: Callable[[tuple[str, ...]], bool], most: int
+) -> tuple[tuple[str, ...], bool] | None:
+    """Return a set for which ``meets`` is true, and none of whose members can be left out if more never hurts.
+
+    Each round finds the last candidate without which the ones before it are not sufficient, by halves. The last trial
+    is of the set that is returned. All candidates together are taken to be sufficient until a round shows otherwise.
+    With it, whether it is minimal: after ``most`` trials a set that is known to be sufficient is returned as it is.
+    None: all candidates together are not sufficient. Sources: delta debugging (Zeller and Hildebrandt, 2002), and
+    group testing by halves (Hwang, 1972).
+    """
+    chosen: list[str] = []
+    end, trials, is_known = len(candidates), 0, False
+
+    def is_sufficient(count: int) -> bool:
+        nonlocal trials
+        trials += 1
+        return meets((*chosen, *candidates[:count]))
+
+    while not is_sufficient(0):
+        if not is_known and (chosen or not candidates):
+            is_known = bool(end) and is_sufficient(end)
+            if not is_known:
+                return None
+        low, high = 0, end
+        while high - low > 1:
+            if trials >= most and is_known:
+                return (*chosen, *candidates[:high]), False
+            middle = (low + high) // 2
+            if is_sufficient(middle):
+                high, is_known = middle, True
+            else:
+                low = middle
+        chosen.append(candidates[high - 1])
+        end = high - 1
+        if not end and is_known:
+            break
+    return tuple(chosen), True

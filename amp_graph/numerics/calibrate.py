@@ -13,22 +13,29 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.lists import OpClass
 from amp_graph.model_state import unwritten
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
-from amp_graph.numerics.capture import captured_by, in_fp32, plain_model
-from amp_graph.numerics.depths import depth_of
-from amp_graph.numerics.gradients import gradients
-from amp_graph.numerics.observe import Observer
-from amp_graph.passes.calibration.calibration import Calibration, NodeRange
+from amp_graph.numerics.batches import (
+    Leaves,
+    LossFn,
+    checked,
+    output_and_loss,
+    plain_model,
+    refuse_infinite,
+    refuse_loss_fn,
+)
+from amp_graph.passes.calibration.calibration import Calibration
+from amp_graph.passes.calibration.calibration_file import NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
-from amp_graph.passes.calibration.ranges import Peak, Range, range_of
+from amp_graph.passes.calibration.ranges import Range, range_of
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import tensors
 from amp_graph.passes.graph.meta_keys import INSIDE
+from amp_graph.passes.graph.observe import GradientSink, Observer
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import has_values, ready_to_plan
@@ -71,7 +78,7 @@ def calibrate(
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)
-                measuring.differentiate(model, loss)
+                measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
             measuring.end_batch()
     if not measuring.values:
         raise CaptureError(
@@ -82,105 +89,70 @@ def calibrate(
 
 
 @dataclass(eq=False)
-class _Found:
-    """What one batch has shown of one operation."""
-
-    value: Range | None = None
-    reads: Peak | None = None
-    gradient: Range | None = None
-    gives: Peak | None = None
-    depth: int = 1
-    free: bool = True
-
-
-@dataclass(eq=False)
 class _Measuring:
-    """Measures the graphs of a model: the ranges of the batch so far, and of the batches before it."""
+    """Measures the graphs of a model. ``now``: the ranges of the batch so far, by part; ``values``: of those before."""
 
     policy: Policy
     device: str | None
     values: dict[str, NodeRange] = field(default_factory=dict)
     batches: int = 0
     has_gradients: bool = False
-    _now: dict[str, _Found] = field(default_factory=dict)
-    _leaves: list[torch.Tensor] = field(default_factory=list)
+    now: dict[str, dict[str, Range]] = field(default_factory=dict)
+    free: dict[str, bool] = field(default_factory=dict)
+    leaves: Leaves = field(default_factory=Leaves)
 
     def take(self, gm: GraphModule) -> Runner:
         """Prepare a captured graph as for planning; return what runs and measures it, and the graphs inside it."""
         problem = ready_to_plan(gm, self.policy, self.device)
-        free = {node: kind.cls in FREE for node, kind in problem.classes.items()}
+        keys = node_keys(gm)
+        self.free |= {key: node in problem.classes and problem.classes[node].cls in FREE for node, key in keys.items()}
         bodies = {body.name: self.take(body.graph) for body in bodies_of(gm) if has_values(body.graph)}
-        sink = _GraphSink(self._now, node_keys(gm), free)
-        observer = Observer(gm, problem.memory, sink, bodies)
+        sink = _GraphSink(self.now, keys)
+        observer = Observer(gm, sink, problem.memory, bodies)
 
         def run(*args: Any) -> Any:
-            sink.begin()
+            sink.peaks.clear()
             result = observer.run(*args)
-            self._leaves += observer.leaves if INSIDE not in gm.meta else []
+            self.leaves += observer.leaves if INSIDE not in gm.meta else []
             return result
 
         return run
 
-    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
-        """Run backward, without touching ``.grad``."""
-        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
-        if loss is not None and loss.requires_grad and leaves:
-            gradients(model, [loss], leaves)
-            self.has_gradients = True
-
     def end_batch(self) -> None:
         """Add what the batch has shown."""
         self.batches += 1
-        for key, found in self._now.items():
-            if found.value is not None:
-                one = NodeRange(found.value, found.reads, found.gradient, found.gives, found.depth, found.free)
+        for key, found in self.now.items():
+            if "value" in found:
+                one = NodeRange(**found, free=self.free[key])
                 self.values[key] = self.values[key] + one if key in self.values else one
-        self._now.clear()
+        self.now.clear()
 
 
 @dataclass(eq=False)
-class _GraphSink:
+class _GraphSink(GradientSink):
     """Takes the values and gradients of one graph."""
 
-    now: dict[str, _Found]
+    now: dict[str, dict[str, Range]]
     keys: dict[Node, str]
-    free: dict[Node, bool]
-    shapes: dict[Node, tuple[int, ...]] = field(default_factory=dict)
-    peaks: dict[Node, Peak] = field(default_factory=dict)
-
-    def begin(self) -> None:
-        self.shapes.clear()
-        self.peaks.clear()
+    peaks: dict[Node, Range] = field(default_factory=dict)
 
     def value(self, node: Node, result: Any) -> None:
         found = range_of(tensors(result))
-        if isinstance(result, torch.Tensor):
-            self.shapes[node] = tuple(result.shape)
         if found is not None:
             self.peaks[node] = found.peak
-        key = self.keys.get(node)
-        if key is None:
-            return
-        one = self.now.setdefault(key, _Found())
-        one.value = found if one.value is None or found is None else one.value.beside(found)
-        one.depth = max(one.depth, depth_of(node, self.shapes))
-        one.free = self.free.get(node, False)
+        self._note(node, "value", found)
         for source in node.all_input_nodes:
-            if source in self.peaks:
-                one.reads = _beside(one.reads, self.peaks[source])
+            self._note(node, "reads", self.peaks.get(source))
 
     def gradient(self, node: Node, grad: torch.Tensor, part: int) -> None:
-        found = range_of([grad])
-        if node in self.keys and found is not None:
-            one = self.now.setdefault(self.keys[node], _Found())
-            one.gradient = found if one.gradient is None else one.gradient.beside(found)
+        self._note(node, "gradient", range_of([grad]))
 
     def returned(self, reader: Node, source: Node, grad: torch.Tensor) -> None:
         found = range_of([grad])
-        if reader in self.keys and found is not None:
-            one = self.now.setdefault(self.keys[reader], _Found())
-            one.gives = _beside(one.gives, found.peak)
+        self._note(reader, "gives", None if found is None else found.peak)
 
-
-def _beside(a: Peak | None, b: Peak) -> Peak:
-    return b if a is None else a.beside(b)
+    def _note(self, node: Node, part: str, found: Range | None) -> None:
+        """Add a range of this batch to those of the operation."""
+        if node in self.keys and found is not None:
+            one = self.now.setdefault(self.keys[node], {})
+            one[part] = one[part].beside(found) if part in one else found

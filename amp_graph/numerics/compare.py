@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,22 +17,35 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.sensitivity_sample import captured_by
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError, CaptureError
+from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState, restored, unwritten
-from amp_graph.numerics.batches import LossFn, checked, output_and_loss, refuse_infinite, refuse_loss_fn
-from amp_graph.numerics.capture import captured_by, plain_model
-from amp_graph.numerics.compared_graph import ComparedGraph
+from amp_graph.numerics.batches import (
+    Leaves,
+    LossFn,
+    checked,
+    output_and_loss,
+    plain_model,
+    refuse_infinite,
+    refuse_loss_fn,
+)
 from amp_graph.numerics.comparison import Comparison, Operation
-from amp_graph.numerics.differences import Differences
-from amp_graph.numerics.gradients import gradients
-from amp_graph.numerics.variants import AUTOCAST, FP32, FP64, MODES, PLAN, Variants
-from amp_graph.passes.calibration.node_keys import module_of
+from amp_graph.numerics.differences import Against, Differences, Reference, scale_for_fp16
+from amp_graph.numerics.exact_runs import Checked, Restoring, Widened
+from amp_graph.passes.calibration.node_keys import module_of, node_keys
+from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.node_info import source_line
+from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
+from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
 
+FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
+MODES = (FP64, FP32, PLAN, AUTOCAST)
 ROOM = 16.0  # by which the scaled gradients stay below the largest number of fp16
 
 
@@ -66,7 +79,7 @@ def compare(
     refuse_loss_fn("compare", loss_fn)
     asked = Policy.parse(policy)
     warn_of_unmatched(model, asked)
-    comparing = _Comparing(asked, device_of_model(model))
+    comparing = _Comparing(asked, device_of_model(model) or "cpu")
     count = 0
     with captured_by(model, asked, comparing.take) as graphs:
         comparing.before = graphs.before
@@ -93,12 +106,15 @@ def _compare_batch(
             return
         try:
             _run(model, loss_fn, batch, number, mode, comparing)
-            continue
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
-            if not comparing.has_another_way(error):
+            comparing.leaves.clear()
+            if mode == AUTOCAST:
+                comparing.leave_out_autocast(first_line(error))
+            elif mode == FP64 and comparing.wide == FP64:
+                comparing.wide, comparing.reference = FP32, f"fp32, as fp64 failed: {first_line(error)}"
+                _run(model, loss_fn, batch, number, mode, comparing)
+            else:
                 raise
-        if mode != AUTOCAST:
-            _run(model, loss_fn, batch, number, mode, comparing)
 
 
 def _run(
@@ -118,7 +134,7 @@ def _run(
             if mode in (FP64, FP32):
                 refuse_infinite("compare", loss, number)
             loss = _projected(out) if loss is None else loss
-        comparing.differentiate(model, loss)
+        comparing.leaves.differentiate(model, loss, comparing.loss_scale)
 
 
 def _projected(out: Any) -> torch.Tensor | None:
@@ -134,34 +150,81 @@ def _projected(out: Any) -> torch.Tensor | None:
 
 
 @dataclass(eq=False)
+class ComparedGraph:
+    """One captured graph, or one inside of another, in four forms, and what was found of it.
+
+    ``forms``: by mode, the graph and who writes in it; their nodes have the same names as far as they are the same.
+    ``keys``: of the operations that are compared. ``is_whole``: whether it is no graph inside of another. ``refs``: a
+    reference for each run of a batch; ``runs``: how many there were in the mode of the moment. ``bodies``: what runs
+    the graphs inside it.
+    """
+
+    forms: dict[str, tuple[GraphModule, Memory]]
+    keys: dict[Node, str]
+    is_whole: bool
+    refs: list[Reference] = field(default_factory=list)
+    runs: int = 0
+    bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
+
+    def outputs(self) -> list[str]:
+        """Return the names of what leaves the captured graph."""
+        return [n.name for n in self.forms[FP64][0].graph.output_node().all_input_nodes] if self.is_whole else []
+
+    def sink(self, mode: str, scale: float, unit: float) -> Reference | Against:
+        """Return what takes the next run: its reference, or what compares it; a run that fp64 has not made is alone."""
+        if mode == FP64:
+            gm, memory = self.forms[FP64]
+            self.refs.append(Reference(frozenset(n.name for n in gm.graph.nodes if memory.is_written(n))))
+            return self.refs[-1]
+        ref = self.refs[self.runs] if self.runs < len(self.refs) else Reference()
+        self.runs += 1
+        return Against(ref, self.found[mode], scale, unit)
+
+    def precisions(self) -> dict[str, tuple[str, str]]:
+        """Return the planned precision of each operation, and its reason, by the name of its node."""
+        return {n.name: (m.precision, m.reason) for n, m in marks(self.forms[PLAN][0]).items()}
+
+
+@dataclass(eq=False)
 class _Comparing:
     """Takes the graphs of a model, and runs them in the mode of the moment."""
 
     policy: Policy
-    device: str | None
+    device: str
     graphs: list[ComparedGraph] = field(default_factory=list)
     mode: str = FP64
     wide: str = FP64  # the mode of the reference
     reference: str = "fp64"
     scale: float = 1.0
     autocast_failed: str = ""  # why torch.autocast could not run it
-    needs_kernels: bool = False  # whether the plan runs with the passes of the device only
     before: ModelState | None = None
-    _leaves: list[torch.Tensor] = field(default_factory=list)
+    leaves: Leaves = field(default_factory=Leaves)
     _unit: float = 1.0
 
     def take(self, gm: GraphModule) -> Runner:
         """Prepare the four forms of a captured graph; return what runs that of the mode."""
-        forms = Variants(gm, self.policy, self.device)
-        if self.needs_kernels:
-            forms.plan()
-        return self._runner(forms)
+        planned, prepared = copy_graph(gm), copy_graph(gm)
+        without = tuple(dict.fromkeys((*self.policy.skip, "backend")))
+        # Whatever time its roundings take.
+        asked = replace(self.policy, skip=without, skip_unprofitable=self.policy.skip_unprofitable or "false")
+        rewrite_in_place(planned, asked, self.device)
+        return self._runner(gm, prepared, planned, is_whole=True)
 
-    def _runner(self, forms: Variants) -> Callable[..., Any]:
+    def _runner(
+        self, gm: GraphModule, prepared: GraphModule, planned: GraphModule, *, is_whole: bool
+    ) -> Callable[..., Any]:
         """Return what runs a graph in the mode of the moment; it and the graphs inside it are compared from now on."""
-        graph = ComparedGraph.of(forms)
+        memory = ready_to_plan(prepared, self.policy, self.device).memory
+        read_values(gm)
+        forms = {FP64: (prepared, memory), FP32: (prepared, memory), AUTOCAST: (gm, observe(gm, {}))}
+        forms[PLAN] = planned, observe(planned, marks(planned))
+        graph = ComparedGraph(forms, node_keys(prepared), is_whole)
         self.graphs.append(graph)
-        graph.bodies = {name: self._runner(inside) for name, inside in forms.inside.items()}
+        for body in bodies_of(prepared):
+            if has_values(body.graph):
+                inside = (getattr(gm, body.name), body.graph, getattr(planned, body.name))
+                graph.bodies[body.name] = self._runner(*inside, is_whole=False)
         return partial(self._run, graph)
 
     def begin(self, mode: str) -> None:
@@ -170,7 +233,7 @@ class _Comparing:
             for graph in self.graphs:
                 graph.refs = []
         elif self.mode == FP64:
-            self._unit = math.hypot(*(ref.weight(g.outputs) for g in self.graphs for ref in g.refs)) or 1.0
+            self._unit = math.hypot(*(ref.weight(g.outputs()) for g in self.graphs for ref in g.refs)) or 1.0
             self.scale = self._scale()
         for graph in self.graphs:
             graph.runs = 0
@@ -179,59 +242,44 @@ class _Comparing:
     def _scale(self) -> float:
         """Return a loss scale for fp16 with which no gradient of this batch overflows."""
         largest = max((ref.largest_gradient() for graph in self.graphs for ref in graph.refs), default=0.0)
-        if self.policy.torch_dtype(self.device or "cpu") != torch.float16 or not 0.0 < largest < math.inf:
-            return 1.0
-        return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / ROOM / largest))))
+        is_fp16 = self.policy.torch_dtype(self.device) == torch.float16
+        return scale_for_fp16(largest, ROOM) if is_fp16 else 1.0
 
     def _run(self, graph: ComparedGraph, *args: Any) -> Any:
-        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        sink = graph.sink(self.mode, scale, self._unit)
+        """Run a graph; its outputs have their captured dtypes."""
+        sink = graph.sink(self.mode, self.loss_scale, self._unit)
         form = self.wide if self.mode == FP64 else self.mode
-        result, leaves = graph.forms.run(form, sink, args, graph.bodies)
-        self._leaves += leaves if graph.forms.is_whole else []
+        kind = {FP64: Widened, PLAN: Checked}.get(form, Restoring)
+        gm, memory = graph.forms[form]
+        observer = kind(gm, sink, memory, graph.bodies)
+        observer.is_whole = graph.is_whole
+        with self.region(cache_enabled=False):
+            result = observer.run(*args)
+        self.leaves += observer.leaves if graph.is_whole else []
         return result
 
-    def region(self) -> AbstractContextManager[Any]:
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the mode."""
+        return self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
+
+    def region(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
         """Return the region of forward and loss: ``torch.autocast`` in its mode, as in a loop written by hand."""
         if self.mode != AUTOCAST:
             return nullcontext()
-        device = self.device or "cpu"
-        return torch.autocast(device, self.policy.torch_dtype(device))
+        return torch.autocast(self.device, self.policy.torch_dtype(self.device), cache_enabled=cache_enabled)
 
-    def differentiate(self, model: torch.nn.Module, loss: torch.Tensor | None) -> None:
-        """Run backward with the mode's loss scale, without touching ``.grad``."""
-        leaves, self._leaves = list({id(t): t for t in self._leaves}.values()), []
-        if loss is None or not loss.requires_grad or not leaves:
-            return
-        scale = self.scale if self.mode in (PLAN, AUTOCAST) else 1.0
-        gradients(model, [loss * scale], leaves)
-
-    def has_another_way(self, error: Exception) -> bool:
-        """Say whether the mode that failed can go on: fp32 as the reference, a device's kernels, no autocast."""
-        self._leaves = []
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        if self.mode == FP64 and self.wide == FP64:
-            self.wide, self.reference = FP32, f"fp32, as fp64 failed: {first}"
-            return True
-        if self.mode == AUTOCAST:
-            self.autocast_failed = first
-            for graph in self.graphs:
-                graph.found[AUTOCAST] = Differences()
-            return True
-        if self.mode == PLAN and not self.needs_kernels:
-            self.needs_kernels = True
-            for graph in self.graphs:
-                if graph.forms.is_whole:
-                    graph.forms.plan()
-                graph.found[PLAN] = Differences()
-            return True
-        return False
+    def leave_out_autocast(self, why: str) -> None:
+        """Compare no more with ``torch.autocast``."""
+        self.autocast_failed = why
+        for graph in self.graphs:
+            graph.found[AUTOCAST] = Differences()
 
     def operations(self) -> tuple[Operation, ...]:
         """Return what was found, by operation, worst first; operations of several graphs with one key join."""
         found: dict[str, Operation] = {}
         for graph in self.graphs:
-            precisions = graph.forms.precisions()
+            precisions = graph.precisions()
             for node, key in graph.keys.items():
                 one = _operation(node, key, graph, precisions.get(node.name, ("captured", "")))
                 if one is not None and (key not in found or one.introduced > found[key].introduced):

@@ -6,11 +6,11 @@ Before: errors by node. After: ``print(comparison.text())``, whose first line is
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.numerics.overflow.result import plain_values
 from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.native.output_file import write_or_refuse
 
@@ -77,8 +77,8 @@ class Comparison:
         head = {"schema": SCHEMA, "version": VERSION, "model": self.model, "policy": self.policy}
         head |= {"batches": self.batches, "reference": self.reference, "loss_scale": self.loss_scale}
         head |= {"autocast_failed": self.autocast_failed}
-        told: list[dict[str, Any]] = [{k: _plain(v) for k, v in vars(one).items()} for one in self.operations]
-        return {**head, "layers": [{k: _plain(v) for k, v in row.items()} for row in self.rows()], "operations": told}
+        found = plain_values({"layers": self.rows(), "operations": [vars(one) for one in self.operations]})
+        return {**head, **found}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict()`` to ``path`` as JSON, or nothing. Raises AmpGraphError if it cannot be written."""
@@ -124,7 +124,3 @@ def _number(found: float | None) -> float:
 
 def _cell(found: Any) -> str:
     return "-" if found is None else f"{found:.1e}" if isinstance(found, float) else str(found)
-
-
-def _plain(found: Any) -> Any:
-    return str(found) if isinstance(found, float) and not math.isfinite(found) else found

@@ -1,4 +1,4 @@
-"""The differences between two runs of one graph, node by node: of values, of gradients, and which node made them.
+"""The differences between runs of one graph, node by node: of values, of gradients, and which node made them.
 
 Before: the values and gradients of a run in fp64. After: for each node of another run, its relative error, and the
 error that it *introduced*: that of its result less what the errors of its inputs alone cause, found by the same
@@ -8,23 +8,30 @@ cancellation is so not blamed on the subtraction, but on the operation that roun
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.numerics.exact_operations import Exact, origin
+from amp_graph.devices import device_of_model
+from amp_graph.model_state import unchanged
+from amp_graph.numerics.batches import LossFn, gradients, output_and_loss, refuse_infinite
+from amp_graph.numerics.exact_runs import Exact, origin, wide
 from amp_graph.passes.calibration.ranges import MASK
+from amp_graph.passes.graph.observe import GradientSink
+from amp_graph.policy import Policy
 
 Read = tuple[str, str]  # the names of reader and source
 
 
 @dataclass(eq=False)
-class Reference:
+class Reference(GradientSink):
     """The values and gradients of one run of one graph, which others are compared with, by names of nodes."""
 
     written: frozenset[str] = frozenset()
@@ -72,10 +79,8 @@ class Sums:
 
     @property
     def error(self) -> float:
-        """The relative error; infinite if anything is not finite."""
-        if not self.wrong:
-            return 0.0
-        return math.sqrt(self.wrong / self.size) if self.size and math.isfinite(self.wrong) else math.inf
+        """The relative error, absolute where all is 0; infinite if anything is not finite."""
+        return math.sqrt(self.wrong / (self.size or 1.0))
 
 
 @dataclass(eq=False)
@@ -92,7 +97,7 @@ class Differences:
 
 
 @dataclass(eq=False)
-class Against:
+class Against(GradientSink):
     """A sink that compares one run with a ``Reference``, and adds to ``found``.
 
     ``scale``: of the loss of this run. ``unit``: the weight of the outputs.
@@ -171,6 +176,13 @@ def difference(got: Tensor, ref: Tensor) -> Tensor:
     return torch.where(_is_masked(ref), 0.0, wrong)
 
 
+def scale_for_fp16(largest: float, room: float) -> float:
+    """Return a loss scale with which a gradient of ``largest`` stays below the end of fp16 by the factor ``room``."""
+    if not 0.0 < largest < math.inf:
+        return 1.0
+    return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / room / largest))))
+
+
 def _is_masked(ref: Tensor) -> Tensor:
     return ~torch.isfinite(ref) | (ref <= MASK)
 
@@ -191,3 +203,67 @@ def first_of(result: Any) -> Tensor | None:
     found = result[0] if isinstance(result, (tuple, list)) and result else result
     plain = isinstance(found, Tensor) and found.layout == torch.strided and not found.is_nested
     return found if plain and found.is_floating_point() else None
+
+
+# -- the error of a whole run: the metric of ``bisect`` by default ---------------------------------------------
+
+ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
+Ran = dict[int | str, Tensor]  # the outputs of a batch, by number, and the gradients of parameters, in float64
+
+
+class ErrorMetric:
+    """The relative L2 error of all outputs or, if larger, of all gradients of parameters, against fp64.
+
+    The reference runs once; gradients have a loss scale in fp16.
+    """
+
+    def __init__(self, model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy) -> None:
+        self.loss_fn, self.scale = loss_fn, 1.0
+        self.reference = self._reference(model, batches)
+        if policy.torch_dtype(device_of_model(model) or "cpu") == torch.float16:
+            grads = [g for ran in self.reference for name, g in ran.items() if isinstance(name, str) and g.numel()]
+            self.scale = scale_for_fp16(max((float(g.abs().max()) for g in grads), default=0.0), ROOM)
+
+    def __call__(self, model: torch.nn.Module, batches: Sequence[Any]) -> float:
+        """Return the error over all batches; infinite if anything is not finite that is in the reference."""
+        outputs, grads = Sums(), Sums()
+        for batch, expected in zip(batches, self.reference, strict=True):
+            got = self._run(model, batch, self.scale)
+            for name, ref in expected.items():
+                sums = outputs if isinstance(name, int) else grads
+                found = got.get(name, torch.zeros_like(ref))
+                if found.shape == ref.shape:
+                    sums.add(found, ref)
+                else:
+                    sums.wrong = math.inf
+        return max(outputs.error, grads.error)
+
+    def _reference(self, model: torch.nn.Module, batches: Sequence[Any]) -> list[Ran]:
+        try:
+            in_fp64 = copy.deepcopy(model).double()
+            return [self._run(in_fp64, tree_map(wide, batch), 1.0, n) for n, batch in enumerate(batches)]
+        except (RuntimeError, TypeError):  # an operation without a kernel for float64, or that asks for float32
+            return [self._run(copy.deepcopy(model), batch, 1.0, n) for n, batch in enumerate(batches)]
+
+    def _run(self, model: torch.nn.Module, batch: tuple[Any, ...], scale: float, number: int | None = None) -> Ran:
+        """Run a batch; ``number``: its number, for one whose loss must be finite."""
+        with unchanged(model, batch), torch.enable_grad():
+            out, loss = output_and_loss(model, self.loss_fn, batch)
+            if number is not None:
+                refuse_infinite("bisect", loss, number)
+            names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            grads: Sequence[Tensor | None] = [None] * len(names)
+            if loss is not None and loss.requires_grad and names:
+                grads = gradients(model, [loss * scale], list(names.values()))
+            leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+            # A result may be a buffer or an input, which is restored.
+            found: Ran = {i: t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}
+        pairs = zip(names, grads, strict=True)
+        return found | {n: g.detach().double() / scale for n, g in pairs if g is not None and not g.is_sparse}
+
+
+def _plain(out: Any) -> Any:
+    """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
+    if isinstance(out, dict):
+        return dict(out)
+    return vars(out) if hasattr(out, "__dict__") and not isinstance(out, Tensor) else out

@@ -13,37 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
+from amp_graph.passes.graph.observe import Observer
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
 from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Output, Partition, Pattern
 from amp_graph.replay.watch_products import Watch
-
-
-class _Inline(Interpreter):
-    """Runs a graph such that a checkpoint's recomputation becomes a part of the trace."""
-
-    def __init__(self, gm: GraphModule, watch: Watch) -> None:
-        super().__init__(gm)
-        self.extra_traceback = False
-        self.watch = watch
-
-    def run_node(self, n: Node) -> Any:
-        """Run one node, and ascribe its products to it."""
-        with self.watch.of(n):
-            return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call one function."""
-        if target is run_checkpoint:
-            kwargs = {**kwargs, "keeps_random_state": False}
-            args = (_Inline(args[0], self.watch).run, *args[1:])
-        return super().call_function(target, args, kwargs)
 
 
 def trace_flat(gm: GraphModule, args: Sequence[Any], pattern: Pattern | None = None) -> Flat:
@@ -83,7 +62,8 @@ class _Traced:
 
     def __init__(self, gm: GraphModule, args: Sequence[Any], grad: bool, pattern: Pattern | None) -> None:
         self.watch = Watch()
-        self.run, self.args, self.grad, self.pattern = _Inline(gm, self.watch), list(args), grad, pattern
+        self.args, self.grad, self.pattern = list(args), grad, pattern
+        self.run = Observer(gm, self.watch.nodes)
         self.tensors = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
         self.outputs: tuple[Output, ...] = ()
         self.forward_nodes: dict[str, None] = {}  # names, in order

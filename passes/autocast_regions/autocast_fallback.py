@@ -1,7 +1,8 @@
 """Runs a graph that cannot be planned as ``torch.autocast`` would run it.
 
 Before: ``h = linear(x, w); return h``. After: ``a = _enter_autocast(...); h = linear(x, w); _exit_autocast(a);
-return h.to(torch.float32)``. A graph with such regions runs node by node in ``with RegionInterpreter(gm) as run``.
+return h.to(torch.float32)``. A graph with such regions runs node by node in
+``with Regions() as regions: Observer(gm, regions).run(x)``.
 """
 
 from __future__ import annotations
@@ -9,25 +10,25 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
+from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.torch_compat.dispatch import enter_autocast, exit_autocast
 from amp_graph.passes.torch_compat.fake import FakeTensor, tracing_fake
 
-Own = TypeVar("Own", bound="RegionInterpreter")
+Own = TypeVar("Own", bound="Regions")
 
 
-class RegionInterpreter(Interpreter):
-    """An interpreter that leaves the autocast regions that it entered: by a node of the graph, or at the end."""
+class Regions(Sink):
+    """Leaves the autocast regions that a graph has entered: by a node of the graph, or at the end."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take what ``torch.fx.Interpreter`` takes."""
-        super().__init__(*args, **kwargs)
+    def __init__(self) -> None:
+        """None is open yet."""
         self.entered: list[Any] = []
 
     def __enter__(self: Own) -> Own:
@@ -39,21 +40,16 @@ class RegionInterpreter(Interpreter):
         for region in reversed(self.entered):
             exit_autocast(region)
 
-    def run(self, *args: Any, **_: Any) -> Any:
-        """Run all nodes; torch's ``run`` starts a thread of tqdm, which stays in the process."""
-        self.env, self.args_iter = {}, iter(self.graph.process_inputs(*args))
-        for node in self.graph.nodes:
-            self.env[node] = self.run_node(node)
-        return self.env[node]
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and track open regions."""
-        result = super().call_function(target, args, kwargs)
-        if target is enter_autocast:
-            self.entered.append(result)
-        elif target is exit_autocast:
+    def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Forget a region that is left."""
+        if target is exit_autocast:
             self.entered.remove(args[0])
-        return result
+        return target, args, kwargs
+
+    def value(self, node: Node, result: Any) -> None:
+        """Note a region that was entered."""
+        if node.target is enter_autocast:
+            self.entered.append(result)
 
 
 def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, *, keep_outputs: bool = True) -> None:
@@ -106,28 +102,27 @@ def _record(gm: GraphModule) -> None:
     mode = fake_mode_of(gm)
     if mode is None:
         return
-    with _Recorder(gm, mode) as recorder, tracing_fake(mode), torch.no_grad():
-        recorder.run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
+    with _Recorder(mode) as recorder, tracing_fake(mode), torch.no_grad():
+        Observer(gm, recorder).run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
 
 
-class _Recorder(RegionInterpreter):
-    """Run a graph on its fake inputs, and record the value of each node."""
+class _Recorder(Regions):
+    """Records the new value of each node of a graph that runs on its fake inputs."""
 
-    def __init__(self, gm: GraphModule, mode: Any) -> None:
-        super().__init__(gm)
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
         self.mode = mode
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake of the attribute."""
-        found = super().get_attr(target, args, kwargs)
-        return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
+    def given(self, node: Node, value: Any) -> Any:
+        """Return a fake of an attribute."""
+        is_real = node.op == "get_attr" and isinstance(value, torch.Tensor)
+        return self.mode.from_tensor(value) if is_real else value
 
-    def run_node(self, n: Node) -> Any:
-        """Run one node, and record its new value."""
-        result = super().run_node(n)
+    def value(self, node: Node, result: Any) -> None:
+        """Record a value."""
+        super().value(node, result)
         found = tensors(result)
-        if found and n.op not in ("placeholder", "output") and all(isinstance(t, FakeTensor) for t in found):
-            keep_trained(result, n.meta.get(CAPTURED))
-            n.meta["val"] = result
-            n.meta.setdefault(CAPTURED, result)
-        return result
+        if found and node.op != "placeholder" and all(isinstance(t, FakeTensor) for t in found):
+            keep_trained(result, node.meta.get(CAPTURED))
+            node.meta["val"] = result
+            node.meta.setdefault(CAPTURED, result)

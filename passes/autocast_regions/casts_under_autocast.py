@@ -20,10 +20,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.autocast_regions.autocast_fallback import RegionInterpreter
+from amp_graph.passes.autocast_regions.autocast_fallback import Regions
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.meta_keys import INPUT
+from amp_graph.passes.graph.observe import Observer
 from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.passes.torch_compat.fake import (
@@ -148,8 +149,8 @@ def _counted(
     read = zip((*written.inputs, *written.held.items()), (*given, *held.values()), strict=True)
     counter = _Counter(fake for (name, value), fake in read if is_weight(name, value))
     with torch.random.fork_rng(devices=()), made.mode, torch.set_grad_enabled(grad), counter:
-        with _Run(written, held) as run, torch.autocast(device, dtype):
-            run.run(*given)
+        with Regions() as regions, torch.autocast(device, dtype):
+            _Run(written, held, regions).run(*given)
     return CastsUnderAutocast(counter.activations, counter.weights)
 
 
@@ -180,11 +181,11 @@ class _Inputs:
             return made if value.is_leaf or not value.requires_grad else made.clone()  # autocast keeps casts of leaves
 
 
-class _Run(RegionInterpreter):
+class _Run(Observer):
     """Runs a graph from what ``Written`` kept."""
 
-    def __init__(self, written: Written, held: dict[str, Any]) -> None:
-        super().__init__(torch.nn.Module(), graph=written.graph)
+    def __init__(self, written: Written, held: dict[str, Any], regions: Regions) -> None:
+        super().__init__(torch.nn.Module(), regions, graph=written.graph)
         self.held = held
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

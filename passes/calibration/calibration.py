@@ -24,27 +24,25 @@ from amp_graph.passes.calibration.calibration_file import (
     to_json,
     write_file,
 )
-from amp_graph.passes.calibration.node_keys import few, inside_of
-from amp_graph.passes.calibration.ranges import LIMITS, Peak, Range
+from amp_graph.passes.calibration.node_keys import few
+from amp_graph.passes.calibration.ranges import LIMITS, Range
 from amp_graph.passes.graph.graph_text import aligned
 
 LARGEST_SCALE = 2.0**24  # a loss scale's default ceiling
 CLAMPED = "casts clamp these; lists that reproduce torch.autocast do not, and stay full there"
-COLUMNS = ("operation", "max", "min normal", "overflow", "underflow", "max gradient", "loss scale", "depth")
+COLUMNS = ("operation", "max", "min normal", "overflow", "underflow", "max gradient", "loss scale")
 
 
 @dataclass(frozen=True)
 class ScaleAdvice:
     """A loss scale for a dtype.
 
-    ``scale``: the largest power of two with which no gradient in low precision overflows. ``underflow``: the share of
-    their nonzero elements that it still makes 0. ``full``: operations whose gradients it leaves out, as they would
-    overflow with any scale that the others need.
+    ``scale``: the largest power of two with which no gradient overflows, but for those that overflow unscaled and so
+    stay in fp32. ``underflow``: the share of their nonzero elements that it still makes 0.
     """
 
     scale: float
     underflow: float
-    full: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class Calibration:
     batches: int = 0
     gradients: bool = False
     where: str = field(default="", compare=False)
-    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # -- files ------------------------------------------------------------------------------------------
 
@@ -90,29 +87,21 @@ class Calibration:
 
     def loss_scale(self, dtype: str = "float16") -> ScaleAdvice:
         """Return the loss scale for ``dtype``, and how much underflows with it; 1 without measured gradients."""
-        key = ("scale", dtype)
-        if key not in self._cache:
-            self._cache[key] = advice(self.values, _known(dtype))
-        found: ScaleAdvice = self._cache[key]
-        return found
+        return advice(self.values, _known(dtype))
 
     def out_of_range(self, dtype: str = "float16") -> dict[str, str]:
         """Return the operations that ``dtype`` cannot hold, with the reason: "max 1.2e5 > 65504 in 3 of 40 batches".
 
         An operation is out of range if its value, a value that it reads, or a gradient of either is.
         """
-        key = ("out", dtype)
-        if key not in self._cache:
-            scale = self.loss_scale(dtype)
-            found = {name: _reason(name, one, dtype, scale) for name, one in self.values.items()}
-            self._cache[key] = {name: why for name, why in found.items() if why}
-        return dict(self._cache[key])
+        name = _known(dtype)
+        return {key: why for key, one in self.values.items() if (why := _reason(one, name))}
 
     def masks(self, dtype: str = "float16") -> dict[str, str]:
         """Return the operations that hold or read numbers of a mask, finite in float32 and not in ``dtype``."""
         limit, found = LIMITS[_known(dtype)], {}
         for name, one in self.values.items():
-            mask = max(peak.mask for peak in (one.value.peak, one.reads) if peak is not None)
+            mask = max(peak.mask for peak in (one.value, one.reads) if peak is not None)
             if mask > limit:
                 found[name] = f"a mask: {number(-mask)} < {number(-limit)}"
         return found
@@ -121,13 +110,13 @@ class Calibration:
         """Return a row per operation, largest value first: range, shares out of ``dtype``, its own loss scale."""
         limit, out = LIMITS[_known(dtype)], self.out_of_range(dtype)
         found = []
-        for name, one in sorted(self.values.items(), key=lambda item: -item[1].value.peak.largest):
-            gradient = one.gradient.peak.largest if one.gradient else 0.0
+        for name, one in sorted(self.values.items(), key=lambda item: -item[1].value.largest):
+            gradient = one.gradient.largest if one.gradient else 0.0
             own = _power_below(limit / gradient) if gradient else None
             shares = one.value.fractions(dtype)
             found.append({
-                "operation": name, "max": one.value.peak.largest, "min normal": one.value.least, **shares,
-                "max gradient": gradient if one.gradient else None, "loss scale": own, "depth": one.depth,
+                "operation": name, "max": one.value.largest, "min normal": one.value.least, **shares,
+                "max gradient": gradient if one.gradient else None, "loss scale": own,
                 "kept full": out.get(name, ""),
             })  # fmt: skip
         return found
@@ -180,26 +169,19 @@ def _merged(a: Calibration, b: Calibration) -> Calibration:
     return replace(a, values=values, batches=a.batches + b.batches, gradients=a.gradients or b.gradients, where="")
 
 
-def _reason(name: str, one: NodeRange, dtype: str, scale: ScaleAdvice) -> str:
+def _reason(one: NodeRange, dtype: str) -> str:
     """Return why an operation must stay full; "" if nothing of it is out of range."""
-    told = ((one.value.peak, "its value"), (one.reads, "what it reads"))
-    for peak, what in told:
-        if peak is not None and peak.over[dtype]:
-            return f"{what}: {_over(peak, dtype)}"
-    gradient = one.gradient.peak if one.gradient is not None else None
-    for peak, what in ((gradient, "its gradient"), (one.gives, "the gradient that it returns")):
-        if peak is not None and peak.over[dtype]:
-            return f"{what}: {_over(peak, dtype)}"
-    if name in scale.full:
-        largest = max(p.largest for p in (gradient, one.gives) if p is not None)
-        return (
-            f"its gradient: max {number(largest)} > {number(LIMITS[dtype])} with any loss scale that keeps the other "
-            "gradients from becoming 0"
-        )
-    return ""
+    told = {
+        "its value": one.value,
+        "what it reads": one.reads,
+        "its gradient": one.gradient,
+        "the gradient that it returns": one.gives,
+    }
+    over = ((what, peak) for what, peak in told.items() if peak is not None and peak.over[dtype])
+    return next((f"{what}: {_over(peak, dtype)}" for what, peak in over), "")
 
 
-def _over(peak: Peak, dtype: str) -> str:
+def _over(peak: Range, dtype: str) -> str:
     return f"max {number(peak.largest)} > {number(LIMITS[dtype])} in {peak.over[dtype]} of {peak.batches} batches"
 
 
@@ -207,28 +189,13 @@ def _over(peak: Peak, dtype: str) -> str:
 
 
 def advice(values: Mapping[str, NodeRange], dtype: str) -> ScaleAdvice:
-    """Choose the loss scale with the least loss: the share of gradients that become 0, and of operations kept full."""
+    """Return the largest loss scale with which no gradient overflows that fits unscaled, and what it makes 0."""
     limit = LIMITS[dtype]
-    peaks = {key: p for key, one in values.items() if one.free and (p := _gradient_peak(one)) is not None and p > 0.0}
-    fits = {key: p for key, p in peaks.items() if p <= limit}
+    fits = {key: p for key, one in values.items() if one.free and 0.0 < (p := _gradient_peak(one)) <= limit}
     if not fits:
-        return ScaleAdvice(1.0, 0.0, frozenset())
-    best: tuple[float, float] | None = None
+        return ScaleAdvice(1.0, 0.0)
     scale = min(_power_below(limit / max(fits.values())), LARGEST_SCALE)
-    chosen = scale
-    while scale <= LARGEST_SCALE:
-        kept = [key for key, p in fits.items() if p * scale <= limit]
-        lost = underflow(values, kept, dtype, scale)
-        total = lost + (len(fits) - len(kept)) / len(fits)
-        if best is None or total < best[0] - 1e-6:
-            best, chosen = (total, lost), scale
-        if not lost:
-            break
-        scale *= 2.0
-    full = frozenset(key for key, p in fits.items() if p * chosen > limit)
-    rest = [p for key, p in fits.items() if key not in full]
-    final = min(_power_below(limit / max(rest)), LARGEST_SCALE) if rest else chosen
-    return ScaleAdvice(final, underflow(values, [k for k in fits if k not in full], dtype, final), full)
+    return ScaleAdvice(scale, underflow(values, fits, dtype, scale))
 
 
 def underflow(values: Mapping[str, NodeRange], keys: Iterable[str], dtype: str, scale: float) -> float:
@@ -237,17 +204,13 @@ def underflow(values: Mapping[str, NodeRange], keys: Iterable[str], dtype: str, 
     return sum(found) / len(found) if found else 0.0
 
 
-def _gradient_peak(one: NodeRange) -> float | None:
-    found = [p.largest for p in (one.gradient.peak if one.gradient else None, one.gives) if p is not None]
-    return max(found) if found else None
+def _gradient_peak(one: NodeRange) -> float:
+    return max((p.largest for p in (one.gradient, one.gives) if p is not None), default=0.0)
 
 
 def _power_below(number: float) -> float:
     """Return the largest power of two that is at most ``number``."""
     return 2.0 ** (math.frexp(min(number, 2.0**100))[1] - 1)
-
-
-__all__ = ["Calibration", "NodeRange", "Range", "ScaleAdvice"]
 
 
 BY_NAME = "kept by keep_ops"
@@ -269,19 +232,14 @@ def kept_full(
     return {node: f"{where}: {out[key]}" for node, key in keys.items() if key in out} | found
 
 
-def unmatched(low: Mapping[Node, str], keys: Collection[str], calibration: Calibration) -> tuple[list[Node], str]:
+def unmatched(low: Mapping[Node, str], calibration: Calibration) -> tuple[list[Node], str]:
     """Return operations planned low of which ``calibration`` knows nothing, and a warning; ``low``: their keys."""
     nodes = [node for node, key in low.items() if key not in calibration.values]
     if not nodes:
         return [], ""
-    unknown = [low[node] for node in nodes]
-    places = {inside_of(key) for key in keys}
-    absent = [key for key in calibration.values if key not in keys and inside_of(key) in places]
-    beside = f"; it has {len(absent)} that the graph lacks: {few(absent)}" if absent else ""
-    never_ran = ", with batches that run that branch" if "" not in places and not absent else ""
     return nodes, (
         f"amp_graph: calibration {calibration.where or 'given'}, made of {calibration.model or 'a model'}, does not "
-        f"know {len(unknown)} of {len(low)} operations that are planned low: {few(unknown)}{beside}; they are planned "
-        "without it\n  fix:   amp_graph.calibrate(model, batches).save(path) on this model, under this policy"
-        f"{never_ran}"
+        f"know {len(nodes)} of {len(low)} operations that are planned low: {few([low[node] for node in nodes])}; they "
+        "are planned without it\n  fix:   amp_graph.calibrate(model, batches).save(path) on this model, under this "
+        "policy, with batches that run all branches"
     )

@@ -43,11 +43,6 @@ def module_of(key: str) -> str:
     return key.rpartition(":")[0]
 
 
-def inside_of(key: str) -> str:
-    """Return the place of the body that a key is of; "" for those of the graph of the call."""
-    return key.partition(":")[2].rpartition("/")[0]
-
-
 def few(names: list[str]) -> str:
     """Return a list of names for a message, of which all but three are counted only."""
     return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

@@ -3,16 +3,17 @@
 Before: a float32 tensor. After: ``range_of([tensor])``; ranges of other batches and processes are added with ``+``.
 
 Elements of at most -1e30, and infinite ones and NaN, are counted as ``masked``: attention masks hold them. Of these the
-largest finite magnitude alone is in another number, ``Peak.mask``: a cast clamps it to the range of its dtype
+largest finite magnitude alone is in another number, ``Range.mask``: a cast clamps it to the range of its dtype
 (``within_range``), but for lists that reproduce ``torch.autocast``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,61 +28,51 @@ BIAS, EXPONENTS = 127, 256  # of float32
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The largest magnitude in ``batches`` batches, and in how many of them it is above each dtype's limit.
+class Range:
+    """The range of a value over ``batches`` batches, or its peak alone: the first four fields.
 
-    ``mask``: the largest finite magnitude of masked elements; 0 if there is none.
+    ``largest``: the largest magnitude. ``over``: in how many batches it is above each dtype's limit. ``mask``: the
+    largest finite magnitude of masked elements; 0 if there is none. ``least``: the smallest normal float32 magnitude;
+    0 if all are 0. ``elements``: how many, ``zeros`` (and float32 subnormals) included, ``masked`` not. ``exponents``:
+    the number of elements whose magnitude is in [2**e, 2**(e+1)), by e.
     """
 
     largest: float
     batches: int
     over: Mapping[str, int]
     mask: float = 0.0
+    least: float = 0.0
+    elements: int = 0
+    zeros: int = 0
+    masked: int = 0
+    exponents: Mapping[int, int] = field(default_factory=dict)
 
-    def __add__(self, other: Peak) -> Peak:
-        """Return the peak over the batches of both."""
-        return self._joined(other, operator.add)
-
-    def beside(self, other: Peak) -> Peak:
-        """Return the peak of two values of the same batch."""
-        return self._joined(other, max)
-
-    def _joined(self, other: Peak, of_counts: Callable[[int, int], int]) -> Peak:
-        over = {name: of_counts(self.over[name], other.over[name]) for name in DTYPES}
-        batches = of_counts(self.batches, other.batches)
-        return Peak(max(self.largest, other.largest), batches, over, max(self.mask, other.mask))
-
-
-@dataclass(frozen=True)
-class Range:
-    """The range of a value.
-
-    ``peak``: the largest magnitude. ``least``: the smallest normal float32 magnitude; 0 if all are 0. ``elements``: how
-    many, ``zeros`` (and float32 subnormals) included, ``masked`` not. ``exponents``: the number of elements whose
-    magnitude is in [2**e, 2**(e+1)), by e.
-    """
-
-    peak: Peak
-    least: float
-    elements: int
-    zeros: int
-    masked: int
-    exponents: Mapping[int, int]
+    @property
+    def peak(self) -> Range:
+        """The largest magnitudes alone."""
+        return Range(self.largest, self.batches, self.over, self.mask)
 
     def __add__(self, other: Range) -> Range:
         """Return the range over the batches of both."""
-        return self._joined(other, self.peak + other.peak)
+        return self._joined(other, operator.add)
 
     def beside(self, other: Range) -> Range:
         """Return the range of two values of the same batch."""
-        return self._joined(other, self.peak.beside(other.peak))
+        return self._joined(other, max)
 
-    def _joined(self, other: Range, peak: Peak) -> Range:
-        least = min(filter(None, (self.least, other.least)), default=0.0)
+    def _joined(self, other: Range, of_batches: Callable[[int, int], int]) -> Range:
         keys = sorted({*self.exponents, *other.exponents})
-        counts = {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in keys}
-        elements, zeros = self.elements + other.elements, self.zeros + other.zeros
-        return Range(peak, least, elements, zeros, self.masked + other.masked, counts)
+        return Range(
+            max(self.largest, other.largest),
+            of_batches(self.batches, other.batches),
+            {name: of_batches(self.over[name], other.over[name]) for name in DTYPES},
+            max(self.mask, other.mask),
+            min(filter(None, (self.least, other.least)), default=0.0),
+            self.elements + other.elements,
+            self.zeros + other.zeros,
+            self.masked + other.masked,
+            {e: self.exponents.get(e, 0) + other.exponents.get(e, 0) for e in keys},
+        )
 
     def fractions(self, dtype: str, scale: float = 1.0) -> dict[str, float]:
         """Return the shares of nonzero elements that, times ``scale``, a power of two, leave the range of ``dtype``.
@@ -108,10 +99,7 @@ def _fate(exponent: int, dtype: str) -> str:
 def range_of(values: Sequence[Tensor]) -> Range | None:
     """Return the range of float32 tensors of one batch; None if they have no elements or no plain memory."""
     found = [_range(t.detach()) for t in values if is_measurable(t) and t.numel()]
-    whole = found[0] if found else None
-    for one in found[1:]:
-        whole = one if whole is None else whole.beside(one)
-    return whole
+    return functools.reduce(Range.beside, found) if found else None
 
 
 def is_measurable(tensor: Tensor) -> bool:
@@ -133,4 +121,5 @@ def _range(tensor: Tensor) -> Range:
     elements = flat.numel() - hidden
     lowest = float(flat.masked_fill(~torch.isfinite(flat), 0.0).min()) if hidden else 0.0
     mask = -lowest if lowest <= MASK else 0.0
-    return Range(Peak(largest, 1, over, mask), 0.0 if math.isinf(least) else least, elements, counts[0], hidden, seen)
+    least = 0.0 if math.isinf(least) else least
+    return Range(largest, 1, over, mask, least, elements, counts[0], hidden, seen)

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.emulation.attention import emulated_attention
-from amp_graph.passes.emulation.rounded_calls import emulated, emulated_convolution, is_low
+from amp_graph.passes.emulation.rounded_calls import emulated, emulated_attention, emulated_convolution, is_low
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import Identity, Operation, is_tensor_call, tensor_inputs
 from amp_graph.passes.graph.meta_keys import IDENTITY

@@ -11,7 +11,7 @@ from __future__ import annotations
 CAPTURED = "amp_captured"
 """The value as captured, before any pass. Written by ``adopt_values``, and for new nodes; read by ``captured``."""
 MODULE = "amp_module"
-"""The path of its module, as the user wrote it. Written by name_nodes, inline_modules; read by ``module_path``."""
+"""Its module's path, as the user wrote it. Written by name_nodes, propagate_fake_values; read by ``module_path``."""
 INPUT = "amp_input"
 """The name of an input, as the user wrote it. Written by name_nodes, step_graph; read by graph_text and reports."""
 WISH = "amp_wish"

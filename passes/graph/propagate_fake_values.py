@@ -1,4 +1,4 @@
-"""Record the fake value of every node of a traced graph, by running it once on fake tensors.
+"""Record the fake value of every node of a traced graph, by running it once on fake tensors; inline what it calls.
 
 Before: ``symbolic_trace(model)``, whose nodes know no dtype. After: ``node.meta["val"]`` on each.
 """
@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node, Tracer
 from torch.utils._pytree import tree_map_only
 
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.graph.meta_keys import MODULE
+from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
@@ -21,31 +24,87 @@ def record_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     fakes = tree_map_only(torch.Tensor, mode.from_tensor, tuple(example_inputs))
     try:
         with mode, torch.enable_grad():  # records also which values require gradients
-            _Recorder(gm, mode).run(*fakes)
+            made = Observer(gm, _Recorder(mode)).run(*fakes)
     except RuntimeError:  # a write to a parameter, which the user makes under no_grad
         with mode, torch.no_grad():
-            _Recorder(gm, mode).run(*fakes)
+            made = Observer(gm, _Recorder(mode)).run(*fakes)
+    gm.graph.output_node().meta["val"] = made
 
 
-class _Recorder(Interpreter):
-    """Run a graph on fake tensors, and record the value of each node."""
+class _Recorder(Sink):
+    """Records the value of each node of a graph that runs on fake tensors."""
 
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(gm)
+    def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake of the attribute, the same one each time."""
-        found = super().get_attr(target, args, kwargs)
-        return self.mode.from_tensor(found) if isinstance(found, torch.Tensor) else found
+    def given(self, node: Node, value: Any) -> Any:
+        """Return a fake of an attribute, the same one each time."""
+        is_real = node.op == "get_attr" and isinstance(value, torch.Tensor)
+        return self.mode.from_tensor(value) if is_real else value
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the module makes of fakes of its parameters and buffers, so that it writes to none."""
-        module = self.fetch_attr(str(target))
-        own = (*module.named_parameters(), *module.named_buffers())
-        return torch.func.functional_call(module, {k: self.mode.from_tensor(t) for k, t in own}, args, kwargs)
+    def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Call a module with fakes of its parameters and buffers, so that it writes to none."""
+        if not isinstance(target, torch.nn.Module):
+            return target, args, kwargs
+        own = (*target.named_parameters(), *target.named_buffers())
+        return torch.func.functional_call, (target, {k: self.mode.from_tensor(t) for k, t in own}, args, kwargs), {}
 
-    def run_node(self, n: Node) -> Any:
-        """Run one node and record its value."""
-        n.meta["val"] = result = super().run_node(n)
-        return result
+    def value(self, node: Node, result: Any) -> None:
+        """Record a value."""
+        node.meta["val"] = result
+
+
+# -- modules that are called ----------------------------------------------------------------------------------
+
+
+class _NoLeaves(Tracer):
+    """Traces into every module, and records what is done with its buffers instead of doing it."""
+
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        """No module is a leaf."""
+        return False
+
+
+def inline_modules(gm: GraphModule) -> GraphModule:
+    """Inline every call of a module that can be traced alone; other module calls stay as captured.
+
+    Those stay, too, of a module with hooks, which a trace of its forward leaves out, with several results, or with any
+    number of arguments.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op == "call_module" and not isinstance(gm.get_submodule(str(node.target)), GraphModule):
+            _inline(gm, node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _inline(gm: GraphModule, node: Node) -> None:
+    path = str(node.target)
+    module = gm.get_submodule(path)
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return
+    with Attempt() as tried:
+        inner = _NoLeaves().trace(module)
+    if tried.error is not None:  # a module whose forward depends on values stays a call
+        return
+    placeholders, result = inner.find_nodes(op="placeholder"), inner.output_node().args[0]
+    if not isinstance(result, Node) or any(str(place.target).startswith("*") for place in placeholders):
+        return
+    given: list[Any] = [*node.args]
+    env: dict[Node, Any] = {}
+    for position, place in enumerate(placeholders):
+        fallback = place.args[0] if place.args else None
+        env[place] = given[position] if position < len(given) else node.kwargs.get(str(place.target), fallback)
+    with gm.graph.inserting_before(node):
+        for part in inner.nodes:
+            if part.op == "get_attr":
+                env[part] = gm.graph.get_attr(f"{path}.{part.target}")
+            elif part.op not in ("placeholder", "output"):
+                env[part] = gm.graph.node_copy(part, lambda n: env[n])
+            if part.op not in ("placeholder", "output"):
+                env[part].meta[MODULE] = path
+    node.replace_all_uses_with(env[result])
+    gm.graph.erase_node(node)

@@ -108,7 +108,7 @@ class PlanPrecision(Pass):
             return []
         keys = node_keys(gm)
         low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
-        nodes, gm.meta[UNCALIBRATED] = unmatched(low, frozenset(keys.values()), self.options.calibration)
+        nodes, gm.meta[UNCALIBRATED] = unmatched(low, self.options.calibration)
         return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
 
     def problem(self, gm: GraphModule) -> Problem:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.graph.fake_values import captured, has_eligible, is_eligible, tensors
 from amp_graph.passes.graph.identify_ops import is_part
+from amp_graph.passes.graph.observe import Hook, Observer, Sink
 from amp_graph.passes.precision.classify import Classification, is_conversion_target
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.precision.rule_based_planner import ADDITIONS
@@ -148,57 +149,44 @@ def skeleton(gm: GraphModule) -> tuple[str, ...]:
     return tuple(f"{n.name} {getattr(n.target, '__name__', n.target)}" for n in nodes)
 
 
-class MeasureInfluence(Interpreter):
-    """Run a graph unchanged, and record value times gradient of every fp32 value at each of its readers.
+class MeasureInfluence(Sink):
+    """Runs a graph unchanged, and records value times gradient of every fp32 value at each of its readers.
 
-    ``readings`` is filled while the caller's backward runs. ``leaves``: the tensors to differentiate for. These are
-    inputs and parameters, and also float inputs that need no gradient, except those in ``left_alone`` (ids; None
-    means all of them).
+    ``readings`` is filled while the caller's backward runs. ``leaves``: the tensors to differentiate for, of all runs.
+    These are inputs and parameters, and also float inputs that need no gradient, except those in ``left_alone`` (ids;
+    None means all of them).
     """
 
     def __init__(self, gm: GraphModule, memory: Memory, left_alone: Collection[int] | None = ()) -> None:
-        super().__init__(gm)
         self.memory, self.left_alone = memory, left_alone
         self.readings: dict[tuple[str, str], float] = {}
         self.leaves: list[torch.Tensor] = []
+        self._gm = gm
+
+    def run(self, *args: Any) -> Any:
+        """Run the graph once."""
+        return Observer(self._gm, self, self.memory).run(*args)
 
     def measured(self) -> Measured:
         """Return the measurements so far."""
-        return Measured(skeleton(self.module), dict(self.readings))  # type: ignore[arg-type]
+        return Measured(skeleton(self._gm), dict(self.readings))
 
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def given(self, node: Node, value: Any) -> Any:
         """Let gradients flow to the graph's inputs."""
-        given = super().placeholder(target, args, kwargs)
-        if not isinstance(given, torch.Tensor) or not given.is_floating_point():
-            return given
-        alone = self.left_alone is None or id(given) in self.left_alone or self.memory.is_written(self.node)
-        if not given.requires_grad and not alone:
-            given = given.detach().requires_grad_()
-        self.leaves += [given] if given.is_leaf and given.requires_grad else []
-        return given
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        alone = self.left_alone is None or id(value) in self.left_alone or self.memory.is_written(node)
+        if not value.requires_grad and not alone:
+            value = value.detach().requires_grad_()
+        self.leaves += [value] if value.is_leaf and value.requires_grad else []
+        return value
 
-    def run_node(self, n: Node) -> Any:
-        """Record which node runs."""
-        self.node = n
-        return super().run_node(n)
-
-    def fetch_args_kwargs_from_env(self, n: Node) -> tuple[Any, Any]:
-        """Give every reader its own alias, which receives the gradient of that read."""
-        read = {source: self._watched(source, n) for source in n.all_input_nodes}
-        args, kwargs = (map_arg(given, read.__getitem__) for given in (n.args, n.kwargs))
-        return args, kwargs
-
-    def _watched(self, source: Node, reader: Node) -> Any:
-        given = self.env[source]
-        if not is_eligible(given) or not given.requires_grad or not torch.is_grad_enabled():
-            return given
-        if self.memory.is_written(source):  # a write to an alias would replace the alias's autograd node
-            seen, size = given, given.detach().clone()
-        else:
-            seen, size = given.view_as(given), given.detach()
-        if not seen.is_leaf:
-            seen.register_hook(lambda grad: self._note((source.name, reader.name), size, grad))
-        return seen
+    def of_read(self, reader: Node, source: Node, value: torch.Tensor, is_written: bool) -> Hook | None:
+        """Watch the reads of fp32 values."""
+        if not is_eligible(value):
+            return None
+        size = value.detach().clone() if is_written else value.detach()
+        return partial(self._note, (source.name, reader.name), size)
 
     def _note(self, pair: tuple[str, str], size: torch.Tensor, grad: torch.Tensor) -> None:
         found = (size.double() * grad.double()).square().nan_to_num(0.0, 0.0).sum().item()  # masks contain inf

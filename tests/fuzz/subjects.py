@@ -254,12 +254,12 @@ def _calibration() -> str:
     """A file as ``amp_graph.calibrate`` writes it."""
     import torch
 
-    from amp_graph.passes.calibration.calibration import NodeRange
+    from amp_graph.passes.calibration.calibration_file import NodeRange
     from amp_graph.passes.calibration.ranges import range_of
 
     found = [range_of([torch.randn(64) * 10.0**e]) for e in (-6, 0, 6)]
     small, plain, large = (one for one in found if one is not None)
-    values = {"fc:linear": NodeRange(plain, large.peak, small, plain.peak, 64), ":mul.1": NodeRange(large + large)}
+    values = {"fc:linear": NodeRange(plain, large.peak, small, plain.peak), ":mul.1": NodeRange(large + large)}
     return json.dumps(Calibration(values, "Model", "fp16-O1", 2, True).to_dict(), indent=1)
 
 

@@ -10,8 +10,7 @@ from torch._higher_order_ops import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import amp_graph
-from amp_graph.numerics.run_bodies import OPERATORS
-from amp_graph.passes.graph.bodies import REWRITTEN
+from amp_graph.passes.graph.bodies import OPERATORS
 from tests.numerics.planted import SILENT, Plant
 
 WIDTH = 8
@@ -91,7 +90,7 @@ def test_what_overflows_inside_of_a_body_is_kept_full(kind, tmp_path):
         model.requires_grad_(False)
     found = amp_graph.calibrate(model, [(x, y), (x + 1, y)], F.mse_loss)
     assert PLACES[kind] in found.out_of_range()
-    assert found.values[PLACES[kind]].value.peak.batches == 2
+    assert found.values[PLACES[kind]].value.batches == 2
     found.save(tmp_path / "run.json")
     expected = output(kind, "O0")
     with warnings.catch_warnings():
@@ -108,7 +107,7 @@ def test_gradients_inside_of_a_body_are_measured(kind):
     model, x, y = made(kind)
     found = amp_graph.calibrate(model, [(x, y)], F.mse_loss).values[PLACES[kind]]
     assert found.gradient is not None
-    assert found.gradient.peak.largest > 0
+    assert found.gradient.largest > 0
 
 
 @pytest.mark.filterwarnings(SILENT)
@@ -160,10 +159,6 @@ def test_the_line_inside_of_a_body_is_named_at_first_try(kind, scale, inside):
     assert found.fix
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert not amp_graph.locate(Planted("", inside), (x, y), F.mse_loss, policy="fp16").reached, "the control"
-
-
-def test_every_operator_whose_bodies_are_rewritten_can_be_observed():
-    assert OPERATORS.keys() == REWRITTEN
 
 
 def test_operators_run_as_python_have_torchs_results():

@@ -14,7 +14,8 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CalibrationError, CaptureError
-from amp_graph.passes.calibration.calibration import CLAMPED, Calibration, NodeRange
+from amp_graph.passes.calibration.calibration import CLAMPED, Calibration
+from amp_graph.passes.calibration.calibration_file import NodeRange
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
@@ -104,31 +105,20 @@ def test_the_record_is_that_of_eager():
         values.append(hidden.detach())
         gradients.append(hidden.grad)
     one = found.values["0:linear"]
-    assert one.value.peak.largest == torch.stack(values).abs().max()
+    assert one.value.largest == torch.stack(values).abs().max()
     assert one.value.least == torch.stack(values).abs().min()
-    assert one.gradient.peak.largest == pytest.approx(float(torch.stack(gradients).abs().max()))
+    assert one.gradient.largest == pytest.approx(float(torch.stack(gradients).abs().max()))
     assert one.gradient.zeros == sum(int((g == 0).sum()) for g in gradients)
-    assert (one.value.elements, one.depth, found.values["2:linear"].depth) == (2 * 4 * 16, 8, 16)
-    assert found.batches == one.value.peak.batches == 2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_shares_are_those_of_torchs_casts(dtype):
-    x = torch.randn(20_000) * 2.0 ** torch.randint(-40, 20, (20_000,))
-    low = x.to(getattr(torch, dtype)).float()
-    tiny = torch.finfo(getattr(torch, dtype)).tiny
-    found = range_of([x]).fractions(dtype)
-    assert found["overflow"] == pytest.approx(float(low.isinf().float().mean()), abs=1e-3)
-    assert found["underflow"] == pytest.approx(float((low == 0).float().mean()), abs=1e-3)
-    assert found["subnormal"] == pytest.approx(float(((low != 0) & (low.abs() < tiny)).float().mean()), abs=1e-3)
+    assert one.value.elements == 2 * 4 * 16
+    assert found.batches == one.value.batches == 2
 
 
 def test_masks_are_no_overflow():
     x = torch.tensor([1.0, -float("inf"), torch.finfo(torch.float32).min, float("nan"), 0.0, -3.0])
     found = range_of([x])
-    assert (found.peak.largest, found.least, found.masked, found.zeros, found.elements) == (3.0, 1.0, 3, 1, 3)
-    assert found.peak.mask == torch.finfo(torch.float32).max
-    assert range_of([x[:2]]).peak.mask == range_of([x[4:]]).peak.mask == 0.0
+    assert (found.largest, found.least, found.masked, found.zeros, found.elements) == (3.0, 1.0, 3, 1, 3)
+    assert found.mask == torch.finfo(torch.float32).max
+    assert range_of([x[:2]]).mask == range_of([x[4:]]).mask == 0.0
 
 
 class Masked(nn.Module):
@@ -180,14 +170,11 @@ def test_the_loss_scale_is_the_largest_without_overflow():
     assert Calibration(gradients_of(torch.zeros(3))).loss_scale().scale == 1.0
 
 
-def test_a_gradient_that_would_force_all_others_to_underflow_stays_full():
+def test_what_becomes_zero_beside_a_large_gradient_is_told():
     small = [torch.full((100,), 1e-8) for _ in range(9)]
-    found = Calibration(gradients_of(torch.tensor([6e4]), *small), gradients=True)
-    advised = found.loss_scale()
-    assert (advised.full, advised.underflow, advised.scale) == (frozenset({"0"}), 0.0, 2.0**24)
-    assert "with any loss scale that keeps the other gradients" in found.out_of_range()["0"]
-    few = Calibration(gradients_of(*[torch.tensor([6e4])] * 9, small[0]))
-    assert (few.loss_scale().scale, few.loss_scale().full) == (1.0, frozenset()), "the many win"
+    advised = Calibration(gradients_of(torch.tensor([6e4]), *small), gradients=True).loss_scale()
+    assert (advised.scale, advised.underflow) == (1.0, 0.9)
+    assert Calibration(gradients_of(torch.tensor([7e4]), *small)).loss_scale().scale == 2.0**24, "it stays in fp32"
 
 
 def test_a_wrapped_model_is_measured_as_the_model():
@@ -205,17 +192,13 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
     amp_graph.calibrate(model, [x, x])
     assert capsys.readouterr() == ("", "")
-    for module, expected in (("tqdm", "2/2"), ("none", "calibrate: batch 2 of 2")):
-        monkeypatch.setattr(sys, "stderr", Terminal())
-        if module == "none":
-            monkeypatch.setitem(sys.modules, "tqdm", None)
-        else:
-            pytest.importorskip("tqdm")
-        amp_graph.calibrate(model, [x, x])
-        assert expected in sys.stderr.getvalue()
-        before = sys.stderr.getvalue()
-        amp_graph.calibrate(model, [x, x], progress=False)
-        assert sys.stderr.getvalue() == before
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    amp_graph.calibrate(model, [x, x])
+    assert "2/2" in sys.stderr.getvalue()
+    before = sys.stderr.getvalue()
+    amp_graph.calibrate(model, [x, x], progress=False)
+    assert sys.stderr.getvalue() == before
 
 
 # -- files and merging ------------------------------------------------------------------------------------------
@@ -249,23 +232,13 @@ def test_a_file_has_a_schema_and_a_version_and_a_newer_one_is_refused(tmp_path):
         amp_graph.convert(copy.deepcopy(model), f"fp16,calibration={path}.none")
 
 
-def test_nothing_is_half_written(tmp_path):
-    model, batches, loss_fn = made("MLP", count=1)
-    found = amp_graph.calibrate(model, batches, loss_fn)
-    with pytest.raises(CalibrationError, match="cannot write"):
-        found.save(tmp_path / "none" / "run.json")
-    with pytest.raises(CalibrationError, match="cannot write"):
-        found.save(tmp_path)
-    assert [*tmp_path.iterdir()] == []
-
-
 @pytest.mark.filterwarnings(SILENT)
 def test_a_file_of_another_graph_says_which_operations_differ(tmp_path):
     model, batches, loss_fn = made("MLP", count=1)
     amp_graph.calibrate(model, batches, loss_fn).save(tmp_path / "run.json")
     other = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     amp_graph.convert(other, f"fp16,calibration={tmp_path}/run.json")
-    with pytest.warns(AmpGraphWarning, match=r"made of MLP, does not know 2 of 2 .*: 0:linear, 1:linear; it has \d"):
+    with pytest.warns(AmpGraphWarning, match=r"made of MLP, does not know 2 of 2 .*: 0:linear, 1:linear; they"):
         out = other(batches[0][0])
     assert out.isfinite().all()
 
@@ -334,15 +307,6 @@ def test_calls_of_one_module_are_told_apart_also_by_a_step(tmp_path):
         assert float(step(x, x)) == pytest.approx(0.0, abs=1e-5)
 
 
-@pytest.mark.filterwarnings(SILENT)
-def test_keep_fp32_keeps_every_call_of_a_module():
-    model = amp_graph.convert(Twice(), "bf16,keep_fp32=fc")
-    model(torch.randn(4, 8))
-    (graph,) = conversion_of(model).graphs
-    marks = [n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta]
-    assert [m.precision for m in marks if "aten.linear" in m.ops] == ["full", "full"]
-
-
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
@@ -360,7 +324,7 @@ def test_operations_of_a_branch_that_never_ran_are_planned_without_a_record_and_
     expected = model(x)
     amp_graph.convert(model, f"bf16,calibration={tmp_path}/run.json")
     with pytest.warns(
-        AmpGraphWarning, match="does not know 1 of 1 .*: first:cond/0/linear; they(.*\n)*.*that branch"
+        AmpGraphWarning, match="does not know 1 of 1 .*: first:cond/0/linear; they(.*\n)*.*run all branches"
     ) as told:
         out = model(x)
     assert [one.category for one in told].count(AmpGraphWarning) == 1
@@ -381,15 +345,10 @@ def refused(batches, loss_fn=F.mse_loss, model=None):
 
 def test_what_is_wrong_is_said_once_and_clearly():
     x, y = torch.randn(3, 4), torch.randn(3, 2)
-    assert "there are no batches" in refused([])
     assert "a Tensor is no iterable of batches" in refused(x)
     assert "batch 1 has another structure than batch 0" in refused([(x, y), (x, y, y)])
     assert "float64[2d]" in refused([(x, y), (x.double(), y)])
     assert "the loss of batch 1 is nan in fp32" in refused([(x, y), (x * float("nan"), y)])
-    assert "it returned a tensor of [3, 2]" in refused([(x, y)], lambda out, y: out - y)
-    converted = amp_graph.convert(nn.Sequential(nn.Linear(4, 2)), "bf16")
-    with pytest.raises(CaptureError, match="the model is converted"):
-        amp_graph.calibrate(converted, [x])
 
 
 def test_batches_of_other_sizes_and_dicts_are_legal():
@@ -407,21 +366,3 @@ def test_batches_of_other_sizes_and_dicts_are_legal():
     assert found.gradients
     assert found.batches == 3
     assert {"plant:mul.1", "plant:div"} <= set(found.out_of_range())
-
-
-def test_the_depth_of_an_operation_is_how_many_elements_it_adds_up():
-    class Each(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(3, 5, 4), nn.Linear(6, 2)
-
-        def forward(self, x):
-            h = self.conv(x).mean((2, 3))  # [2, 5, 6, 8] to [2, 5]
-            w = self.fc(torch.cat([h, h[:, :1]], 1)).softmax(-1)
-            return h.sum() + (w @ w.t()).sum(0).relu().sum() + torch.logsumexp(h, 0).sum()
-
-    found = amp_graph.calibrate(Each(), [torch.randn(2, 3, 9, 11)])
-    depths = {key: one.depth for key, one in found.values.items()}
-    expected = {"conv:conv2d": 3 * 4 * 4, ":mean": 6 * 8, "fc:linear": 6, ":softmax": 2, ":sum": 2 * 5, ":matmul": 2,
-                ":sum.1": 2, ":relu": 1, ":logsumexp": 2}  # fmt: skip
-    assert {key: depths.get(key) for key in expected} == expected, depths

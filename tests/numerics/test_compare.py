@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
+from amp_graph.errors import AmpGraphError
 from amp_graph.numerics.differences import Against
 from tests.numerics.planted import COARSE, MODELS, made
 
@@ -147,20 +147,6 @@ def test_the_file_is_json_with_a_schema_and_the_text_starts_with_the_worst(tmp_p
     assert "introduced by" in lines[2]
     with pytest.raises(AmpGraphError, match="cannot write"):
         found.save(tmp_path / "none" / "errors.json")
-
-
-def test_what_is_wrong_is_said():
-    model, (x, y) = nn.Linear(4, 2), (torch.randn(3, 4), torch.randn(3, 2))
-    model = nn.Sequential(model)
-    for batches, expected in (
-        ([], "no batches"),
-        ([(x, y), (x,)], "another structure"),
-        ([(x * float("nan"), y)], "nan"),
-    ):
-        with pytest.raises(CalibrationError, match=expected):
-            amp_graph.compare(model, batches, F.mse_loss)
-    with pytest.raises(CaptureError, match="is converted"):
-        amp_graph.compare(amp_graph.convert(nn.Sequential(nn.Linear(4, 2))), [x])
 
 
 def test_control_without_the_local_error_another_operation_is_first(monkeypatch):

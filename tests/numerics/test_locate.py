@@ -1,7 +1,6 @@
 """The overflow locator names the planted line, in forward and in backward, and says when there is nothing to name."""
 
 import copy
-import dataclasses
 import json
 import math
 
@@ -12,8 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.numerics.overflow import watch
-from tests.numerics.overflows import MLP, MODELS, made
+from tests.numerics.overflows import MODELS, made
 
 SCALE = 2.0**10
 # Dynamo instantiates Function where it traces one, and hides torch's warning only where that is no error.
@@ -142,7 +140,7 @@ def test_an_input_that_is_not_finite_is_named(value):
     assert (found.kind, found.given) == ("given", "input batch[0]")
 
 
-def test_a_buffer_that_is_not_finite_is_named_and_parameters_that_changed_are_noted():
+def test_a_buffer_that_is_not_finite_is_named():
     model, (x, y) = made("mlp", "")
     model.register_buffer("shift", torch.zeros(x.shape[-1]))
     plain = model.forward
@@ -150,10 +148,6 @@ def test_a_buffer_that_is_not_finite_is_named_and_parameters_that_changed_are_no
     model.shift[1] = math.inf
     found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
     assert found.given == "buffer shift"
-    assert found.exact
-    assert "note" not in found.text()
-    again = dataclasses.replace(found, exact=False)
-    assert "  note      parameters had changed since the step when it was run again" in again.text().splitlines()
 
 
 def test_a_target_and_a_parameter_that_are_not_finite_are_named():
@@ -230,6 +224,7 @@ class Attends(nn.Module):
         return ((torch.add(scores, mask) if self.way == "in the code" else scores.add_(mask)).softmax(-1) @ q)[:, 0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["fp16,lists=autocast_cpu", "bf16,lists=autocast_cuda", "fp16", "bf16,emulate=cuda"])
 @pytest.mark.parametrize("way", ["called", "in place", "in the code"])
 def test_a_mask_that_becomes_infinite_is_found_though_a_softmax_ends_it(way, policy):
@@ -310,19 +305,11 @@ def test_where_code_is_not_captured_a_cast_has_the_line_that_computed_its_value(
     model = Uncaptured(casts)
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
     assert found.how.startswith("the code")
+    assert "it is not one graph" in found.how
+    assert found.keep[0] == ("second" if casts else "")
     assert (found.kind, found.direction) == ("overflow", "forward"), found.text()
     assert found.cast_of == ("a value" if casts else "")
     assert ("# wide" if casts else "# behind") in found.line
-
-
-def test_the_first_backward_of_a_process_is_one(monkeypatch):
-    """Its number is 0."""
-    number = watch.number_of_backward
-    monkeypatch.setattr(watch, "number_of_backward", lambda: min(number(), 0))
-    model, batch = made("mlp", "loud")
-    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=2.0**14, try_fix=False)
-    assert found.direction == "backward"
-    assert "# planted" in found.line
 
 
 def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():
@@ -351,25 +338,13 @@ def test_a_model_with_its_loss_inside_takes_a_dict():
     assert amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16").given == "input batch[0]['x']"
 
 
-def test_code_that_is_no_graph_is_run_as_code():
-    class Printed(MLP):
-        def forward(self, x):
-            print(end="")
-            return super().forward(x)
-
-    found = amp_graph.locate(Printed("big"), made("mlp", "")[1], cross_entropy, policy="fp16", try_fix=False)
-    assert "# planted" in found.line
-    assert "it is not one graph" in found.how
-    assert found.module == "plant"
-
-
 # -- results and arguments ------------------------------------------------------------------------------------
 
 
 def test_a_result_is_text_and_json():
     model, batch = made("mlp", "big")
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
-    read = json.loads(found.to_json())
+    read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert read["found"] is True
     assert read["line"] == found.line
     assert str(found) == found.text()

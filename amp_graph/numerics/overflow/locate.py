@@ -19,9 +19,7 @@ from torch import Tensor
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
-from amp_graph.numerics.batches import parts_of, refuse_loss_fn
-from amp_graph.numerics.capture import refuse_what_cannot_run
-from amp_graph.numerics.overflow.places import Place
+from amp_graph.numerics.batches import parts_of, refuse_loss_fn, refuse_what_cannot_run
 from amp_graph.numerics.overflow.result import Located, dtype_text
 from amp_graph.numerics.overflow.run import Ran, Task, for_other_outputs, run_in_fp32, run_planned
 from amp_graph.numerics.overflow.watch import Event
@@ -31,6 +29,7 @@ from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.step_arguments import split_batch
 from amp_graph.step.train_step import TrainStep
 
+LOW = tuple(map(dtype_text, HALVES))
 LEAST_SCALE = 1.0  # below it, smaller gradients vanish than fp16 can hold without a scale: a lower one is no advice
 ROUNDS = 6  # of a fix that is tried: an overflow that is kept in fp32 may overflow where its value is read
 
@@ -70,21 +69,23 @@ def locate(
 def located(task: Task, try_fix: bool = False) -> Located:
     """Return what is found in ``task``; ``try_fix``: see ``locate``."""
     ran = run_planned(task)
-    own = Located(scale=task.scale, policy=str(task.policy), how=ran.how)
+    own: dict[str, Any] = {"scale": task.scale, "policy": str(task.policy), "how": ran.how, "reached": tuple(ran.bad)}
     if not ran.bad:
-        return own
+        return Located(**own)
     event = first_of(ran)
-    own = replace(own, reached=tuple(ran.bad))
     if event is None:
-        return replace(own, kind="unknown", fix=("policy 'bf16', or amp_graph.locate with skip=backend in the policy",))
-    if event.name:
-        fix = f"look at {event.name}: it had {_shown(event.result)} before the model was called"
-        return replace(own, kind="given", given=event.name, dtype=dtype_text(event.dtype), result=_shown(event.result),
-                       fix=(fix,))  # fmt: skip
+        fix = "policy 'bf16', or amp_graph.locate with skip=backend in the policy"
+        return Located(kind="unknown", fix=(fix,), **own)
+    found = replace(event.facts, **own)
+    if found.given:
+        fix = f"look at {found.given}: it had {found.result} before the model was called"
+        return replace(found, kind="given", fix=(fix,))
     in_fp32 = run_in_fp32(task)
-    told = _told(own, event, task, first_of(in_fp32) if in_fp32.bad else None, bool(in_fp32.bad))
-    told = replace(told, lower_scale=lower_scale(told, task.scale) if event.backward and not told.fix else None)
-    return told if told.fix else replace(told, fix=tuple(fixes(told, event, task, try_fix)))
+    if in_fp32.bad:
+        return _told_in_fp32(found, first_of(in_fp32))
+    lower = lower_scale(found) if found.direction == "backward" else None
+    found = replace(found, kind="overflow", lower_scale=lower)
+    return replace(found, fix=tuple(fixes(found, task, try_fix)))
 
 
 def first_of(ran: Ran) -> Event | None:
@@ -94,57 +95,33 @@ def first_of(ran: Ran) -> Event | None:
     return min(events, key=lambda e: (e.meant, e.number), default=None)
 
 
-def _told(own: Located, event: Event, task: Task, in_fp32: Event | None, bad_in_fp32: bool) -> Located:
-    place: Place = event.place
-    by_code = in_fp32 is not None and _is_overflow(in_fp32)  # the code casts to low precision itself
-    told = replace(
-        own,
-        kind="overflow" if by_code or not bad_in_fp32 else "not finite in fp32",
-        direction="backward" if event.backward else "forward",
-        node=place.node,
-        operation=place.operation,
-        operator=event.operator,
-        cast_of=place.cast_of,
-        module=place.module,
-        line=place.line,
-        dtype=dtype_text(event.dtype),
-        result=_shown(event.result),
-        limit=float(torch.finfo(event.dtype).max) if event.dtype.is_floating_point else None,
-        operands=tuple((dtype_text(o.dtype), o.shape, o.largest) for o in event.operands),
-        in_fp32=event.in_fp32,
-    )
-    if not bad_in_fp32:
-        return told
-    line = "" if in_fp32 is None else in_fp32.name or in_fp32.place.line
-    module = "" if in_fp32 is None or not in_fp32.place.module else f"module {in_fp32.place.module}"
-    first = line or module or ("the loss" if in_fp32 is None else in_fp32.operator)
-    if by_code:
-        return replace(
-            told, fix=(f"the code itself casts to {told.dtype}, under any policy: change that before {first}",)
-        )
+def _told_in_fp32(found: Located, event: Event | None) -> Located:
+    """Return what is told where a run in fp32 is not finite either, first by ``event``."""
+    facts = Located() if event is None else event.facts
+    module = f"module {facts.module}" if facts.module else ""
+    first = facts.given or facts.line or module or facts.operator or "the loss"
+    if facts.dtype in LOW and facts.is_finite_in_fp32:  # the code casts to low precision itself
+        fix = f"the code itself casts to {found.dtype}, under any policy: change that before {first}"
+        return replace(found, kind="overflow", fix=(fix,))
     what = "look for the division, logarithm or overflow there: no precision and no scale will help"
-    return replace(told, fp32_line=first, fix=(what,))
+    return replace(found, kind="not finite in fp32", fp32_line=first, fix=(what,))
 
 
-def _is_overflow(event: Event) -> bool:
-    """Say whether an operation in low precision would have been finite in fp32."""
-    return event.dtype in HALVES and event.in_fp32 is not None and math.isfinite(event.in_fp32)
-
-
-def fixes(told: Located, event: Event, task: Task, try_fix: bool) -> list[str]:
+def fixes(found: Located, task: Task, try_fix: bool) -> list[str]:
     """Return what helps against an overflow, best first."""
-    found = []
-    if told.lower_scale is not None:
-        found.append(f"a loss scale of at most {told.lower_scale:g}: only the scaled gradient overflows")
-    kept = keeping(task.policy, event.place)
+    told = []
+    if found.lower_scale is not None:
+        told.append(f"a loss scale of at most {found.lower_scale:g}: only the scaled gradient overflows")
+    kept = keeping(task.policy, found)
     works = tried(task, kept) if try_fix and kept is not None else None
     if works is not None:
-        found.append(f"policy {str(works)!r}, which keeps it in fp32: with it, loss and gradients are finite")
+        told.append(f"policy {str(works)!r}, which keeps it in fp32: with it, loss and gradients are finite")
     elif kept is not None and not try_fix:
-        found.append(f"policy {str(kept)!r}, which keeps it in fp32")
-    if event.dtype is torch.float16 and not (event.in_fp32 or 0.0) > torch.finfo(torch.bfloat16).max:
-        found.append(f"policy {str(_in_bf16(task.policy))!r}: bf16 ends where fp32 does")
-    return found
+        told.append(f"policy {str(kept)!r}, which keeps it in fp32")
+    if found.dtype == "f16" and not (found.in_fp32 or 0.0) > torch.finfo(torch.bfloat16).max:
+        in_bf16 = replace(task.policy, dtype="bf16")
+        told.append(f"policy {str(in_bf16)!r}: bf16 ends where fp32 does")
+    return told
 
 
 def tried(task: Task, policy: Policy) -> Policy | None:
@@ -152,27 +129,27 @@ def tried(task: Task, policy: Policy) -> Policy | None:
     for _ in range(ROUNDS):
         ran = run_planned(replace(for_other_outputs(task), policy=policy))
         event = first_of(ran) if ran.bad else None
-        if not ran.bad or event is None or event.name:
-            return None if ran.bad else policy
-        more = keeping(policy, event.place)
+        if not ran.bad:
+            return policy
+        more = None if event is None or event.facts.given else keeping(policy, event.facts)
         if more is None:
             return None
         policy = more
     return None
 
 
-def lower_scale(told: Located, scale: float) -> float | None:
+def lower_scale(found: Located) -> float | None:
     """Return the largest power of two as scale at which the value fits; None if only one below 1 does."""
-    if told.limit is None or told.in_fp32 is None or not math.isfinite(told.in_fp32) or told.in_fp32 <= told.limit:
+    if found.limit is None or found.in_fp32 is None or not found.limit < found.in_fp32 < math.inf:
         return None
-    most = scale * told.limit / told.in_fp32
+    most = found.scale * found.limit / found.in_fp32
     lower = 2.0 ** math.floor(math.log2(most))
     return lower if lower >= LEAST_SCALE else None
 
 
-def keeping(policy: Policy, place: Place) -> Policy | None:
-    """Return ``policy`` with the module of ``place`` kept in fp32, else its operation; None where that is no change."""
-    module, operation = place.keep
+def keeping(policy: Policy, found: Located) -> Policy | None:
+    """Return ``policy`` with the module of ``found`` kept in fp32, else its operation; None where that is no change."""
+    module, operation = found.keep
     if module:
         own = policy.keep_fp32.split("|") if policy.keep_fp32 else []
         made = replace(policy, keep_fp32="|".join(dict.fromkeys((*own, _pattern(module)))))
@@ -188,14 +165,6 @@ def keeping(policy: Policy, place: Place) -> Policy | None:
 def _pattern(path: str) -> str:
     """Return an expression for ``path`` without backslashes, which quotes around a policy would double."""
     return re.sub(r"[^\w-]", lambda m: "." if m[0] in "^\\" else f"[{m[0]}]", path)
-
-
-def _in_bf16(policy: Policy) -> Policy:
-    return replace(policy, dtype="bf16")
-
-
-def _shown(number: float) -> str:
-    return "nan" if math.isnan(number) else "inf"
 
 
 # -- arguments ------------------------------------------------------------------------------------------------

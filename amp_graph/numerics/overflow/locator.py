@@ -2,8 +2,8 @@
 
 Before: ``skipped_steps`` grows, and nobody knows why. After: ``locator.results``, and causes in ``scale_history``.
 
-Nothing is checked that the step does not check anyway: its verdict, the count of skipped steps, is read. On the CPU at
-once; on CUDA by a copy that is looked at when a later step begins, so that no step waits for it.
+Nothing is checked that the step does not check anyway: its verdict, the count of skipped steps, is read after it, for
+which the host waits on CUDA.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from amp_graph.errors import CaptureError, warn
 from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.model_state import RandomState
 from amp_graph.numerics.overflow.locate import located, task_of
-from amp_graph.numerics.overflow.restore import random_state
 from amp_graph.numerics.overflow.result import Located
 from amp_graph.numerics.overflow.run import Task
 from amp_graph.numerics.overflow.scale_history import loss_scale_of_source
-from amp_graph.numerics.overflow.verdicts import Call, Kept, Verdicts
 from amp_graph.scaling.grad_scaler import GradScaler
-from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.train_step import TrainStep
 
 LIMIT = 3
-SLOTS = 4  # steps on CUDA whose verdicts may be in flight
 CALLS = 8  # of the model in one step of a loop, as in gradient accumulation; of more, the last
 
 
@@ -45,9 +44,8 @@ class Locator:
     dynamic scale overflows now and then by design; further ones are counted. A result whose place was not seen before
     is a warning, unless a few backoffs of the scale end it.
 
-    Kept alive: on the CPU, the batch of the running step. On CUDA the batches of up to 4 steps, until their verdicts
-    arrive; if a verdict arrives after another step has begun, ``exact`` of its result is False, and if four are in
-    flight, a step is not watched (``missed``). Buffers, such as running means, are as the step left them.
+    The batch of the running step is kept alive. Buffers, such as running means, are as the step left them. On CUDA the
+    host waits for the end of each step.
 
     Raises CaptureError for what has no loss scale: without one, a step with infinite gradients is not skipped.
     ``loss_scale=1.0`` checks and skips without scaling.
@@ -57,18 +55,16 @@ class Locator:
         """Start to watch."""
         if type(limit) is not int or limit < 1:
             raise CaptureError(f"Locator: limit={limit!r}\n  legal: a whole number, 1 or more\n  fix:   limit={LIMIT}")
-        self.limit, self.results, self.missed, self.skips, self.replays = limit, list[Located](), 0, 0, 0
-        self._waiting: deque[Kept] = deque()
-        self._calls: list[Call] = []
-        self._dropped = 0
+        self.limit, self.results, self.skips, self.replays = limit, list[Located](), 0, 0
+        self._calls = deque[Call](maxlen=CALLS)
         self._random: Any = None
         self._batch: tuple[Any, ...] = ()
         self._detach: list[Callable[[], None]] = []
         if isinstance(target, TrainStep):
-            self._scale = self._of(target, target)
+            self._scale = loss_scale_of_source(target, "Locator")
             self._detach.append(target.watch(self))
         elif isinstance(target, torch.nn.Module) and isinstance(scaler, GradScaler):
-            self._scale = self._of(scaler, scaler)
+            self._scale = loss_scale_of_source(scaler, "Locator")
             self._watch_loop(target, scaler)
         else:
             raise CaptureError(
@@ -76,23 +72,13 @@ class Locator:
                 "  legal: a TrainStep; a converted model and its amp_graph.GradScaler\n"
                 "  fix:   amp_graph.Locator(model, scaler)"
             )
-        self._target, self._verdicts = target, Verdicts(self._scale)
-
-    def _of(self, source: Any, owner: Any) -> LossScale:
-        if isinstance(source, TrainStep) and source.loss_scale is None:
-            raise CaptureError(
-                "Locator: the step has no loss scale, so it does not check its gradients\n"
-                "  legal: a TrainStep with a loss scale; 1.0 checks, and skips bad steps, without scaling\n"
-                "  fix:   TrainStep(model, loss_fn, optimizer, policy, loss_scale=1.0)"
-            )
-        return loss_scale_of_source(source)
+        self._target = target
 
     # -- a TrainStep ------------------------------------------------------------------------------------
 
     def before(self, batch: Sequence[Any]) -> None:
         """A step of ``batch`` begins."""
-        self._look()
-        self._batch, self._random = tuple(batch), random_state()
+        self._batch, self._random = tuple(batch), RandomState()
 
     def after(self) -> None:
         """That step is over."""
@@ -102,7 +88,7 @@ class Locator:
         def tasks(scale: float) -> list[Task]:
             return [replace(task_of(step, batch, None, None, scale), random=random)]
 
-        self._ended(Kept(self._scale.records.count, tasks))
+        self._ended(tasks)
 
     # -- a loop of the user's ----------------------------------------------------------------------------
 
@@ -114,10 +100,7 @@ class Locator:
 
     def _called(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if not self._calls:
-                self._look()
-            self._dropped += len(self._calls) == CALLS
-            self._calls = [*self._calls[1 - CALLS :], Call(args, kwargs, random_state())]
+            self._calls.append(Call(args, kwargs, RandomState()))
 
     def _returned(self, model: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if self._calls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -125,7 +108,7 @@ class Locator:
 
     def _updated(self) -> None:
         model, calls = self._target, [call for call in self._calls if call.take_gradients()]
-        self._calls, dropped, self._dropped = [], self._dropped, 0
+        self._calls.clear()
         if not calls:
             return
 
@@ -134,73 +117,43 @@ class Locator:
             how = [(((call.args, call.kwargs),), call) for call in calls]
             return [replace(own, parts=(p,), random=c.random, outputs_gradients=c.gradients) for p, c in how]
 
-        self._ended(Kept(self._scale.records.count, tasks, dropped))
+        self._ended(tasks)
 
     # -- verdicts -------------------------------------------------------------------------------------------
 
-    def _ended(self, kept: Kept) -> None:
-        if len(self._waiting) >= SLOTS:
-            self.missed += 1
-            return
-        skipped = self._verdicts.end(kept)
-        if skipped is None:
-            self._waiting.append(kept)
-        elif skipped:
-            self._run_again(kept, exact=True)
+    def _ended(self, tasks: Callable[[float], list[Task]]) -> None:
+        """A step is over: if it was skipped, locate why; ``tasks``: what to run again, given its scale."""
+        scale, before = self._scale.records.last()
+        if int(self._scale.state[3]) > int(before):
+            self.skips += 1
+            self._scale.records.explain(self._scale.records.count, self._run_again(tasks, float(scale)))
 
-    def _look(self) -> None:
-        """Read the verdicts that have arrived."""
-        while self._waiting:
-            skipped = self._verdicts.arrived(self._waiting[0])
-            if skipped is None:
-                return
-            kept = self._waiting.popleft()
-            if skipped:
-                self._run_again(kept, exact=kept.number == self._scale.records.count)
-
-    def _run_again(self, kept: Kept, exact: bool) -> None:
-        self.skips += 1
+    def _run_again(self, tasks: Callable[[float], list[Task]], scale: float) -> str:
+        """Run the step again, and keep what is found; return the cause in words."""
         if self.replays >= self.limit:
-            self._explain(kept, f"not located: {self.limit} skipped steps were")
-            return
+            return f"not located: {self.limit} skipped steps were"
         self.replays += 1
+        number = self._scale.records.count
         with Attempt() as tried:  # the training goes on
-            found = next((one for task in kept.tasks(kept.scale) if (one := located(task, try_fix=True))), None)
+            found = next((one for task in tasks(scale) if (one := located(task, try_fix=True))), None)
         if tried.error is not None:
             told = first_line(tried.error)
-            self._explain(kept, f"not located: {tried.reason}")
-            warn(f"amp_graph: Locator: step {kept.number} was skipped and could not be run again: {told}")
-            return
+            warn(f"amp_graph: Locator: step {number} was skipped and could not be run again: {told}")
+            return f"not located: {tried.reason}"
         if found is None:
-            again = f"its last {CALLS} calls of the model were" if kept.dropped else "the step was"
-            before = f", {kept.dropped} calls before them were not" if kept.dropped else ""
-            self._explain(kept, f"not located: all was finite when {again} run again{before}")
-            return
-        found = replace(found, exact=exact)
-        self._explain(kept, found.cause)
+            return f"not located: all was finite when it was run again, of a loop its last {CALLS} calls of the model"
         if all(_place(found) != _place(known) for known in self.results):
             self.results.append(found)
             if not found.is_ordinary:
-                warn(f"amp_graph: step {kept.number} was skipped: {found.text().rstrip()}")
-
-    def _explain(self, kept: Kept, cause: str) -> None:
-        self._scale.records.explain(kept.number, cause)
+                warn(f"amp_graph: step {number} was skipped: {found.text().rstrip()}")
+        return found.cause
 
     # -- reading ------------------------------------------------------------------------------------------------
-
-    def read(self) -> list[Located]:
-        """Return the results, after waiting for verdicts that are in flight on CUDA; on the CPU, ``results``."""
-        for kept in self._waiting:
-            if kept.flight is not None:
-                kept.flight.done.synchronize()
-        self._look()
-        return self.results
 
     def text(self) -> str:
         """Return the results as text, with what was not located."""
         count = f"{self.skips} skipped steps, {self.replays} run again (limit {self.limit})"
-        missed = f", {self.missed} steps not watched" if self.missed else ""
-        return "\n".join([f"locator: {count}{missed}", *(found.text() for found in self.results)])
+        return "\n".join([f"locator: {count}", *(found.text() for found in self.results)])
 
     def __str__(self) -> str:
         """Return the results as text."""
@@ -210,9 +163,31 @@ class Locator:
         """Stop watching, and drop what is kept; the results stay."""
         for stop in self._detach:
             stop()
-        self._detach, self._calls, self._batch = [], [], ()
-        self._waiting.clear()
+        self._detach, self._batch = [], ()
+        self._calls.clear()
 
 
 def _place(found: Located) -> tuple[str, ...]:
     return found.direction, found.module, found.line, found.operation, found.given, found.kind
+
+
+class Call:
+    """One call of a model: its arguments, random state, and the gradients that its outputs get."""
+
+    def __init__(self, args: Any, kwargs: Any, random: Any) -> None:
+        self.args, self.kwargs, self.random = args, kwargs, random
+        self.gradients: list[Tensor | None] = []
+        self._outs: list[Tensor] = []
+
+    def watch(self, result: Any) -> None:
+        """Have autograd keep the gradients of ``result``; a hook of Python's would cost more."""
+        self._outs = [result] if type(result) is Tensor else [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        for out in self._outs:
+            if out.requires_grad and not out.is_leaf:
+                out.retain_grad()
+
+    def take_gradients(self) -> bool:
+        """Read the gradients and let go of the outputs; return whether there are any."""
+        self.gradients = [out.grad if out.requires_grad and not out.is_leaf else None for out in self._outs]
+        self._outs = []
+        return any(grad is not None for grad in self.gradients)

@@ -1,6 +1,6 @@
 """Where a call stands: the node of a captured graph, or the module and line of code that is not captured.
 
-``Place("linear_3", "linear", "blocks.1.fc", "model.py:12, in forward: return self.fc(x)")``.
+``Located(node="linear_3", operation="linear", module="blocks.1.fc", line="model.py:12, in forward: ...", ...)``.
 """
 
 from __future__ import annotations
@@ -8,124 +8,63 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import threading
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph import errors, passes
-from amp_graph.numerics.run_bodies import OPERATORS, is_run_as_python
+from amp_graph.numerics.overflow.result import Located
+from amp_graph.passes.graph.bodies import OPERATORS, is_run_as_python
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, INPUT
 from amp_graph.passes.graph.node_info import module_path, source_line
+from amp_graph.passes.graph.observe import Observer, RunningNode
 from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
 
 HERE, *OTHERS = (os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (errors, torch, passes))
 RUNS = "amp_graph_compute"  # the function of ours that runs code which is not captured
 INPUTS = ("placeholder", "get_attr")
+CodePlace = tuple[str, str, int, str]  # module, file, line, function
 
 
-@dataclass(frozen=True)
-class Place:
-    """``node``: its name in the captured graph. ``cast_of``: for a cast, its value.
-
-    ``keep``: the module to keep in fp32, and the operation, for a node in no submodule. ``operation``: what the user
-    calls. ``line``: the user's, as ``file.py:12, in forward: x = self.fc(x)``.
-    """
-
-    node: str = ""
-    operation: str = ""
-    module: str = ""
-    line: str = ""
-    cast_of: str = ""
-    keep: tuple[str, str] = ("", "")
-
-
-class GraphPlaces:
-    """Runs a rewritten graph node by node, and knows which node a call belongs to, in backward by sequence numbers.
+class GraphPlaces(RunningNode):
+    """Runs rewritten graphs node by node, and knows which node a call belongs to.
 
     The bodies of branches, loops and activation checkpoints run node by node, too, these also when backward runs them
     again.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
-        """Prepare a run of ``gm``, whose inner graphs run under it from now on."""
-        self._main = _Nodes(gm, self)
-        self._running: list[Node] = []  # the innermost last
-        self._starts: list[int] = []  # sequence numbers of autograd at which nodes began, in order
-        self._nodes: list[Node | None] = []
-        self._thread = threading.get_ident()
+    def observed(self, gm: GraphModule) -> Callable[..., Any]:
+        """Return what runs ``gm``, whose inner graphs run under it from now on."""
+        run = Observer(gm, self).run
         for part in gm.modules():
             if isinstance(part, GraphModule) and part is not gm:
-                part.forward = _Nodes(part, self).run
+                part.forward = Observer(part, self).run
+        return run
 
-    def run(self, *args: Any) -> Any:
-        """Run the graph."""
-        return self._main.run(*args)
+    def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Run an operator over graphs as Python, as a dispatch mode does not see what runs inside of it."""
+        return (OPERATORS[target.__name__], args, {}) if is_run_as_python(target, args) else (target, args, kwargs)
 
-    def begin(self, node: Node) -> None:
-        """Node ``node`` begins to run."""
-        self._running.append(node)
-        self._mark(node)
-
-    def end(self) -> None:
-        """That node is over: the rest of an outer one follows, or what is in no graph."""
-        self._running.pop()
-        self._mark(self._running[-1] if self._running else None)
-
-    def _mark(self, node: Node | None) -> None:
-        if threading.get_ident() == self._thread:  # on CUDA, what backward runs again has numbers of another thread
-            self._starts.append(next_sequence_number())
-            self._nodes.append(node)
-
-    def now(self, backward: bool) -> Node | None:
-        """Return the node of the call that runs now."""
-        if self._running or not backward:
-            return self._running[-1] if self._running else None
-        at = bisect_right(self._starts, running_sequence_number()) - 1
-        return self._nodes[at] if 0 <= at < len(self._nodes) else None
+    def told(self, place: Node | None, source: Node | None, *, backward: bool) -> Located:
+        """Return the place of a call of a node; ``source``: whose call computed the value, where ``place`` casts it."""
+        if place is None:
+            return Located() if source is None else place_of(source)
+        if not backward or source is None or source is place:
+            return place_of(place)
+        # The gradient that a cast gets was computed by the backward of what read its result; what made the value that
+        # it casts gets the rounded one.
+        makes = value_of(place)
+        of, keep = place_of(source), place_of(place).keep if makes.op in INPUTS else _kept(makes)
+        return replace(of, node=place.name, cast_of=f"the gradient that {of.operation} passes on", keep=keep)
 
 
-class _Nodes(torch.fx.Interpreter):
-    """Runs one graph, and tells ``of`` which node runs."""
-
-    def __init__(self, gm: GraphModule, of: GraphPlaces) -> None:
-        super().__init__(gm)
-        self._of = of
-
-    def run_node(self, n: Node) -> Any:
-        self._of.begin(n)
-        try:
-            return super().run_node(n)
-        finally:
-            self._of.end()
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator; one over graphs as Python, as a dispatch mode does not see what runs inside of it."""
-        if is_run_as_python(target, args):
-            return OPERATORS[target.__name__](*args)
-        return super().call_function(target, args, kwargs)
-
-
-def place_in_graph(node: Node | None, source: Node | None, backward: bool) -> Place:
-    """Return the place of a call of ``node``; ``source``: whose call computed the value, where ``node`` casts it."""
-    if node is None:
-        return Place() if source is None else place_of(source)
-    if not backward or source is None or source is node:
-        return place_of(node)
-    # The gradient that a cast gets was computed by the backward of what read its result; what made the value that it
-    # casts gets the rounded one.
-    of, behind = place_of(source), place_of(node)
-    makes = value_of(node)
-    keep = behind.keep if makes.op in INPUTS else _kept(makes)
-    return Place(node.name, of.operation, of.module, of.line, f"the gradient that {of.operation} passes on", keep)
-
-
-def place_of(node: Node) -> Place:
+def place_of(node: Node) -> Located:
     """Return the place of a node; that of a cast is where its value was computed, or of a weight's cast its reader."""
     source, reader = value_of(node), node
     while is_cast(reader) and reader.users:
@@ -135,8 +74,14 @@ def place_of(node: Node) -> Place:
     cast_of = ""
     if source is not node:
         cast_of = target_text(source) if computed else str(source.meta.get(INPUT, source.target))
-    operation = target_text(told if computed or source is node else reader)
-    return Place(node.name, operation, module_path(told), users_line_of(told), cast_of, _kept(reader))
+    return Located(
+        node=node.name,
+        operation=target_text(told if computed or source is node else reader),
+        module=module_path(told),
+        line=users_line_of(told),
+        cast_of=cast_of,
+        keep=_kept(reader),
+    )
 
 
 def _kept(node: Node) -> tuple[str, str]:
@@ -171,7 +116,7 @@ class CodePlaces:
         self._names = {id(m): name for name, m in model.named_modules()}
         self._stack: list[str] = []
         self._numbers: list[int] = []
-        self._told: list[tuple[str, tuple[str, int, str]]] = []
+        self._places: list[CodePlace] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> CodePlaces:
@@ -189,32 +134,27 @@ class CodePlaces:
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
 
-    def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         if self._stack:
             self._stack.pop()
 
     def seen(self) -> None:
         """Note the place of an operator of the forward, so that its backward can be told."""
         self._numbers.append(next_sequence_number())
-        self._told.append((self._stack[-1] if self._stack else "", users_line()))
+        self._places.append((self._stack[-1] if self._stack else "", *users_line()))
 
-    def now(self, backward: bool) -> tuple[str, tuple[str, int, str]]:
-        """Return the module and the line of the call that runs now."""
-        if not self._told:
-            return "", ("", 0, "")
+    def now(self, *, backward: bool) -> CodePlace:
+        """Return the place of the call that runs now."""
         # An operator runs after its node of autograd's graph was numbered.
-        at = bisect_left(self._numbers, running_sequence_number() + 1) if backward else len(self._told) - 1
-        return self._told[min(at, len(self._told) - 1)]
+        at = bisect_left(self._numbers, running_sequence_number() + 1) if backward else len(self._places)
+        return self._places[min(at, len(self._places) - 1)] if self._places else ("", "", 0, "")
 
-
-def place_in_code(own: tuple[str, tuple[str, int, str]] | None, source: Any, backward: bool) -> Place:
-    """Return the place of a call in code that is not captured; that of a cast is where its value was computed."""
-    if own is None:  # a given value
-        return Place()
-    module, (file, number, name) = source or own
-    code = linecache.getline(file, number).strip()
-    line = f"{file}:{number}, in {name}: {code}" if file else ""
-    return Place("", "", module, line, "a value" if source not in (None, own) else "", (own[0], ""))
+    def told(self, place: CodePlace, source: CodePlace | None, *, backward: bool) -> Located:
+        """Return a place in words; that of a cast is where its value was computed."""
+        module, file, number, name = source or place
+        line = f"{file}:{number}, in {name}: {linecache.getline(file, number).strip()}" if file else ""
+        cast_of = "a value" if source not in (None, place) else ""
+        return Located(module=module, line=line, cast_of=cast_of, keep=(place[0], ""))
 
 
 def users_line() -> tuple[str, int, str]:

@@ -1,12 +1,11 @@
 """The result of ``amp_graph.locate``: what made the first value that is not finite, and what helps.
 
-``print(amp_graph.locate(model, batch, loss_fn))``, ``.text()``, ``.to_dict()``, ``.to_json()``.
+``print(amp_graph.locate(model, batch, loss_fn))``, ``.text()``, ``.to_dict()``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,8 @@ class Located:
     operation on the same operands in fp32; None if it was not rerun.
     scale: the loss scale of the run; lower_scale: the largest power of two, 1 or more, at which a scaled gradient would
     fit. reached: where the value arrives. fp32_line: where a run in fp32 is not finite.
-    fix: what helps, best first. how: what was run. exact: False if parameters had changed since the step.
+    fix: what helps, best first. how: what was run. keep: the module that a policy keeps in fp32, and the operation, for
+    one in no submodule.
     """
 
     kind: str = "nothing"
@@ -52,7 +52,7 @@ class Located:
     fix: tuple[str, ...] = ()
     policy: str = ""
     how: str = ""
-    exact: bool = True
+    keep: tuple[str, str] = ("", "")
 
     @property
     def found(self) -> bool:
@@ -62,6 +62,11 @@ class Located:
     def __bool__(self) -> bool:
         """Return whether there is a value that is not finite."""
         return self.found
+
+    @property
+    def is_finite_in_fp32(self) -> bool:
+        """Whether the same operation was finite in fp32."""
+        return self.in_fp32 is not None and math.isfinite(self.in_fp32)
 
     @property
     def is_ordinary(self) -> bool:
@@ -96,7 +101,6 @@ class Located:
             ("reached", _few(self.reached)),
             ("in fp32", f"not finite either, first at {self.fp32_line}" if self.fp32_line else ""),
             *(("fix" if i == 0 else "or", fix) for i, fix in enumerate(self.fix)),
-            ("note", "" if self.exact else "parameters had changed since the step when it was run again"),
         ]
         return "\n".join([*lines, *(f"  {name:<9} {told}" for name, told in facts if told)]) + "\n"
 
@@ -127,11 +131,12 @@ class Located:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; numbers that are not finite as strings, so that any JSON reader takes them."""
-        return {"format": 1, "found": self.found, "cause": self.cause, **_plain(dataclasses.asdict(self))}
+        return {"format": 1, "found": self.found, "cause": self.cause, **plain_values(dataclasses.asdict(self))}
 
-    def to_json(self) -> str:
-        """Return ``to_dict()`` as JSON."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+def number_text(number: float) -> str:
+    """Return a number that is not finite: "nan" or "inf"."""
+    return "nan" if math.isnan(number) else "inf"
 
 
 def dtype_text(dtype: Any) -> str:
@@ -139,11 +144,12 @@ def dtype_text(dtype: Any) -> str:
     return SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """Return ``value`` for JSON: tuples as lists, numbers that are not finite as text."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: plain_values(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [plain_values(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -6,7 +6,7 @@ Before: ``step(x, y)``, which skipped its update. After: ``Ran(events, bad, ...)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,19 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from amp_graph.capture.as_written import in_words, region_of
+from amp_graph.capture.as_written import Region, in_words, region_of
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import lower, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
-from amp_graph.numerics.gradients import gradients as gradients_of
-from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces, Place, place_in_code, place_in_graph
-from amp_graph.numerics.overflow.restore import as_before
+from amp_graph.lists.errors import first_line
+from amp_graph.model_state import RandomState, unchanged
+from amp_graph.numerics.batches import gradients as gradients_of
+from amp_graph.numerics.batches import refuse_detached
+from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
 from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
-from amp_graph.numerics.run_bodies import AsPython
+from amp_graph.passes.graph.bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import own_code_object
@@ -49,17 +51,27 @@ class Task:
     parts: tuple[tuple[Any, ...], ...]
     scale: float
     in_step: bool = False
-    random: Any = None  # states of the generators before the step; None: those of now
+    random: RandomState | None = None  # states of the generators before the step; None: those of now
     outputs_gradients: Any = None  # of the model's outputs, where no loss is known; a part is then ((args, kwargs),)
 
 
 @dataclass
 class Ran:
-    """What a run found. ``bad``: where values that are not finite arrived; ``how``: what ran, in words."""
+    """One way to run a batch: ``compute``, under ``watch``; ``how``: what runs, in words.
 
+    ``bad``: where values that are not finite arrived, with the numbers of events that they come from.
+    """
+
+    compute: Callable[..., Any]
+    watch: Watch
     how: str
-    events: list[Event] = field(default_factory=list)
+    skips_low: bool = False  # whether gradients of parameters in low precision are left out
     bad: dict[str, frozenset[int]] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[Event]:
+        """All events, in the order of execution."""
+        return self.watch.events
 
 
 def run_planned(task: Task) -> Ran:
@@ -67,14 +79,15 @@ def run_planned(task: Task) -> Ran:
     try:
         return _run(task, _in_graph)
     except NOT_CAPTURED as error:
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    found = _run(task, _as_code)
+        why = first_line(error) or type(error).__name__
+    found = _run(task, partial(_code, region=region_of(task.model, task.policy)))
     return replace(found, how=f"{found.how}: it is not one graph ({why})")
 
 
 def run_in_fp32(task: Task) -> Ran:
     """Run the code of ``task`` as it is written, without autocast and without a loss scale."""
-    return _run(replace(for_other_outputs(task), scale=1.0), _in_fp32)
+    # Gradients of parameters in low precision are cast to it.
+    return _run(replace(for_other_outputs(task), scale=1.0), partial(_code, region=None, skips_low=True))
 
 
 def for_other_outputs(task: Task) -> Task:
@@ -91,47 +104,36 @@ def for_other_outputs(task: Task) -> Task:
 MASKED = "a softmax, whose rows that see nothing are others than in fp32"
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to compute a batch: what computes it under ``watch``, and how its places are told."""
-
-    compute: Callable[..., Any]
-    watch: Watch
-    place: Callable[[Any, Any, bool], Place]
-    how: str
-    skips_low: bool = False  # whether gradients of parameters in low precision are left out
-
-
-def _run(task: Task, way: Callable[[Task, ExitStack], Way]) -> Ran:
-    found = Ran("")
+def _run(task: Task, way: Callable[[Task, ExitStack], Ran]) -> Ran:
     with ExitStack() as around:
-        around.enter_context(as_before(task.model, task.parts, task.random))
+        around.enter_context(unchanged(task.model, task.parts))
+        if task.random is not None:
+            task.random.restore()
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             around.enter_context(torch.autocast(kind, enabled=False))
-        own = way(task, around)
-        found.how = own.how
+        found = way(task, around)
         for part in task.parts:
-            _give(own.watch, task, part)
-            for name, origins in _differentiated(task, own, part):
+            _give(found.watch, task, part)
+            for name, origins in _differentiated(task, found, part):
                 found.bad.setdefault(name, origins)
             if found.bad:
                 break
-        lost = [e.number for e in own.watch.events if e.is_lost_in_cast]
-        if lost and not found.bad:
-            found.bad[MASKED] = frozenset(lost)
-    found.events = [replace(e, place=own.place(e.place, e.source, e.backward), source=None) for e in own.watch.events]
+    lost = [e.number for e in found.events if e.is_lost_in_cast]
+    if lost and not found.bad:
+        found.bad[MASKED] = frozenset(lost)
     return found
 
 
-def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tuple[str, frozenset[int]]]:
+def _differentiated(task: Task, way: Ran, part: tuple[Any, ...]) -> Iterator[tuple[str, frozenset[int]]]:
     """Run forward and backward; yield where values that are not finite arrive, with their events."""
     watch = way.watch
     result = way.compute(*part)
     outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     if task.outputs_gradients is None:
         refuse_what_is_no_loss(result, "locate")
-        _refuse_detached(task, result)
+        if not is_bad(result):
+            refuse_detached("locate", _parameters(task), result, CaptureError)
         yield from ((("the loss"), watch.origins_of(t)) for t in outs if is_bad(t))
         with watch:
             starts = [result * (task.scale / len(task.parts))]
@@ -155,17 +157,6 @@ def _differentiated(task: Task, way: Way, part: tuple[Any, ...]) -> Iterator[tup
             yield f"the gradient of {name}", watch.origins_of(grad)
 
 
-def _refuse_detached(task: Task, loss: Tensor) -> None:
-    """Raise CaptureError for a finite loss that no backward can begin at, though parameters are trained."""
-    trained = next((n for n, p in _parameters(task) if p.requires_grad), None)
-    if trained is not None and not loss.requires_grad and not is_bad(loss):
-        raise CaptureError(
-            f"locate: the loss has no gradient, and the model trains {trained}\n"
-            "  legal: a loss that is computed from the outputs\n"
-            "  fix:   return it from loss_fn without .detach(), .item() and torch.no_grad()"
-        )
-
-
 def _parameters(task: Task) -> Iterator[tuple[str, torch.nn.Parameter]]:
     yield from task.model.named_parameters()
     if isinstance(task.loss_fn, torch.nn.Module):
@@ -185,66 +176,60 @@ def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
         watch.give(f"buffer {name}", b)
 
 
-# -- three ways to compute ----------------------------------------------------------------------------------
+# -- two ways to compute ------------------------------------------------------------------------------------
 
 
-def _in_graph(task: Task, stack: ExitStack) -> Way:
+def _in_graph(task: Task, stack: ExitStack) -> Ran:
     """Capture model and loss as one graph, rewrite it, and run it node by node."""
-    now: list[GraphPlaces] = []
-    watch = Watch(lambda backward: now[-1].now(backward) if now else None)
+    places = GraphPlaces()
+    watch = Watch(places)
     policy = replace(task.policy, keep_outputs=True)
-    forward, loss_fn, plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
 
     def take(gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, task.model, task.model.forward)
         own = None if device_of(gm) == "cpu" else device_of(gm)
         rewrite_in_place(gm, policy, own, eager=True, in_step=task.in_step)
         lower(gm, example_inputs, "eager", policy)
+        observed = with_sums_in_fp32(places.observed(gm), policy, device_of(gm))
 
         def run(*args: Any) -> Any:
-            now.append(GraphPlaces(gm))
             with watch:
-                return with_sums_in_fp32(now[-1].run, policy, device_of(gm))(*args)
+                return observed(*args)
 
         return run
 
+    function: Any = own_code_object(_forward_and_loss(task))  # type: ignore[arg-type]
+    compute = capture_with_dynamo(
+        function, take, dynamic=False, fullgraph=True, heard=CaptureListener(), collector_waits=True
+    )
+    return Ran(compute, watch, "the planned graph, node by node")
+
+
+def _code(task: Task, stack: ExitStack, region: Region | None, skips_low: bool = False) -> Ran:
+    """Run the code as calls without graphs run, in a region of autocast or in fp32."""
+    places = stack.enter_context(CodePlaces(task.model))
+    watch = Watch(places, places.seen)
+    compute, is_loss = _forward_and_loss(task), task.outputs_gradients is None
+
+    def amp_graph_compute(*batch: Any) -> Any:
+        with watch, AsPython(), torch.autocast(*region) if region else nullcontext():
+            result = compute(*batch)
+            return result.float() if is_loss and isinstance(result, Tensor) and result.itemsize < 4 else result
+
+    return Ran(amp_graph_compute, watch, f"the code, {in_words(region)}", skips_low)
+
+
+def _forward_and_loss(task: Task) -> Callable[..., Any]:
+    """Return what computes the loss of a part of a batch; the outputs, where no loss is known."""
+    forward, loss_fn, is_plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
+
     def amp_graph_forward(*batch: Any) -> Any:
-        if plain:
+        if is_plain:
             return forward(*batch[0][0], **batch[0][1])
         out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
         return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 
-    function: Any = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
-    compute = capture_with_dynamo(
-        function, take, dynamic=False, fullgraph=True, heard=CaptureListener(), collector_waits=True
-    )
-    return Way(compute, watch, place_in_graph, "the planned graph, node by node")
-
-
-def _as_code(task: Task, stack: ExitStack) -> Way:
-    """Run the code as calls without graphs run."""
-    region = region_of(task.model, task.policy)
-    return _code(task, stack, partial(torch.autocast, *region) if region else ExitStack, in_words(region))
-
-
-def _in_fp32(task: Task, stack: ExitStack) -> Way:
-    return replace(_code(task, stack, ExitStack, "in fp32"), skips_low=True)  # those are cast to low precision
-
-
-def _code(task: Task, stack: ExitStack, region: Callable[[], Any], how: str) -> Way:
-    places = stack.enter_context(CodePlaces(task.model))
-    watch = Watch(places.now, places.seen)
-    forward, loss_fn = _forward(task), task.loss_fn
-
-    def amp_graph_compute(*batch: Any) -> Any:
-        with watch, AsPython(), region():
-            if task.outputs_gradients is not None:
-                return forward(*batch[0][0], **batch[0][1])
-            out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
-            loss = loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
-            return loss.float() if isinstance(loss, Tensor) and loss.itemsize < 4 else loss
-
-    return Way(amp_graph_compute, watch, place_in_code, f"the code, {how}")
+    return amp_graph_forward
 
 
 def _forward(task: Task) -> Callable[..., Any]:

@@ -6,16 +6,11 @@ Before: a loss scale of 2 at the end of a training, and no idea how it came to t
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -68,18 +63,6 @@ class ScaleHistory:
         """Return plain values."""
         return {"format": 1, "steps": self.steps, "kept": self.kept, "rows": [dict(row) for row in self.rows]}
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return ``to_dict()`` as JSON; write it to ``path`` if given. Raises AmpGraphError if it cannot be written."""
-        return _written(json.dumps(self.to_dict(), indent=1), path)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the rows as CSV with a header; write it to ``path`` if given. Raises AmpGraphError, as ``to_json``."""
-        made = io.StringIO()
-        table = csv.DictWriter(made, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.rows)
-        return _written(made.getvalue(), path)
-
 
 def scale_history(source: Any) -> ScaleHistory:
     """Return the history of the loss scale of ``source``.
@@ -95,7 +78,7 @@ def scale_history(source: Any) -> ScaleHistory:
     return ScaleHistory(tuple(dict(zip(COLUMNS, row, strict=True)) for row in told), records.count, records.most)
 
 
-def loss_scale_of_source(source: Any) -> LossScale:
+def loss_scale_of_source(source: Any, who: str = "scale_history") -> LossScale:
     """Return the loss scale of ``source``; CaptureError where it has none."""
     found = source
     if isinstance(source, TrainStep):
@@ -106,9 +89,9 @@ def loss_scale_of_source(source: Any) -> LossScale:
         found = source._loss_scale
     if not isinstance(found, LossScale):
         raise CaptureError(
-            f"scale_history: a {type(source).__name__}{' without a loss scale' if found is None else ''} has none\n"
+            f"{who}: a {type(source).__name__}{' without a loss scale' if found is None else ''} has none\n"
             "  legal: a TrainStep with a loss scale, an amp_graph.GradScaler, a LossScale, a MixedPrecisionOptimizer\n"
-            "  fix:   amp_graph.scale_history(step)"
+            "  fix:   TrainStep(..., loss_scale=1.0), which checks, and skips bad steps, without scaling"
         )
     return found
 
@@ -119,9 +102,3 @@ def _tells(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
 
 def _what(row: dict[str, Any]) -> str:
     return f"skipped: {row['cause']}" if row["skipped"] else ""
-
-
-def _written(text: str, path: str | os.PathLike[str] | None) -> str:
-    if path is not None:
-        write_or_refuse(path, text, "scale_history", "history.to_json('scale.json')")
-    return text

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.lists.errors import Attempt
+from amp_graph.numerics.overflow.result import Located, dtype_text, number_text
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, is_view, schema_arguments, written_arguments
 from amp_graph.passes.torch_compat.autograd import number_of_backward
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
@@ -31,41 +32,32 @@ CASTS = ("_to_copy", "copy_", "_foreach_copy_")
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A tensor operand: dtype, shape, and the largest magnitude, before the call (inf and NaN if it has such)."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    largest: float
-
-
-@dataclass(frozen=True)
 class Event:
-    """A call that made a value which is not finite, or a value that was given so (``operator`` is then "").
+    """A call that made a value which is not finite, or a value that was given so; ``facts``: what is known of it.
 
-    ``place``: where it stands; ``source``: for a cast, where its value was computed, if a watched call did that; both
-    as the run knows places. ``result``: the largest magnitude, inf or NaN. ``in_fp32``: that of the same
-    call on the same operands in fp32; None where it was not rerun. ``meant``: a number that is not finite was an
-    argument, or the given value has -inf alone, as masks do.
+    ``meant``: a number that is not finite was an argument, or the given value has -inf alone, as masks do.
     """
 
     number: int
-    operator: str
-    place: Any
-    backward: bool
-    dtype: torch.dtype
-    result: float
-    operands: tuple[Operand, ...] = ()
-    in_fp32: float | None = None
+    facts: Located
     meant: bool = False
-    name: str = ""
-    source: Any = None
 
     @property
     def is_lost_in_cast(self) -> bool:
         """Whether finite numbers, such as those of a mask, became infinite in the forward since a cast rounded them."""
-        is_cast = any(f".{name}." in self.operator for name in CASTS)
-        return is_cast and not self.backward and self.in_fp32 is not None and math.isfinite(self.in_fp32)
+        facts = self.facts
+        is_cast = any(f".{name}." in facts.operator for name in CASTS)
+        return is_cast and facts.direction == "forward" and facts.is_finite_in_fp32
+
+
+class Places(Protocol):
+    """Knows where calls stand."""
+
+    def now(self, *, backward: bool) -> Any:
+        """Return the place of the call that runs now, in a form that is cheap to keep."""
+
+    def told(self, place: Any, source: Any, *, backward: bool) -> Located:
+        """Return a place in words; ``source``: for a cast, where its value was computed, if a watched call did that."""
 
 
 def largest(tensor: Tensor) -> float:
@@ -93,33 +85,18 @@ def has_nan(tensor: Tensor) -> bool:
     return math.isnan(largest(tensor))
 
 
-@dataclass(eq=False)
-class _Watch:
-    """What a ``Watch`` has found; ``place``: called for the place of a call, with whether it is in backward."""
-
-    place: Callable[[bool], Any]
-    events: list[Event] = field(default_factory=list)
-    known: dict[int, tuple[StorageWeakRef, frozenset[int]]] = field(default_factory=dict)
-    made_at: dict[int, tuple[StorageWeakRef, Any]] = field(default_factory=dict)  # places of all values, by storage
-
-
 class Watch(TorchDispatchMode):
-    """Checks the result of every operator that runs under it, in forward and backward.
-
-    place: called at every event, with whether it is in backward; its result is stored in the event.
-    """
+    """Checks the result of every operator that runs under it, in forward and backward; ``events``: in their order."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, place: Callable[[bool], Any], seen: Callable[[], None] | None = None) -> None:
+    def __init__(self, places: Places, seen: Callable[[], None] | None = None) -> None:
         """Start without events; ``seen`` is called before each operator of the forward."""
         super().__init__()
-        self._of, self._seen = _Watch(place), seen
-
-    @property
-    def events(self) -> list[Event]:
-        """All events, in the order of execution."""
-        return self._of.events
+        self.events: list[Event] = []
+        self._places, self._seen = places, seen
+        self._origins: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
+        self._made_at: dict[int, tuple[StorageWeakRef, Any]] = {}  # places of all values, by storage
 
     # -- given values ---------------------------------------------------------------------------------
 
@@ -130,8 +107,8 @@ class Watch(TorchDispatchMode):
             return
         with torch.no_grad():
             mask = not math.isnan(found) and not bool((tensor == math.inf).any()) if not tensor.is_complex() else False
-        event = Event(len(self.events), "", None, False, tensor.dtype, found, meant=mask, name=name)
-        self._add(event, [tensor])
+        facts = Located(given=name, dtype=dtype_text(tensor.dtype), result=number_text(found))
+        self._add(facts, [tensor], meant=mask)
 
     # -- calls ----------------------------------------------------------------------------------------
 
@@ -150,16 +127,9 @@ class Watch(TorchDispatchMode):
         made = [*_tensors(result), *before.values()]
         bad = [t for t in made if is_bad(t)]
         if bad:
-            self._follow(func, read or (args, kwargs), bad, backward)
-        self._note(made, self._of.place(backward))
+            self._follow(func, read or (args, kwargs), bad, backward=backward)
+        _note(self._made_at, made, self._places.now(backward=backward))
         return result
-
-    def _note(self, made: list[Tensor], place: Any) -> None:
-        """Note where values were computed."""
-        for tensor in made:
-            key = storage_key(tensor)
-            if key is not None:
-                self._of.made_at[key] = StorageWeakRef(storage_of(tensor)), place
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, Tensor], Any]:
         """Return the tensors that ``func`` will write, by id, and its arguments with copies of those that it reads."""
@@ -176,7 +146,7 @@ class Watch(TorchDispatchMode):
 
         return written, (tree_map(kept, args), tree_map(kept, kwargs))
 
-    def _follow(self, func: Any, given: Any, bad: list[Tensor], backward: bool) -> None:
+    def _follow(self, func: Any, given: Any, bad: list[Tensor], *, backward: bool) -> None:
         """Mark ``bad``, the results of a call, with the events that they come from: this one, or its operands'."""
         operands = [t for t in _tensors(given)]
         sources = [t for t in operands if is_bad(t)]
@@ -185,23 +155,30 @@ class Watch(TorchDispatchMode):
         only_meant = all(self.events[i].meant for i in origins)
         if sources and not (new_nan and only_meant):
             if origins:
-                self._mark(bad, origins)
+                _note(self._origins, bad, origins)
                 return
             # An operand that no watched operator has made is the first to be seen: it is what there is to report.
-        event = self._event(func, given, operands, bad, backward, inside=bool(sources))
-        self._add(event, bad)
-
-    def _event(self, func: Any, given: Any, operands: list[Tensor], bad: list[Tensor], backward: bool,
-               inside: bool) -> Event:  # fmt: skip
         scalars = [leaf for leaf in tree_leaves(given) if isinstance(leaf, float)]
-        meant = not inside and any(not math.isfinite(number) for number in scalars)
-        told = tuple(Operand(t.dtype, tuple(t.shape), largest(t)) for t in operands if t.is_floating_point())
-        first = bad[0]
-        in_fp32 = None if inside else self._in_fp32(func, given)
-        place, name = self._of.place(backward), str(func).removeprefix("aten.").partition(".")[0]
-        source = _alive(self._of.made_at, operands[0]) if name in CASTS and operands else None
-        how = (str(func), place, backward, first.dtype, largest(first), told, in_fp32, meant)
-        return Event(len(self.events), *how, source=source)
+        meant = not sources and any(not math.isfinite(number) for number in scalars)
+        self._add(self._facts(func, given, operands, bad[0], backward=backward, rerun=not sources), bad, meant=meant)
+
+    def _facts(
+        self, func: Any, given: Any, operands: list[Tensor], bad: Tensor, *, backward: bool, rerun: bool
+    ) -> Located:
+        """Return what is known of a call; ``rerun``: whether to call it once more, in fp32."""
+        is_cast = str(func).removeprefix("aten.").partition(".")[0] in CASTS
+        source = _alive(self._made_at, operands[0]) if is_cast and operands else None
+        floats = [t for t in operands if t.is_floating_point()]
+        return replace(
+            self._places.told(self._places.now(backward=backward), source, backward=backward),
+            direction="backward" if backward else "forward",
+            operator=str(func),
+            dtype=dtype_text(bad.dtype),
+            result=number_text(largest(bad)),
+            limit=float(torch.finfo(bad.dtype).max) if bad.dtype.is_floating_point else None,
+            operands=tuple((dtype_text(t.dtype), tuple(t.shape), largest(t)) for t in floats),
+            in_fp32=self._in_fp32(func, given) if rerun else None,
+        )
 
     def _in_fp32(self, func: Any, given: Any) -> float | None:
         """Return the largest magnitude that ``func`` returns, or writes, for the same operands in fp32."""
@@ -226,19 +203,22 @@ class Watch(TorchDispatchMode):
 
     # -- where values come from --------------------------------------------------------------------------
 
-    def _add(self, event: Event, tensors: list[Tensor]) -> None:
-        self.events.append(event)
-        self._mark(tensors, frozenset((event.number,)))
-
-    def _mark(self, tensors: list[Tensor], origins: frozenset[int]) -> None:
-        for tensor in tensors:
-            key = storage_key(tensor)
-            if key is not None:
-                self._of.known[key] = StorageWeakRef(storage_of(tensor)), origins
+    def _add(self, facts: Located, tensors: list[Tensor], *, meant: bool) -> None:
+        number = len(self.events)
+        self.events.append(Event(number, facts, meant))
+        _note(self._origins, tensors, frozenset((number,)))
 
     def origins_of(self, tensor: Tensor) -> frozenset[int]:
         """Return the numbers of the events that a value which is not finite comes from; empty: unknown."""
-        return _alive(self._of.known, tensor) or frozenset()
+        return _alive(self._origins, tensor) or frozenset()
+
+
+def _note(noted: dict[int, tuple[StorageWeakRef, Any]], tensors: list[Tensor], what: Any) -> None:
+    """Note ``what`` for the storages of ``tensors``."""
+    for tensor in tensors:
+        key = storage_key(tensor)
+        if key is not None:
+            noted[key] = StorageWeakRef(storage_of(tensor)), what
 
 
 def _alive(noted: dict[int, tuple[StorageWeakRef, Any]], tensor: Tensor) -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx import GraphModule, Tracer
 
 import amp_graph
-from amp_graph.passes.graph.inline_modules import inline_modules
+from amp_graph.passes.graph.propagate_fake_values import inline_modules
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 

@@ -116,7 +116,7 @@ def shaken(problem, given, name, reader, eps):
     return (out.detach().double() * torch.randn(out.shape)).sum().item()
 
 
-@pytest.mark.parametrize(("name", "reader"), [("h", None), ("h", "mul"), ("h", "add"), ("linear", "h")])
+@pytest.mark.parametrize(("name", "reader"), [("h", None), ("h", "mul")])
 def test_what_is_measured_is_the_variance_of_the_loss(name, reader):
     graph, problem, found = measured(net, torch.randn(32, 16), **state())
     node = next(n for n in problem.gm.graph.nodes if n.name == name)

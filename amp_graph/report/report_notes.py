@@ -107,12 +107,10 @@ SETTINGS = {"cuda": ("cuda.matmul", "cudnn.conv"), "cpu": ("mkldnn.matmul", "mkl
 
 def precision_lines(found: Conversion) -> Iterator[str]:
     """Yield a line for each product of a converted model that does not run in the precision planned for it."""
-    replays = found.captured.replays
     for i, graph in enumerate(found.graphs):
         gm = graph.rewritten.gm
         seen = dict.fromkeys(lost for part in parts_of(graph.rewritten) for lost in lost_in(part.gm))
         seen |= dict.fromkeys(gm.meta.get(LOST, ()))
-        seen |= {} if replays is None else dict.fromkeys(replays.lost(gm))
         lines = [*_cut(list(map(str, seen))), *_rounded(graph.rewritten)]
         yield from (f"precision: graph {i}: {line}" for line in lines)
 

@@ -178,25 +178,6 @@ class Small(nn.Module):
         return self.linear(x).relu() * 2
 
 
-class TwoOutputs(Small):
-    """One of two outputs could be left out of the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x), self.other(x)
-
-
-def test_outputs_that_reach_a_part_are_not_recorded_where_ddp_looks_for_it(group):
-    def looking(model):
-        return DistributedDataParallel(model, find_unused_parameters=True)
-
-    assert eligibility.UNUSED in notes_of(TwoOutputs(), looking)
-    assert "is not recorded" not in notes_of(TwoOutputs(), DistributedDataParallel)
-
-
 def test_a_call_outside_of_ddp_and_static_graphs_are_not_recorded(group):
     assert eligibility.OUTSIDE in notes_of(Small(), lambda model: model)
     assert eligibility.STATIC in notes_of(Small(), lambda model: DistributedDataParallel(model, static_graph=True))

@@ -35,13 +35,13 @@ from amp_graph.step.train_step import TrainStep
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
-    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
-    if not captured.traced:
-        yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
+    traced = captured.step
+    if traced is None:
         return
-    for traced in captured.steps.values():
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
-    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
+    if traced.update:
+        yield f"update: {traced.update}"
+    yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
+    for timed in traced.passes:
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
         failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""

@@ -102,7 +102,6 @@ def _nobody_notices(monkeypatch):
 
 BROKEN = {
     "outputs are not copied": ("outputs_held_for_many_steps", _no_copies),
-    "gradients are not copied": ("gradients_held", _no_copies),
     "inputs are not copied": ("simple", _no_inputs),
     "addresses are not compared": ("moved_parameters", _any_address),
     "one slot serves two forwards": ("two_forwards_one_backward", _one_slot_for_all),

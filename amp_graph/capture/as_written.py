@@ -145,24 +145,44 @@ def _is_sparse(leaf: Any) -> bool:
 def _restored(leaves: list[Any], dtypes: list[Any], own: set[int]) -> list[Any]:
     """Return a result's values in the dtypes that they have without autocast, except those whose ids are in ``own``.
 
-    A value that stands twice in one dtype is cast once, and so is one beside its ``detach()``: they share memory.
+    Values that share memory go on sharing it: what they are views of is cast once.
     """
-    wide: dict[Any, tuple[Any, Any]] = {}
+    memory: dict[Any, list[int]] = {}
+    for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True)):
+        if (
+            isinstance(leaf, Tensor)
+            and leaf.dtype in HALVES
+            and dtype not in (None, leaf.dtype)
+            and id(leaf) not in own
+        ):
+            key = storage_key(leaf) if leaf.layout is torch.strided and not leaf.is_nested else None
+            memory.setdefault((id(leaf) if key is None else key, dtype), []).append(i)
     found = list(leaves)
-    for i in sorted(range(len(leaves)), key=lambda i: not getattr(leaves[i], "requires_grad", False)):
-        leaf, dtype = leaves[i], dtypes[i]
-        if not isinstance(leaf, Tensor) or leaf.dtype not in HALVES or dtype is None or id(leaf) in own:
-            continue
-        strided = leaf.layout is torch.strided and not leaf.is_nested
-        place = (storage_key(leaf), leaf.storage_offset(), leaf.shape, leaf.stride()) if strided else id(leaf)
-        if (place, dtype) not in wide:
-            wide[place, dtype] = leaf, leaf.to(dtype)
-        first, cast = wide[place, dtype]
-        if first is leaf:
-            found[i] = cast
-        else:
-            found[i] = leaf.to(dtype) if leaf.requires_grad else cast.detach()
+    for (_, dtype), places in memory.items():
+        first = max((leaves[i] for i in places), key=lambda leaf: leaf.requires_grad)
+        whole = first if len(places) == 1 else _base(first)
+        wide = whole.to(dtype)
+        for i in places:
+            found[i] = wide if leaves[i] is whole else _view(wide, whole, leaves[i])
     return found
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """Return what ``tensor`` is a view of; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _view(wide: Tensor, whole: Tensor, leaf: Tensor) -> Tensor:
+    """Return ``leaf``, which shares the memory of ``whole``, as a view of its cast ``wide``, or as a cast of its own.
+
+    The latter where it reaches beyond ``whole``, or has a gradient by another way.
+    """
+    start = leaf.storage_offset() - whole.storage_offset()
+    end = start + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    inside = wide.stride() == whole.stride() and 0 <= start and (leaf.numel() == 0 or end < whole.numel())
+    if not inside or (leaf.requires_grad and _base(leaf) is not whole):
+        return leaf.to(wide.dtype)
+    return (wide if leaf.requires_grad else wide.detach()).as_strided(leaf.shape, leaf.stride(), start)
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -224,11 +224,11 @@ def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
 
 
 class Shared(Listed):
-    """Returns a result of a layer, its conversion to bf16, and a detached alias."""
+    """Returns a result of a layer, its conversion to bf16, a detached alias, and views."""
 
     def forward(self, x, kinds):
         h = torch.cat(self.layer(x).split(torch.bincount(kinds, minlength=3).tolist()) and [self.layer(x)])
-        return h, h.bfloat16(), h.detach(), h
+        return h, h.bfloat16(), h.detach(), h, h.view(-1), h.t()[1:], h.detach()[:, 2:]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -242,8 +242,13 @@ def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(gr
         assert [(t.dtype, t.requires_grad) for t in found] == [(t.dtype, t.requires_grad) for t in exact]
         assert all(error(a, b) < 0.02 for a, b in zip(found, exact, strict=True))
         assert found[0] is found[3]
-        assert found[2].data_ptr() == found[0].data_ptr(), "as a detached alias does"
         assert found[1].data_ptr() != found[0].data_ptr()
+        for i, where in (2, found[0]), (4, found[0].view(-1)), (5, found[0].t()[1:]), (6, found[0][:, 2:]):
+            assert (found[i].data_ptr(), found[i].stride()) == (where.data_ptr(), where.stride()), "an alias or view"
+        if grad:
+            runs = ((found, ours), (exact, model))
+            grads = [torch.autograd.grad(t[0].sum() + t[5].cos().sum(), m.layer.weight)[0] for t, m in runs]
+            assert error(*grads) < 0.02
 
 
 def symbolic(sizes, dynamic):

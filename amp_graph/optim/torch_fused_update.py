@@ -60,10 +60,8 @@ def why_no_kernel(optimizer: Optimizer) -> str:
             return "SGD with dampening treats its first step differently"
         if group.get("differentiable"):
             return "differentiable=True"
-        if any(p.is_complex() or not is_dense(p) for p in group["params"]):
-            return "complex parameters, or such with gaps in memory"
-        if kind is SGD and any(p.is_cpu and p.dtype in HALVES and updated_master(p) is None for p in group["params"]):
-            return "torch's SGD kernel hardly changes parameters in low precision on the CPU"
+        if any(p.is_complex() or p.is_sparse for p in group["params"]):
+            return "complex or sparse parameters"
         if any(isinstance(group.get(name), Tensor) for name in ("weight_decay", "eps")):
             return "options given as tensors"
     return ""
@@ -90,15 +88,32 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        """Update ``params`` and ``states`` in place; no change if ``found_inf`` is above 0.
+        """Update ``params`` and ``states`` in place; no change if ``found_inf`` is above 0."""
+        odd = {i for i, p in enumerate(params) if not self._is_for_kernel(p, grads[i], *(s[i] for s in states))}
+        for apply, own in ((self.apply_pointwise, odd), (self._apply_fused, set(range(len(params))) - odd)):
+            if own:
+                of = [[t for i, t in enumerate(tensors) if i in own] for tensors in (params, grads, *states)]
+                apply(of[0], of[1], of[2:], lr, found_inf)
 
-        Torch's kernels go through memory: all of a parameter have their elements in its order.
-        """
-        steps = [*states[-1]] if "step" in self.state_names() else []
+    def _is_for_kernel(self, p: Tensor, *others: Tensor) -> bool:
+        """Return whether torch's fused kernel is correct for ``p``: it ignores strides and gaps."""
+        if self.kind is SGD and p.dtype in HALVES and p.device.type == "cpu":  # hardly changes it
+            return False
+        return is_dense(p) and all(not t.dim() or t.stride() == p.stride() for t in others)
+
+    def _apply_fused(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        lr: Tensor,
+        found_inf: Tensor | None,
+    ) -> None:
+        steps = states[-1] if "step" in self.state_names() else []
         run = self._kernel(lr, found_inf)
         if steps:
             foreach_add_(steps, 1)
-        for some, low, *kinds in _blocks([[*params], [*grads], *map(list, states)]):
+        for some, low, *kinds in _blocks([params, grads, *states]):
             wide = low if some[0].dtype in HALVES else upcast_all(low)
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
             run(some, same, kinds)
@@ -257,6 +272,6 @@ def _lies_like(state: Tensor, parameter: Tensor) -> bool:
     """Return whether both have the same memory order, which fused kernels assume without a check.
 
     They differ if Adagrad created its state before a model was lowered, if the state was saved from a model in another
-    memory format, or if the model's memory format changed.
+    memory format, or if the model's memory format changed. Tensors with gaps are left to kernels that use strides.
     """
-    return state.dtype == parameter.dtype and state.stride() == parameter.stride()
+    return state.dtype == parameter.dtype and (not is_dense(parameter) or state.stride() == parameter.stride())

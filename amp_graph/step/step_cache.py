@@ -144,6 +144,7 @@ class CapturedSteps:
             sums = [total.clone() for total in sums]
         self._update(parameters, sums)
         self._state.drop_sums()
+        self._state.refresh(self._state.copies.values())  # which the next forward reads
 
     def _parameters(self) -> list[Tensor]:
         """Return the optimizer's parameters, in the order in which norms are summed."""

@@ -499,7 +499,7 @@ def test_a_converted_model_in_a_train_step_keeps_its_policy():
 
 def weight_casts(step):
     """Count the casts in the step's graph whose source is a parameter."""
-    nodes = [n for c in step.captured for s in c.steps.values() for n in s.gm.graph.nodes]
+    nodes = [n for c in step.captured for n in c.step.gm.graph.nodes]
     found = [n for n in nodes if n.target is torch.ops.aten._to_copy.default and n.args[0].op == "placeholder"]
     return [n for n in found if "weight" in n.args[0].meta["amp_input"] or "bias" in n.args[0].meta["amp_input"]]
 

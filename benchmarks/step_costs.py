@@ -133,7 +133,7 @@ def saved_in_graph(made: Prepared) -> Saved:
     By running: what the graph says of a workspace of oneDNN is not what the kernel makes.
     """
     captured = made.step.captured[-1]  # what a first call changes (of a config, say) has it captured again
-    graph = captured.steps[True]
+    graph = captured.step
     watched, usual = _Watched(graph.gm), graph.run
     graph.run = watched.run
     try:

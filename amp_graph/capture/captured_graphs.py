@@ -23,7 +23,7 @@ from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_
 from amp_graph.capture.missing_loss_scale import ScaleCheck
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.recapture_limits import Variants
-from amp_graph.compiler_options import Options, records_itself
+from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.lists.errors import Attempt, first_line
@@ -45,7 +45,7 @@ from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
 
 OWN = "amp_graph_forward"  # the name of the function that is captured
-INDUCTORS_OWN = "Inductor records it: the options have triton.cudagraphs, as mode='reduce-overhead' has"
+COMPILED = "compiled code is not recorded; mode='reduce-overhead' has Inductor record it"
 
 
 @dataclass
@@ -153,8 +153,7 @@ class CapturedGraphs:
             return self._counted(call)
         if self.replays is not None:
             summing = partial(with_sums_in_fp32, policy=rewritten.policy, device=device_of(gm))
-            why = INDUCTORS_OWN if records_itself(self.options) else ""
-            call = self.replays.wrap(gm, call, summing, eager=self.compile == "eager", why=why)
+            call = self.replays.wrap(gm, call, summing, "" if self.compile == "eager" else COMPILED)
         warn_of_missing_kernels()
         checked = rewritten.dtype == torch.float16 and self.graphs[-1].grad
         varies = any(isinstance(one, torch.SymInt) for one in example_inputs)
@@ -229,7 +228,7 @@ class CapturedGraphs:
         return with_fast_path(counted, lambda: None if first or (left_alone and varies) else fast_path_of(run))
 
     def _is_recorded(self, device: str | None) -> bool:
-        return self.replays is not None and device in RECORDERS
+        return self.replays is not None and self.compile == "eager" and device in RECORDERS
 
     def _new_frozen(self, device: str | None) -> FrozenWeights | None:
         """Return what a frozen model keeps; None for one that is not, and where recordings read weights unseen."""

@@ -112,7 +112,6 @@ def restore_parameters(model: Module) -> Iterator[None]:
         for module in model.modules():
             _remove(module._state_dict_hooks, _save_fp32)
             _remove(module._load_state_dict_pre_hooks, _load_fp32)
-            _remove(module._load_state_dict_pre_hooks, _find_optimizers)
         yield
 
 
@@ -139,6 +138,19 @@ def unchanged_where_it_raises(
         for held, known in dicts:
             held.clear()
             held.update(known)
+
+    with Undo(undo):
+        yield
+
+
+@contextmanager
+def masters_kept_where_it_raises(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """If the block raises, restore the masters of ``parameters``, or that they have none."""
+    before = [(p, p.__dict__.get(MASTER)) for p in parameters]
+
+    def undo() -> None:
+        for parameter, master in before:
+            put_master_back(parameter, master)
 
     with Undo(undo):
         yield
@@ -274,12 +286,9 @@ def make_master(parameter: Tensor) -> Tensor:
     return found
 
 
-def share_master(parameter: Tensor, full: Tensor) -> None:
-    """Make ``full`` the master of a copied ``parameter``, or its data if its model was reverted."""
-    if parameter.dtype in HALVES:
-        _set_master(parameter, full)
-    else:
-        full.data = parameter.data
+def put_master_beside(parameter: Tensor, full: Tensor) -> None:
+    """Make ``full`` the master of a copied ``parameter``."""
+    _set_master(parameter, full)
 
 
 def full_value(parameter: Tensor) -> Tensor:
@@ -331,14 +340,6 @@ def _speak_fp32(model: Module, lowered: Sequence[Parameter]) -> None:
         if any(id(p) in held for p in module._parameters.values()):
             module.register_state_dict_post_hook(_save_fp32)
             module.register_load_state_dict_pre_hook(_load_fp32)
-    model.register_load_state_dict_pre_hook(_find_optimizers)
-
-
-def _find_optimizers(*_: Any) -> None:
-    """Let optimizers that were built meanwhile keep fp32 states: their states are usually loaded after the model's."""
-    from amp_graph.optim.master_weight_updates import keep_loaded_states  # it imports this module
-
-    keep_loaded_states()
 
 
 def _save_fp32(module: Module, state: dict[str, Any], prefix: str, _: Any) -> None:

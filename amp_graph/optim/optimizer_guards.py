@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
-from operator import is_
-from types import NoneType
 from typing import Any
 
 from torch import Tensor
@@ -30,37 +27,6 @@ RESTLESS = 4  # consecutive steps with changed options: a schedule changes them
 State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # the state of a parameter that graphs read, by name
 
 
-class Objects:
-    """The identities of an optimizer's objects: comparing them takes half the time of comparing values."""
-
-    def __init__(self, optimizer: Optimizer, stateful: Sequence[Tensor]) -> None:
-        """Store them; ``stateful`` are the parameters whose state graphs read."""
-        groups = optimizer.param_groups
-        self.otherwise, self.groups, self.stateful = steps_otherwise(optimizer), groups, stateful
-        self.states = [optimizer.state[p] for p in stateful]
-        self.lists = [(held, [*held]) for held in (groups, *(group["params"] for group in groups))]
-        self.dicts = [(held, len(held), _without_rates(held)) for held in (*groups, *self.states)]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, stateful: Sequence[Tensor]) -> Objects | None:
-        """Return them, or None if an option is mutable."""
-        groups = optimizer.param_groups
-        fixed = all(_is_fixed(value) for group in groups for k, value in group.items() if k not in NOT_IN_GRAPHS)
-        return cls(optimizer, stateful) if fixed and all(p in optimizer.state for p in stateful) else None
-
-    def are_those_of(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` still has these objects; learning rates are ignored."""
-        if optimizer.param_groups is not self.groups or steps_otherwise(optimizer) != self.otherwise:
-            return False
-        for objects, known in self.lists:
-            if len(objects) != len(known) or not all(map(is_, objects, known)):
-                return False
-        for items, size, seen in self.dicts:
-            if len(items) != size or not all(map(is_, map(items.get, seen), seen.values())):
-                return False
-        return all(map(is_, map(optimizer.state.get, self.stateful), self.states))
-
-
 class WatchedOptimizer:
     """An optimizer whose options and state are part of graphs; ``forget``, weakly referenced, drops the graphs.
 
@@ -77,7 +43,6 @@ class WatchedOptimizer:
         self._options = self._read_options()
         self._changes = 0  # consecutive calls with changed options
         self._read: dict[int, State] = {}
-        self._objects: Objects | None = None
         hooks = [*_forget_when_loaded(optimizer, weakref.WeakMethod(forget))]
         hooks.append(optimizer.register_step_post_hook(show_update))
         weakref.finalize(self, _remove, hooks).atexit = False
@@ -88,17 +53,12 @@ class WatchedOptimizer:
         Raises CaptureError if parameters have new hooks.
         """
         refuse_hooks(self.optimizer)
-        if self._objects is not None and self._objects.are_those_of(self.optimizer):
-            self._changes = 0
-            return False
         before, self._options = self._options, self._read_options()
-        if same := before == self._options:
+        if before == self._options:
             self._changes = 0
-        else:
-            self._changed(before)
-        same = same and self._has_all_that_was_read()
-        self._objects = Objects.of(self.optimizer, [p for p, values in self._read.values() if values]) if same else None
-        return not same
+            return not all(self._has(p, values) for p, values in self._read.values())
+        self._changed(before)
+        return True
 
     def _changed(self, before: list[Any]) -> None:
         """Decide again where the update runs."""
@@ -128,20 +88,15 @@ class WatchedOptimizer:
 
     def was_read_by(self, updates: Sequence[GroupUpdate]) -> None:
         """Record the state that a graph reads."""
-        self._objects = None
         self._read.update((id(p), (p, values)) for p, values in _states(updates))
 
     def forget_state(self) -> None:
         """Record that no graph reads any state."""
-        self._objects = None
         self._read.clear()
 
     def has_state_of(self, updates: Sequence[GroupUpdate]) -> bool:
         """Return whether the optimizer still has the state that ``updates`` read; a new layout replaces it."""
         return all(self._has(p, values) for p, values in _states(updates))
-
-    def _has_all_that_was_read(self) -> bool:
-        return all(self._has(p, values) for p, values in self._read.values())
 
     def _has(self, parameter: Tensor, values: tuple[tuple[str, Tensor], ...]) -> bool:
         now = self.optimizer.state.get(parameter)
@@ -167,15 +122,6 @@ class WatchedOptimizer:
 
 
 SCHEDULED = "options that change from step to step: "
-
-
-def _without_rates(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if name not in RATES}
-
-
-def _is_fixed(option: Any) -> bool:
-    """Return whether ``option`` is immutable, unlike tensors and lists."""
-    return all(map(_is_fixed, option)) if isinstance(option, tuple) else isinstance(option, (NoneType, str, Real))
 
 
 def _mark(option: Any) -> Any:

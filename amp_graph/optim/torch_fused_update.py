@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from amp_graph.optim.gradient_layout import is_dense, zeros_beside
 from amp_graph.optim.master_weights import updated_master
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.operators import (
-    foreach_add,
     foreach_add_,
     foreach_sub_,
     fused_adagrad_,
@@ -31,7 +29,7 @@ from amp_graph.passes.torch_compat.operators import (
 from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 from amp_graph.policy_words import HALVES
 
-SEVERAL, APART = 16, ("cuda",)
+SEVERAL = 16
 BLOCK = 1 << 19  # elements that the CPU updates at a time: see benchmarks/update_time.py
 Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], Any]  # of parameters, gradients, state by kind
 STATES = {
@@ -39,6 +37,12 @@ STATES = {
     Adam: lambda group: ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()), "step"),
     Adagrad: lambda group: ("sum", "step"),
 }
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is dense in memory, in any order of dimensions; a DTensor is not."""
+    plain = tensor.layout is torch.strided and not hasattr(tensor, "to_local")
+    return plain and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def why_not_fused(optimizer: Optimizer) -> str:
@@ -151,7 +155,7 @@ class GroupUpdate:
         dtype = reduce(torch.promote_types, (p.dtype for p in params), torch.float32)
         factors: Any = [lr.to(dtype)] * len(params)
         if rule is _adam:
-            factors = _each_apart(_adam_factors(self.group, states[-1], lr, decoupled, dtype))
+            factors = _adam_factors(self.group, states[-1], lr, decoupled, dtype).unbind(1)
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             targets = [p, *(s[i] for s in states)]
             g, start, *old = (t.float() if t.dtype in HALVES else t for t in (grad, *targets))
@@ -219,15 +223,6 @@ def _adam_factors(
     return found.expand(SEVERAL, *found.shape).amax(0)
 
 
-def _each_apart(factors: Tensor) -> Sequence[Tensor]:
-    """Return the factors of each parameter, in separate tensors if kernels would otherwise contain their offset.
-
-    Triton then compiles one kernel for all parameters of the same shape, not one per parameter.
-    """
-    found = factors.unbind(1)
-    return foreach_add(list(found), 0.0) if factors.device.type in APART else found
-
-
 def _adam(group: dict[str, Any], p: Tensor, g: Tensor, old: list[Tensor], factors: Tensor) -> list[Tensor]:
     beta1, beta2 = (float(b) for b in group["betas"])
     rate, root, kept = factors.unbind()
@@ -268,9 +263,9 @@ def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) 
             known = state.get("step", 0.0)
             state["step"] = torch.as_tensor(known, dtype=torch.float32).to(parameter.device)
         elif state.get(name) is None:
-            state[name] = zeros_beside(parameter)
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         elif not _lies_like(state[name], parameter):
-            state[name] = zeros_beside(parameter).copy_(state[name])
+            state[name] = torch.empty_like(parameter).copy_(state[name])
 
 
 def _lies_like(state: Tensor, parameter: Tensor) -> bool:

@@ -7,14 +7,14 @@ Several processes: the hooks of DistributedDataParallel run when the gradient of
 recorded backward, as after any other: no recording holds a call between ranks. What communicates inside of forward or
 backward, or moves parameters between them, is not recorded.
 
-One node of autograd stands for a recorded call, so that autograd goes on to all of its arguments, to some with no
-gradient: hooks are called with None, and a Python function upstream makes zeros of it. Where somebody would notice,
-nothing is recorded.
+One node of autograd stands for a recorded call, so that autograd goes on to all of its arguments. Where the loss may
+leave some out, by an output that does not lead to them, their hooks would be called with None, and a Python function
+upstream would make zeros of it: such graphs are not recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload
 from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
 from amp_graph.passes.weights.batch_weight_casts import has_process_group
 from amp_graph.replay.flat_graph import Flat, is_draw
+from amp_graph.replay.recorder import RECORDERS
 
 KNOWN = frozenset(("aten", "prims", "amp_graph", "mkldnn", "torchvision"))  # operators that only launch kernels
 COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_dtensor"))
@@ -40,7 +41,12 @@ Rule = Callable[[Node, torch.device], str]
 
 
 def why_not_captured(gm: GraphModule, args: Sequence[Any]) -> str:
-    """Return why a captured graph cannot be recorded, read off the graph before it is traced; "" if nothing says so."""
+    """Return why a captured graph cannot be recorded, read off it before it is traced; "" if nothing says so."""
+    kinds = {a.device.type for a in args if isinstance(a, Tensor)}
+    for kind in sorted(kinds - set(RECORDERS)):
+        return f"there are no CUDA graphs on {kind}"
+    if not kinds:
+        return "it has no tensors as inputs"
     for a in args:
         if isinstance(a, Tensor) and (type(a) not in PLAIN or a.layout is not torch.strided):
             return f"an input is a {type(a).__name__}, not an ordinary tensor"
@@ -131,25 +137,11 @@ def _constant_elsewhere(node: Node, device: torch.device) -> str:
 RULES: Sequence[Rule] = (_foreign, _asks_for_data, _selects_by_mask, _elsewhere, _constant_elsewhere)
 
 
-def why_no_second_order(flat: Flat) -> Iterator[str]:
-    """Yield why a call cannot be run again for ``create_graph=True``: it would not be the same call."""
-    inputs = dict(zip(flat.tensors, flat.forward.graph.find_nodes(op="placeholder"), strict=True))
-    for i in flat.written:
-        for user in inputs[i].users:
-            name = getattr(getattr(user.target, "_schema", None), "name", str(user.target))
-            if "batch_norm" not in name and not name.endswith("add_"):
-                yield f"it reads a buffer that it writes ({name})"
-
-
 OUTSIDE = (
     "a process group exists, and the call is not one of DistributedDataParallel: who reduces gradients, and when "
     "parameters move, is unknown"
 )
 STATIC = "static_graph=True: DistributedDataParallel counts the gradients of each parameter, and a recording has others"
-UNUSED = (
-    "find_unused_parameters=True, and some of its outputs do not lead to all trained inputs: DistributedDataParallel "
-    "would take all of them as used"
-)
 MIXED = "DistributedDataParallel casts the parameters itself (mixed_precision), and frees the casts between calls"
 
 
@@ -170,37 +162,22 @@ def why_not_with_ranks(model: nn.Module | None) -> str:
     return MIXED if getattr(ddp, "mixed_precision", None) is not None else ""
 
 
-def why_not_partly(partly: Sequence[int]) -> str:
-    """Return why a graph is not recorded some of whose outputs do not reach the arguments ``partly``; "" if it may be.
+PARTLY = "some outputs do not lead to all trained inputs: a loss may leave these out, which must then get no gradient"
 
-    DistributedDataParallel looks from the outputs which parameters have gradients, and a recorded call is one node.
+
+def why_not_partly(flat: Flat) -> str:
+    """Return why a graph is not recorded some of whose outputs do not reach all arguments that others reach.
+
+    DistributedDataParallel, hooks, and what computed an argument see which gradients come.
     """
-    return UNUSED if partly and getattr(surrounding_ddp(), "find_unused_parameters", False) else ""
-
-
-NOTICED = "a loss may reach an input through some of its outputs only, where {} must not hear of the others"
-
-
-def partly_reached(flat: Flat) -> tuple[int, ...]:
-    """Return the numbers of the arguments that some outputs with gradients reach, and others do not."""
     count = sum(steps is not None for steps in flat.pattern)
     if flat.backward is None or count < 2:
-        return ()
+        return ""
     reached = _seeds_reached(flat.backward.graph, count)
     found: dict[int, int] = {}
     for i, grad in zip(flat.routes, _results(flat.backward.graph), strict=True):
         found[i] = found.get(i, 0) | (reached[grad] if isinstance(grad, Node) else 0)
-    return tuple(i for i, seeds in found.items() if seeds not in (0, 2**count - 1))
-
-
-def who_notices(args: Sequence[Any], numbers: Sequence[int]) -> str:
-    """Return who would notice that autograd goes on to one of these arguments with no gradient."""
-    for a in [args[i] for i in numbers]:
-        if a._backward_hooks or getattr(a, "_post_accumulate_grad_hooks", None):
-            return NOTICED.format("the hooks of that input")
-        if a.grad_fn is not None:
-            return NOTICED.format("what computed that input")
-    return ""
+    return "" if all(seeds in (0, 2**count - 1) for seeds in found.values()) else PARTLY
 
 
 def _seeds_reached(graph: Graph, count: int) -> dict[Node, int]:

@@ -4,8 +4,7 @@ Before: the rewritten GraphModule, which runs under autograd. After: ``Flat.forw
 values that backward reads, and ``Flat.backward``, which takes those and the outputs' gradients.
 
 The trace keeps the operations as they are (no functionalization, no decompositions), so the kernels are those that
-autograd would run, in its order. Each edge of autograd's graph that leads to an argument has a gradient of its own
-(``trace_flat.Edges``).
+autograd would run, in its order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any, Protocol
 
 from torch.fx import Graph, GraphModule, Node
 
-from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.node_info import draws, is_mutable, is_view, schema_arguments, written_by_name
@@ -60,7 +58,6 @@ class Flat:
     the saved values. routes: the argument that each gradient of backward belongs to. kept: the arguments that backward
     takes, in front of the saved values and the outputs' gradients. written: the arguments that are written to.
     uncounted: those of them whose version counter the write does not move, as of a batch norm's statistics.
-    lost: the products that run in another precision than planned.
     """
 
     tensors: tuple[int, ...]
@@ -74,7 +71,6 @@ class Flat:
     kept: tuple[int, ...] = ()
     pattern: Pattern = ()
     uncounted: frozenset[int] = frozenset()
-    lost: tuple[Lost, ...] = ()
     run_forward: Callable[..., Any] = field(init=False, repr=False)
     run_backward: Callable[..., Any] | None = field(init=False, repr=False, default=None)
 
@@ -83,16 +79,6 @@ class Flat:
         self.run_forward = direct_calls(self.forward)
         if self.backward is not None:
             self.run_backward = direct_calls(self.backward)
-
-    @functools.cached_property
-    def unwritten(self) -> tuple[int, ...]:
-        """The arguments that nothing writes to."""
-        return tuple(i for i in self.tensors if i not in self.written)
-
-    @functools.cached_property
-    def draws(self) -> bool:
-        """Whether forward draws random numbers."""
-        return any(map(is_draw, self.forward.graph.nodes))
 
     @functools.cached_property
     def with_gradient(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ the user's loop does what a recording cannot. The fourth is recorded. Two forwar
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.casts.product_precision import Lost
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
-from amp_graph.replay.eligibility import partly_reached, who_notices, why_not_captured, why_not_flat, why_not_partly
-from amp_graph.replay.flat_call import FlatGraphs, Key, TapedGraphs, key_of
+from amp_graph.replay.eligibility import why_not_captured, why_not_flat, why_not_partly, why_not_with_ranks
+from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import CannotBeFlat
-from amp_graph.replay.recorder import CannotRecord
+from amp_graph.replay.recorder import RECORDERS, CannotRecord
 from amp_graph.replay.replayed_call import ReplayedCall, arranged, outputs_of
 from amp_graph.replay.slots import Slot, Wrap
 
@@ -32,9 +30,9 @@ if TYPE_CHECKING:
 
 WARM_UP = 3  # calls of a kind that run as they are
 SLOTS = 2  # forwards of a kind that may wait for their backwards
+MOST = 8  # recordings of a graph
 MOVES = 3  # recordings that are made anew because parameters moved
 KINDS = 64  # kinds of arguments that are counted
-RARER = 4  # how many times more calls a kind needs after its recordings had to go
 
 
 @dataclass(eq=False)
@@ -42,12 +40,10 @@ class Entry:
     """Calls with arguments of one kind."""
 
     calls: int = 0
-    needed: int = WARM_UP
     moves: int = 0
     why: str = ""  # why it is not recorded
     by_copy: tuple[int, ...] = ()
-    partly: tuple[int, ...] = ()  # arguments that only some outputs with gradients reach
-    graphs: FlatGraphs | TapedGraphs | None = None
+    graphs: FlatGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
     timings: list[tuple[Any, Any, float]] = field(default_factory=list)
 
@@ -57,20 +53,14 @@ class Entry:
         self.slots = [slot for slot in self.slots if not slot.is_free]
         self.graphs = None
 
-    def make_rarer(self) -> None:
-        """Count anew: its recordings had to go for others."""
-        self.calls, self.needed = 0, RARER * self.needed
-
 
 class GuardSet:
-    """One captured graph: ``run`` runs it as it is, ``eager`` or compiled."""
+    """One captured graph: ``run`` runs it as it is; ``wrap`` is applied to what is recorded."""
 
-    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, eager: bool) -> None:
-        """Nothing is recorded yet; ``wrap`` is applied to what is recorded."""
-        self.replays, self.gm, self.run, self.wrap = replays, gm, run, wrap
-        self.entries: OrderedDict[Key, Entry] = OrderedDict()
-        self.why, self.eager = "", eager
-        self.lost: dict[Lost, None] = {}  # products that run in another precision than planned
+    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, why: str) -> None:
+        """Nothing is recorded yet, and nothing ever where ``why`` says so."""
+        self.replays, self.gm, self.run, self.wrap, self.why = replays, gm, run, wrap, why
+        self.entries: dict[Key, Entry] = {}
         # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
         self._keyed: list[int] | None = None
 
@@ -84,23 +74,24 @@ class GuardSet:
             self.replays.lock.release()
 
     def _decide(self, args: Sequence[Any]) -> Any:
-        self.replays.note(self)
         entry = self._entry(args)
         if entry is None or entry.why:
             return self.run(*args)
         entry.calls += 1
-        if entry.calls <= entry.needed:
+        if entry.calls <= WARM_UP:
             return self._warm_up(entry, args)
         slot = self._slot(entry, args)
         return self.run(*args) if slot is None else self._replay(entry, slot, args)
 
     def _entry(self, args: Sequence[Any]) -> Entry | None:
-        if not self.entries and (why := why_not_captured(self.gm, args) or self.replays.why_not(args)):
-            self.why = why
-            return None
-        if not self.entries and not has_symbols(self.gm):
-            own = self.replays.own_tensors()
-            self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
+        """Return the entry of a call; None where none of its kind is counted."""
+        if not self.entries:
+            self.why = why_not_captured(self.gm, args)
+            if self.why:
+                return None
+            if not has_symbols(self.gm):
+                own = self.replays.own_tensors()
+                self._keyed = [i for i, a in enumerate(args) if id(a) not in own]
         try:
             key = key_of(args if self._keyed is None else [args[i] for i in self._keyed])
             stream = next((stream_of(a) for a in args if isinstance(a, Tensor)), 0)  # streams run at the same time
@@ -109,11 +100,8 @@ class GuardSet:
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
             self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
             return None
-        if found is None:
+        if found is None and len(self.entries) < KINDS:
             found = self.entries[key] = Entry()
-            if len(self.entries) > KINDS:
-                self.entries.popitem(last=False)
-        self.entries.move_to_end(key)
         return found
 
     def _warm_up(self, entry: Entry, args: Sequence[Any]) -> Any:
@@ -135,9 +123,6 @@ class GuardSet:
         """Return a slot for a call, recorded now if need be; None if the call has to run as it is."""
         if entry.graphs is None and not self._trace(entry, args):
             return None
-        if why := who_notices(args, entry.partly):
-            entry.decline(why)
-            return None
         free = [slot for slot in entry.slots if slot.is_free]
         for slot in free:
             if slot.is_for(args):
@@ -148,10 +133,11 @@ class GuardSet:
             if entry.moves > MOVES:
                 entry.decline("its parameters or buffers move from call to call")
                 return None
-        return self._record(entry, args) if len(entry.slots) < SLOTS and self.replays.make_room() else None
+        count = sum(len(one.slots) for one in self.entries.values())
+        return self._record(entry, args) if len(entry.slots) < SLOTS and count < MOST else None
 
     def _trace(self, entry: Entry, args: Sequence[Any]) -> bool:
-        if why := self.replays.why_not_with_ranks() or self.replays.pace.why_not(entry):
+        if why := why_not_with_ranks(self.replays.model) or self.replays.pace.why_not(entry):
             entry.decline(why)
             return False
         own = self.replays.own_tensors()
@@ -159,24 +145,21 @@ class GuardSet:
         entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
         try:
             graphs = FlatGraphs(self.gm, args)
-            self.lost |= dict.fromkeys(graphs.flat.lost if self.eager else ())
-            why = why_not_flat(graphs.flat, args, entry.by_copy)
-            entry.partly = partly_reached(graphs.flat) if self.eager else ()
-            why = why or why_not_partly(entry.partly)
+            why = why_not_flat(graphs.flat, args, entry.by_copy) or why_not_partly(graphs.flat)
         except Exception as error:
             why = _told(error)
         if why:
             entry.decline(why)
         else:
-            entry.graphs = graphs if self.eager else TapedGraphs(graphs, self.run, args)
+            entry.graphs = graphs
         return not why
 
     def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
         assert entry.graphs is not None, "traced before"
         try:
-            recorder = self.replays.new_recorder(args[entry.graphs.flat.tensors[0]].device)
+            device = args[entry.graphs.flat.tensors[0]].device
             with torch.no_grad():
-                slot = Slot.recorded(entry.graphs, args, entry.by_copy, recorder, self.wrap)
+                slot = Slot.recorded(entry.graphs, args, entry.by_copy, RECORDERS[device.type](device), self.wrap)
         except Exception as error:
             entry.decline(_told(error))
             return None
@@ -184,14 +167,12 @@ class GuardSet:
         return slot
 
     def _replay(self, entry: Entry, slot: Slot, args: Sequence[Any]) -> Any:
-        slot.used = self.replays.count_forward()
         flat = slot.graphs.flat
-        if flat.backward is None:
-            with torch.no_grad():
-                return arranged(flat, slot.forward(args), args)
-        call = ReplayedCall(self, entry, slot, args)
         with torch.no_grad():
             found = slot.forward(args)
+        if flat.backward is None:
+            return arranged(flat, found, args)
+        call = ReplayedCall(self.replays.lock, entry, slot, args)
         slot.holder = weakref.ref(call)
         return outputs_of(call, found, args)
 

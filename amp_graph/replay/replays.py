@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.casts.product_precision import Lost
-from amp_graph.passes.torch_compat.dynamo_entries import CALLS
-from amp_graph.replay.eligibility import why_not_with_ranks
-from amp_graph.replay.guard_set import Entry, GuardSet
-from amp_graph.replay.recorder import RECORDERS, Recorder
+from amp_graph.replay.guard_set import GuardSet
 from amp_graph.replay.slots import Slot, Wrap
-
-MOST = 8  # recordings of each of the graphs that one call runs
 
 
 class Replays:
@@ -35,20 +29,14 @@ class Replays:
         self.lock = threading.RLock()
         self.pace = Pace(mode == "auto")
         self.guard_sets: list[GuardSet] = []
-        self._forwards = 0
-        self._call, self._of_call = -1, set[int]()  # the call that runs, and the graphs that it has run
-        self._graphs = 1  # the most that one call has run
 
-    def wrap(
-        self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, *, eager: bool, why: str = ""
-    ) -> Callable[..., Any]:
-        """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is, ``eager``: not compiled.
+    def wrap(self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, why: str) -> Callable[..., Any]:
+        """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is.
 
-        why: a reason to record nothing. What is returned holds no recording: Dynamo may keep it longer than the model
-        lives.
+        why: a reason to record nothing, or "". What is returned holds no recording: Dynamo may keep it longer than the
+        model lives.
         """
-        made = GuardSet(self, gm, run, wrap, eager)
-        made.why = why
+        made = GuardSet(self, gm, run, wrap, why)
         self.guard_sets.append(made)
         known = weakref.ref(made)
 
@@ -58,65 +46,18 @@ class Replays:
 
         return call
 
-    # -- what guard sets ask ---------------------------------------------------------------------------
-
-    def note(self, one: GuardSet) -> None:
-        """Note that the model's call that runs comes to this graph: it has several after graph breaks, and in DDP."""
-        if self._call != CALLS.generation:
-            self._call = CALLS.generation
-            self._of_call.clear()
-        self._of_call.add(id(one))
-        self._graphs = max(self._graphs, len(self._of_call))
-
     @property
-    def most(self) -> int:
-        """How many recordings there may be."""
-        return MOST * self._graphs
-
-    def why_not(self, args: Sequence[Any]) -> str:
-        """Return why nothing is recorded on the device of these arguments."""
-        kinds = {a.device.type for a in args if isinstance(a, Tensor)}
-        for kind in sorted(kinds - set(RECORDERS)):
-            return f"there are no CUDA graphs on {kind}"
-        return "" if kinds else "it has no tensors as inputs"
-
-    def why_not_with_ranks(self) -> str:
-        """Return why nothing is recorded beside the other processes of this training."""
-        return why_not_with_ranks(self._model())
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as it lives."""
+        return self._model()
 
     def own_tensors(self) -> set[int]:
         """Return the ids of the model's parameters and buffers, which recordings read where they lie."""
-        model = self._model()
+        model = self.model
         return set() if model is None else {id(t) for t in (*model.parameters(), *model.buffers())}
 
-    def new_recorder(self, device: torch.device) -> Recorder:
-        """Return a recorder for one slot."""
-        return RECORDERS[device.type](device)
-
-    def count_forward(self) -> int:
-        """Return the number of a forward."""
-        self._forwards += 1
-        return self._forwards
-
-    def make_room(self) -> bool:
-        """Free the recording that was used longest ago, if there are too many; False if all wait for backwards."""
-        known = list(self._recordings())
-        if len(known) < self.most:
-            return True
-        free = [(slot.used, i) for i, (_, slot) in enumerate(known) if slot.is_free]
-        if not free:
-            return False
-        entry, slot = known[min(free)[1]]
-        entry.slots.remove(slot)
-        if not entry.slots:
-            entry.make_rarer()
-        return True
-
-    def _recordings(self) -> Iterator[tuple[Entry, Slot]]:
-        for one in self.guard_sets:
-            for entry in one.entries.values():
-                for slot in entry.slots:
-                    yield entry, slot
+    def _slots(self) -> list[Slot]:
+        return [slot for one in self.guard_sets for entry in one.entries.values() for slot in entry.slots]
 
     # -- what the user asks ----------------------------------------------------------------------------
 
@@ -130,21 +71,14 @@ class Replays:
             torch.cuda.empty_cache()  # else the pools stay reserved
         return size
 
-    def lost(self, gm: GraphModule) -> Iterator[Lost]:
-        """Yield the products of a graph that run in another precision than planned."""
-        for one in self.guard_sets:
-            if one.gm is gm:
-                yield from one.lost
-
     @property
     def bytes(self) -> int:
-        """The bytes that recordings hold."""
-        return sum(slot.recorder.bytes_held(slot.tensors()) for _, slot in self._recordings())
+        """The bytes that recordings hold: inputs, results, saved values and gradients."""
+        return sum(slot.bytes for slot in self._slots())
 
     def lines(self, size_text: Callable[[int], str]) -> Iterator[str]:
         """Yield the lines of a report: what is recorded, and for each graph why not."""
-        count = sum(1 for _ in self._recordings())
-        yield f"replay={self.mode}: {count} of at most {self.most} recordings, which hold {size_text(self.bytes)}"
+        yield f"replay={self.mode}: {len(self._slots())} recordings hold {size_text(self.bytes)}"
         for i, one in enumerate(self.guard_sets):
             if one.why:
                 yield f"replay: graph {i} is not recorded: {one.why}"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.torch_compat.operators import foreach_copy_
-from amp_graph.passes.torch_compat.storage import address_of, storage_key
+from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 from amp_graph.replay.eligibility import why_not_flat
-from amp_graph.replay.flat_call import FlatGraphs, TapedGraphs
+from amp_graph.replay.flat_call import FlatGraphs, pattern_of
 from amp_graph.replay.flat_graph import Pattern
 from amp_graph.replay.recorder import CannotRecord, Recorder, Replay, Results
 
@@ -41,7 +41,7 @@ class Slot:
     own tensors, by address. holder: the call that waits for its backward.
     """
 
-    graphs: FlatGraphs | TapedGraphs
+    graphs: FlatGraphs
     recorder: Recorder
     by_copy: tuple[int, ...]
     static: list[Any]
@@ -50,12 +50,11 @@ class Slot:
     results: Results
     wrap: Wrap
     backwards: dict[Pattern, RecordedBackward | None] = field(default_factory=dict)
-    used: int = 0
     holder: weakref.ref[Any] | None = None
 
     @staticmethod
     def recorded(
-        graphs: FlatGraphs | TapedGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
+        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
     ) -> Slot:
         """Record forward; raises CannotRecord."""
         static = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -87,16 +86,11 @@ class Slot:
         for i in flat.written - flat.uncounted:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
-        made = self.results[: flat.made]
-        found = copies(made)
-        self.recorder.release(made)
-        if flat.backward is None:
-            self._release_inputs()
-        return found
+        return copies(self.results[: flat.made])
 
     def backward(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
         """Replay backward; return copies of the gradients, or None if it is not recorded. Raises CannotRecord."""
-        pattern = tuple(None if g is None else tuple(g.stride()) for g in given)
+        pattern = pattern_of(given)
         if pattern not in self.backwards:
             self.backwards[pattern] = None  # if recording fails
             self.backwards[pattern] = self._record_backward(given)
@@ -106,13 +100,10 @@ class Slot:
         for seed, grad in zip(recorded.seeds, (g for g in given if g is not None), strict=True):
             fill(seed, grad)
         recorded.replay()
-        found = copies(recorded.results)
-        self.recorder.release([r for r in recorded.results if r is not None])
-        self.free()
-        return found
+        return copies(recorded.results)
 
     def _record_backward(self, given: Sequence[Tensor | None]) -> RecordedBackward | None:
-        found = self.graphs.backward(given, self.saved)
+        found = self.graphs.backward(given)
         if found is None:
             return None
         flat, run = found
@@ -130,31 +121,22 @@ class Slot:
 
     def unrecorded_backward(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run backward on what the recorded forward saved, which stays as it is; raises CannotBeFlat."""
-        found = self.graphs.unrecorded(given)
+        found = self.graphs.backward(given)
         if found is None:
             return [None for _ in self.graphs.flat.routes]
         grads = found[1](*kept, *self.saved, *(g for g in given if g is not None))
         own = {storage_key(t) for t in self.saved if isinstance(t, Tensor)}
         return [copied(g) if g is not None and storage_key(g) in own else g for g in grads]
 
-    def free(self) -> None:
-        """Let another call use the slot."""
-        self.holder = None
-        self.recorder.release([t for t in self.saved if isinstance(t, Tensor)])
-        self._release_inputs()
-        for recorded in self.backwards.values():
-            self.recorder.release(recorded.seeds if recorded else ())
-
-    def _release_inputs(self) -> None:
-        self.recorder.release([self.static[i] for i in self.by_copy])
-
-    def tensors(self) -> list[Tensor]:
-        """Return all memory that the slot holds and Python can see."""
+    @property
+    def bytes(self) -> int:
+        """The bytes of all memory that the slot holds and Python can see."""
         found = [self.static[i] for i in self.by_copy] + self.results
         for recorded in self.backwards.values():
             found += [*recorded.seeds, *recorded.results] if recorded else []
         own = {storage_key(a) for i, a in enumerate(self.static) if isinstance(a, Tensor) and i not in self.by_copy}
-        return [t for t in found if isinstance(t, Tensor) and storage_key(t) not in own]
+        sizes = {storage_key(t): bytes_of(t) for t in found if isinstance(t, Tensor)}  # shared memory once
+        return sum(size for key, size in sizes.items() if key not in own)
 
 
 def addresses_of(args: Sequence[Any], numbers: Sequence[int]) -> list[int]:

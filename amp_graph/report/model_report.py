@@ -189,7 +189,7 @@ def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 
 def _of_step(step: TrainStep) -> Report:
     """Return the report of a step: its forward graphs, with the loss in them."""
-    graphs = [Captured(captured.rewritten, step.model.training, grad=True) for captured in step.captured]
+    graphs = step.graphs
     found = _made(
         step.model,
         step.policy,

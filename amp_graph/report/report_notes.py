@@ -30,13 +30,13 @@ from amp_graph.step.train_step import TrainStep
 
 def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     """Yield lines on a step's update, its memory, and the passes over the whole step."""
-    yield from (f"update: {traced.update}" for traced in captured.steps.values() if traced.update)
-    if not captured.traced:
-        yield "captured with symbolic sizes or numbers: autograd and the update run after the graph"
+    traced = captured.step
+    if traced is None:
         return
-    for traced in captured.steps.values():
-        yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
-    for timed in (timed for traced in captured.steps.values() for timed in traced.passes):
+    if traced.update:
+        yield f"update: {traced.update}"
+    yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
+    for timed in traced.passes:
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
         failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
@@ -101,12 +101,10 @@ MOST = 5  # lines of a graph
 
 def precision_lines(found: Conversion) -> Iterator[str]:
     """Yield a line for each product of a converted model that does not run in the precision planned for it."""
-    replays = found.captured.replays
     for i, graph in enumerate(found.graphs):
         gm = graph.rewritten.gm
         seen = dict.fromkeys(lost for part in parts_of(graph.rewritten) for lost in lost_in(part.gm))
         seen |= dict.fromkeys(gm.meta.get(LOST, ()))
-        seen |= {} if replays is None else dict.fromkeys(replays.lost(gm))
         lines = [str(lost) for lost in seen]
         more = [f"and {len(lines) - MOST} more products"] if len(lines) > MOST else []
         yield from (f"precision: graph {i}: {line}" for line in (*lines[:MOST], *more))

@@ -55,7 +55,6 @@ class LossScale:
             setattr(self, name, int(getattr(self, name)))
         self._state: tuple[torch.Tensor, ...] | None = None
         self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
-        self._known = self._options_known()  # the options that the counts refer to
         self.records = ScaleRecords()
 
     # -- state ----------------------------------------------------------------------------------------
@@ -104,30 +103,9 @@ class LossScale:
         limits = (self.floor, self.ceiling)
         return (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis, *limits)
 
-    def _options_known(self) -> tuple[tuple[float, float, int, int, float, float], int]:
-        return self.options(), self.hysteresis  # a static scale keeps them, in case it becomes dynamic again
-
-    def take_up_options(self) -> None:
-        """Adjust the counts after a change of options.
-
-        Good steps beyond a shorter growth interval are set to one less than it: the kernel grows at equality, and would
-        never grow past it. Earlier bad steps count under a new hysteresis as well.
-        """
-        before, now = self._known, self._options_known()
-        if now == before:
-            return
-        self._known = now
-        scale, good, left, skipped, stuck = self._start
-        interval, more = now[0][2], now[1] - before[1]
-        self._start = (scale, min(good, interval - 1), max(left + more, 0), skipped, stuck)
-        if self._state is not None:
-            self._state[1].clamp_(max=interval - 1)
-            self._state[2].add_(more).clamp_(min=0)
-
     def update(self, found_inf: torch.Tensor) -> None:
         """Adjust the scale by a step's ``found_inf`` (0-d fp32, above 0 for a bad step)."""
         self.records.note(self.state)
-        self.take_up_options()
         scale, *counts = self.state
         OPS.update_loss_scale_(scale, *counts, found_inf, *self.options())
 
@@ -184,12 +162,12 @@ class LossScale:
         fix = "load an older checkpoint, or none: a new scaler finds its scale within some steps"
         _refuse({**state, **given}, "the state has ", fix)
         given = {name: int(value) if name in WHOLE else float(value) for name, value in given.items()}
-        good = min(int(state["_growth_tracker"]), given["growth_interval"] - 1)
+        good = int(state["_growth_tracker"])
         left = int(state.get("_hysteresis_left", given["hysteresis"]))
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
         for name, value in given.items():
             setattr(self, name, value)
-        self._start, self._known = start, self._options_known()
+        self._start = start
         for tensor, value in zip(self._state or (), start, strict=False):
             tensor.fill_(value)
 
@@ -203,7 +181,6 @@ class LossScale:
             )
         _refuse({"floor": self.floor, "ceiling": self.ceiling, name: value}, "", "a legal value")
         setattr(self, name, int(value) if name in WHOLE else value)
-        self.take_up_options()
 
     def set(self, value: float | torch.Tensor) -> None:
         """Set the scale to ``value``; a tensor (one element) is copied without a host sync, else raises ScaleError."""

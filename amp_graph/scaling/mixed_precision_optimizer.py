@@ -7,7 +7,7 @@ Source of the interface: apex/fp16_utils/fp16_optimizer.py, and the BERT scripts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,13 +17,19 @@ from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
 from amp_graph.optim.check_optimizer import load_or_refuse, refuse_closures
-from amp_graph.optim.master_weight_updates import gradient_of_master, groups_kept_where_it_raises
-from amp_graph.optim.master_weights import make_master, master_of, share_master, write_back
+from amp_graph.optim.master_weight_updates import let_optimizers_update_masters, narrow_gradients
+from amp_graph.optim.master_weights import (
+    full_value,
+    make_master,
+    masters_kept_where_it_raises,
+    put_master_beside,
+    write_back,
+)
 from amp_graph.policy_words import HALVES
 from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
 
-OWN = ("optimizer", "scaler", "_pairs", "_plain", "_backward", "_unscaled")  # attributes of an instance
+OWN = ("optimizer", "scaler", "_held", "_backward", "_unscaled")  # attributes of an instance
 
 
 def _inside(name: str) -> Any:
@@ -40,8 +46,8 @@ class MixedPrecisionOptimizer(Optimizer):
     """Loss scaling and fp32 master weights around ``optimizer``, which updates the masters.
 
     optimizer: any torch optimizer. Its fp16 or bf16 parameters (``amp_graph.convert(model, "fp16-O2")``, or a model
-    that was cast by hand) get fp32 masters, which replace them and their state in its groups; fp32 parameters are
-    updated directly.
+    that was cast by hand) get fp32 masters, which its steps update and round into them; fp32 parameters are updated
+    directly.
     static_loss_scale, dynamic_loss_scale, dynamic_loss_args ("init_scale", "scale_factor", "scale_window"): as in
     apex; ``verbose`` is accepted and ignored. loss_scale instead of these: a number, "dynamic" or 0 for a dynamic one,
     or a ``LossScale``.
@@ -71,24 +77,18 @@ class MixedPrecisionOptimizer(Optimizer):
         self.optimizer = optimizer
         self.scaler = GradScaler()
         self.scaler._loss_scale = _scale_of(loss_scale, static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # parameters in low precision and their masters
-        self._plain: list[Tensor] = []  # fp32 parameters
-        with groups_kept_where_it_raises(optimizer):
-            for group in optimizer.param_groups:
-                self._put_masters_into(group)
+        self._held: list[Tensor] = []  # parameters in low precision, which have masters
         self._backward, self._unscaled = False, False
+        self._make_masters()
 
-    def _put_masters_into(self, group: dict[str, Any]) -> None:
-        state = self.optimizer.state
-        params: list[Tensor] = group["params"]
-        for i, parameter in enumerate(params):
-            if parameter.dtype not in HALVES:
-                self._plain.append(parameter)
-                continue
-            full = params[i] = make_master(parameter)
-            self._pairs.append((parameter, full))
-            if parameter in state:
-                state[full] = {k: _as_full(v) for k, v in state.pop(parameter).items()}
+    def _make_masters(self) -> None:
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in HALVES]
+        with masters_kept_where_it_raises(params):
+            known = set(map(id, self._held))
+            for parameter in params:
+                make_master(parameter)
+            let_optimizers_update_masters()
+            self._held += [p for p in params if id(p) not in known]
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -114,16 +114,11 @@ class MixedPrecisionOptimizer(Optimizer):
         self._backward = True
 
     def update_master_grads(self) -> None:
-        """Set the masters' unscaled fp32 gradients, once between two steps; ``step`` does it if needed."""
+        """Unscale the gradients, which are then fp32, once between two steps; ``step`` does it if needed."""
         self._need_backward("update_master_grads")
-        for parameter, _ in self._pairs:
-            master_of(parameter)  # also updates masters after writes to weights
-        if self._unscaled:
-            return
-        for parameter, full in self._pairs:
-            full.grad = gradient_of_master(parameter, full)
-        self.scaler.unscale_(self.optimizer)
-        self._unscaled = True
+        if not self._unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the unscaled fp32 gradients to ``max_norm`` and return their norm before, a 0-d fp32 tensor.
@@ -156,23 +151,15 @@ class MixedPrecisionOptimizer(Optimizer):
         self.update_master_grads()
         result = self.scaler.step(self.optimizer)
         self.scaler.update()
-        write_back([p for p, _ in self._pairs])
-        for _, full in self._pairs:
-            full.grad = None
         self._backward = self._unscaled = False
         return result if closure is None else given
 
     def zero_grad(self, set_to_none: bool = True, **unused: Any) -> None:
         """Drop the gradients of the model's parameters, or zero them if ``set_to_none`` is False."""
-        for parameter in self._parameters():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
-        for _, full in self._pairs:
-            full.grad = None
         if self._unscaled:  # the unscaled gradients are dropped
+            narrow_gradients(self.optimizer)
             self.scaler._per_optimizer_states.clear()
+        self.optimizer.zero_grad(set_to_none)
         self._backward = self._unscaled = False
 
     def _need_backward(self, caller: str) -> None:
@@ -182,20 +169,16 @@ class MixedPrecisionOptimizer(Optimizer):
                 "  fix:   optimizer.backward(loss) instead of loss.backward()"
             )
 
-    def _parameters(self) -> Iterator[Tensor]:
-        yield from (p for p, _ in self._pairs)
-        yield from self._plain
-
     # -- reading --------------------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the inner optimizer, with masters in place of low-precision parameters."""
+        """The groups of the inner optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the inner optimizer, by master."""
+        """The state of the inner optimizer."""
         return self.optimizer.state
 
     @property
@@ -223,26 +206,9 @@ class MixedPrecisionOptimizer(Optimizer):
         return self.scaler.skipped_steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add ``param_group``, as torch's optimizers take it, to the inner optimizer, with masters where needed.
-
-        Raises ScaleError for a parameter that is in a group already.
-        """
-        groups = self.optimizer.param_groups
-        held = {id(low): n for n, group in enumerate(groups) for low in self._lows_of(group)}
+        """Add ``param_group``, as torch's optimizers take it, to the inner optimizer, with masters where needed."""
         self.optimizer.add_param_group(param_group)
-        for low in groups[-1]["params"]:
-            if id(low) in held:
-                groups.pop()
-                raise ScaleError(
-                    f"MixedPrecisionOptimizer.add_param_group: a parameter of shape {tuple(low.shape)} is in group "
-                    f"{held[id(low)]} already\n  legal: each parameter in one group\n  fix:   leave it out"
-                )
-        self._put_masters_into(groups[-1])
-
-    def _lows_of(self, group: dict[str, Any]) -> list[Tensor]:
-        """Return the low-precision parameters whose masters are in ``group``."""
-        lows = {id(full): low for low, full in self._pairs}
-        return [lows[id(full)] for full in group["params"] if id(full) in lows]
+        self._make_masters()
 
     register_step_pre_hook = _inside("register_step_pre_hook")
     register_step_post_hook = _inside("register_step_post_hook")
@@ -255,20 +221,24 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle between two steps, without the ``step`` wrapper that a scheduler sets on the original."""
-        return {name: self.__dict__[name] for name in OWN}
+        masters = [full_value(p) if p.dtype in HALVES else None for p in self._held]
+        return {**{name: self.__dict__[name] for name in OWN}, "masters": masters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state, and attach the masters to the copied parameters."""
+        masters = state.pop("masters")
         self.__dict__.update(state)
-        for parameter, full in self._pairs:
-            share_master(parameter, full)
+        for parameter, full in zip(self._held, masters, strict=True):
+            if full is not None:  # else the model was reverted
+                put_master_beside(parameter, full)
+        let_optimizers_update_masters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer and loss scale, and the fp32 masters in the order of the groups."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "loss_scale": self.scaler.state_dict(),
-            "masters": [full if (found := master_of(p)) is None else found for p, full in self._pairs],
+            "masters": list(map(full_value, self._held)),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -291,19 +261,18 @@ class MixedPrecisionOptimizer(Optimizer):
                 "  fix:   load the checkpoint of this model"
             ) from error
         with torch.no_grad():
-            for (_, full), master in zip(self._pairs, masters, strict=False):
+            for parameter, master in zip(self._held, masters, strict=False):
+                full = make_master(parameter) if parameter.dtype in HALVES else parameter
                 full.copy_(master)
         if masters:
-            write_back([p for p, _ in self._pairs])
+            write_back(self._held)
 
     def _masters_in(self, state: Mapping[str, Any]) -> Sequence[Tensor]:
         """Return the masters in ``state``, possibly none; ValueError where they are not those of this optimizer."""
         masters: Sequence[Tensor] = state.get("masters", [])
-        fulls = [full for _, full in self._pairs]
-        if not isinstance(masters, Sequence):
-            raise ValueError(f"its masters are a {type(masters).__name__}, and no list")
-        if len(masters) and not (len(masters) == len(fulls) and all(map(_is_like, masters, fulls))):
-            raise ValueError(f"it has {len(masters)} masters of other kinds than the {len(fulls)} of this optimizer")
+        fits = isinstance(masters, Sequence) and len(masters) in (0, len(self._held))
+        if not fits or not all(map(_is_like, masters, self._held)):
+            raise ValueError(f"its masters are not those of the {len(self._held)} parameters in low precision")
         return masters
 
     def __repr__(self) -> str:
@@ -345,8 +314,3 @@ def _is_like(master: Any, full: Tensor) -> bool:
     """Say whether ``copy_`` copies ``master`` into ``full`` as it is."""
     numbers = master.is_complex() if full.is_complex() else master.is_floating_point()
     return bool(numbers and master.layout is torch.strided and not master.is_meta and master.shape == full.shape)
-
-
-def _as_full(value: Any) -> Any:
-    """Return an entry of an optimizer's state, upcast to fp32 if it is low."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value

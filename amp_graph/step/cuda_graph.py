@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.storage import address_of
-from amp_graph.replay.recorder import record
+from amp_graph.replay.recorder import RECORDERS, CannotRecord, Recorder, Replay
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
@@ -35,16 +35,27 @@ class Replayed:
     returned: int
     calls: int = 0
     written: set[int] = field(default_factory=set)  # indices of batch tensors that a step writes to
-    recorded: Recorded | None = None
+    recorder: Recorder | None = None  # of the present recording; it owns the memory
+    static: list[Any] = field(default_factory=list)  # the arguments as the recording reads them
+    outputs: list[Any] = field(default_factory=list)  # as each replay fills them
+    addresses: tuple[int, ...] = ()  # of the arguments that are not copied
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
         if self.calls < WARM_UP:
             self.calls += 1
             return self._warm_up(args)
-        if self.recorded is None or self.recorded.addresses != self._addresses(args):
-            self.recorded = self._record(args)
-        return self._replay(self.recorded, args)
+        addresses = tuple(address_of(a) for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.batch)
+        if self.recorder is None or self.addresses != addresses:
+            self._record(args)
+            self.addresses = addresses
+        for i in self.batch:
+            self.static[i].copy_(args[i])
+        self.replay()
+        for i in self.written:
+            args[i].copy_(self.static[i])
+        kept = [o.clone() if isinstance(o, Tensor) else o for o in self.outputs[: self.returned]]
+        return (*kept, *self.outputs[self.returned :])
 
     def _warm_up(self, args: Sequence[Any]) -> Any:
         before = [args[i]._version for i in self.batch]
@@ -52,42 +63,27 @@ class Replayed:
         self.written |= {i for i, version in zip(self.batch, before, strict=True) if args[i]._version != version}
         return found
 
-    def _record(self, args: Sequence[Any]) -> Recorded:
-        self.recorded = None  # free its memory before the next recording allocates
+    def _record(self, args: Sequence[Any]) -> None:
+        self.recorder, self.static, self.outputs = None, [], []  # free memory before the next recording allocates
+        self.replay: Replay = _nothing
         static = list(args)
         for i in self.batch:
             static[i] = torch.empty_like(args[i]).copy_(args[i])
+        device = next(a.device for a in args if isinstance(a, Tensor))
+        recorder = RECORDERS[device.type](device)
         try:
-            replay, outputs = record(self.run, static)
-        except RuntimeError as error:
+            self.replay, self.outputs = recorder.record(self.run, static)
+        except CannotRecord as error:
             raise CaptureError(
-                f"TrainStep: this step cannot be recorded as a CUDA graph: {str(error).strip().splitlines()[0]}\n"
+                f"TrainStep: this step cannot be recorded as a CUDA graph: {error}\n"
                 "  legal: a step without copies between host and device and without branches on tensor values\n"
                 "  fix:   cuda_graph=False"
             ) from error
-        return Recorded(replay, static, outputs, self._addresses(args))
-
-    def _replay(self, recorded: Recorded, args: Sequence[Any]) -> Any:
-        for i in self.batch:
-            recorded.static[i].copy_(args[i])
-        recorded.replay()
-        for i in self.written:
-            args[i].copy_(recorded.static[i])
-        kept = [o.clone() if isinstance(o, Tensor) else o for o in recorded.outputs[: self.returned]]
-        return (*kept, *recorded.outputs[self.returned :])
-
-    def _addresses(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(address_of(a) for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.batch)
+        self.recorder, self.static = recorder, static
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One recording: its CUDA graph, and the memory that it reads and writes."""
-
-    replay: Callable[[], None]
-    static: list[Any]
-    outputs: Sequence[Any]
-    addresses: tuple[int, ...]
+def _nothing() -> None:
+    """Replay nothing."""
 
 
 def on_side_stream(run: Run, args: Sequence[Any]) -> Any:

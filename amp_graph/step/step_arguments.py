@@ -5,12 +5,13 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -22,8 +23,6 @@ from amp_graph.errors import CaptureError
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
-from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
-from amp_graph.passes.torch_compat.modules import plain_attribute
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale, loss_scale_of
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -160,16 +159,6 @@ def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_d
         )
 
 
-def refuse_complex(model: torch.nn.Module, clip_value: float | None) -> None:
-    """Raise CaptureError for ``clip_value`` with complex parameters, whose gradients have no order."""
-    found = [name for name, p in model.named_parameters() if p.is_complex()] if clip_value is not None else []
-    if found:
-        raise CaptureError(
-            f"TrainStep: clip_value={clip_value!r}, and {found[0]} is complex: an order of numbers is not "
-            f"defined there\n  legal: clip_value for real parameters\n  fix:   clip_norm={clip_value!r}"
-        )
-
-
 def refuse_what_is_no_loss(loss: Any, who: str = "TrainStep") -> None:
     """Raise CaptureError if an uncaptured ``loss`` cannot be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
@@ -195,22 +184,6 @@ def refuse_surroundings() -> None:
         )
 
 
-def set_up_outside(model: torch.nn.Module, error: BaseException) -> bool:
-    """Run one-time setup that takes a lock, which Dynamo cannot trace; return whether it was the cause of ``error``.
-
-    transformers registers hooks on modules whose outputs it collects (``output_hidden_states``, ``output_attentions``)
-    at the first call that requests them. Source: transformers/utils/output_capturing.py.
-    """
-    hang = getattr(sys.modules.get("transformers.utils.output_capturing"), "maybe_install_capturing_hooks", None)
-    if hang is None or not isinstance(error, dynamo_errors.Unsupported) or "`lock`" not in str(error):
-        return False
-    recording = [m for m in model.modules() if plain_attribute(m, "_can_record_outputs")]
-    bare = [m for m in recording if not plain_attribute(m, "_output_capturing_hooks_installed")]
-    for module in bare:
-        hang(module)
-    return bool(bare)
-
-
 def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
     """Raise CaptureError if the trained parameters are on more than one device."""
     devices = sorted({str(p.device) for p in parameters})
@@ -219,3 +192,53 @@ def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
             f"TrainStep: the model's parameters are on several devices: {', '.join(devices)}\n"
             "  legal: one device\n  fix:   model.to(device), or amp_graph.convert(model) with amp_graph.GradScaler"
         )
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that average gradients: a process group's name and size; ``dtype``: of the all-reduce."""
+
+    group: str
+    size: int
+    dtype: torch.dtype | None = None
+
+
+def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
+    """Return the ranks to average over: ``process_group``, all ranks for None, none for False or one process."""
+    known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    if process_group is not None and process_group is not False and not known:
+        raise CaptureError(
+            f"TrainStep: process_group={process_group!r}\n  legal: a torch.distributed.ProcessGroup; None for all "
+            "ranks; False for none\n  fix:   process_group=None"
+        )
+    every = default_group()
+    if process_group is False or every is None:
+        return None
+    group: Any = process_group or every
+    size = dist.get_world_size(group)
+    if size == 1:
+        return None
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "to_local")]
+    if sharded:
+        raise CaptureError(
+            f"TrainStep: {sharded[0]} is sharded over the ranks, and its gradients are reduced by its own wrapper\n"
+            "  fix:   amp_graph.convert(model) with amp_graph.GradScaler for FSDP, or a model that is not sharded"
+        )
+    return Ranks(group.group_name, size, dtype)
+
+
+def default_group() -> Any:
+    """Return the group of all ranks, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def make_equal(model: torch.nn.Module, process_group: Any) -> None:
+    """Broadcast parameters and buffers from the group's first rank, as DDP does."""
+    group: Any = process_group or default_group()
+    first = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), first, group=group)

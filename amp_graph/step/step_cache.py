@@ -1,70 +1,52 @@
-"""The captures of one ``TrainStep``: selects the traced step for the current parameters, and runs it.
+"""The captures of one ``TrainStep``: selects the traced step for the current parameters, runs it, and updates.
 
 Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After:
-the whole-step graph, traced for these parameters, runs.
+the whole-step graph, traced for these parameters, runs. Gradients that no such graph reads, of micro-batches and of
+steps that are not traced, are read by a graph of the update alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.torch_compat.dynamo_entries import weakly
+from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
-from amp_graph.step.step_graph import StepGraph
+from amp_graph.step.step_graph import NoSize, StepGraph
+from amp_graph.step.step_parts import differentiate, refuse_sparse
+from amp_graph.step.step_state import Copy
 from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import CapturedStep, takes_symbols
-from amp_graph.step.untraced_step import PlainStep
+
+Key = tuple[tuple[Any, ...], ...]
 
 
 class CapturedSteps:
-    """All captures and traces so far; ``last``: whether the next call is the last micro-batch of a step."""
+    """All captures and traces so far."""
 
     def __init__(self, builder: StepBuilder, at_floor: str) -> None:
         """Start with none; at_floor: "warn" or "error"."""
         self.captured: list[CapturedStep] = []
-        self.last = True
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
         self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
-        self._written: tuple[tuple[int, ...], CapturedStep] | None = None  # uncaptured steps, by their parameters
-
-    def _all(self) -> list[CapturedStep]:
-        return [*self.captured, *(() if self._written is None else self._written[1:])]
+        self.updates: dict[Key, StepGraph] = {}  # graphs of an update alone
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Take a captured forward with its loss, as Dynamo's backend; the result references this object weakly."""
-        if takes_symbols(gm):  # from ``mark_dynamic``; a traced step is for one size
-            return self.take_plain(gm, example_inputs)
-        return self._recorded(self._builder.take(gm))
-
-    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Take a forward with symbolic sizes, whose steps are not traced."""
-        return self._recorded(self._builder.take_plain(gm, example_inputs))
-
-    def run_as_written(self, compute: Callable[[], tuple[Any, ...]]) -> Any:
-        """Run a step with an uncaptured forward: ``compute`` returns the loss and the step's other results."""
-        weights = [p for group in self._watched.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        key = tuple(map(id, weights))
-        if self._written is None or self._written[0] != key:
-            names = {id(p): name for name, p in self._builder.model.named_parameters()}
-            own = [names.get(id(p), f"parameter {n}") for n, p in enumerate(weights)]
-            self._written = key, CapturedStep(None, 0, own, traced=False)
-        written = self._written[1]
-        written.forward = lambda *args: compute()
-        try:
-            return self._run(written, weights)
-        finally:
-            written.forward = None  # it references the batch
-
-    def _recorded(self, captured: CapturedStep) -> Runner:
+        if takes_symbols(gm):
+            raise NoSize("a size of the batch is marked as dynamic: a traced step is for one size")
+        captured = self._builder.take(gm)
         self.captured.append(captured)
         owner, own = weakref.ref(self), weakref.ref(captured)
 
@@ -78,37 +60,39 @@ class CapturedSteps:
 
     def forget(self) -> None:
         """Drop all traces; the next call traces again."""
-        for bound in (bound for captured in self._all() for bound in captured.bounds):
-            bound.steps.clear()
+        self._keep(lambda graph: False)
+
+    def _keep(self, fits: Callable[[StepGraph], bool]) -> None:
+        for bound in (bound for captured in self.captured for bound in captured.bounds):
+            bound.step = bound.step if bound.step is not None and fits(bound.step) else None
+        self.updates = {key: graph for key, graph in self.updates.items() if fits(graph)}
 
     def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
         """Run the step traced from ``captured`` for these parameters; trace it first if needed."""
         if captured.bind(args, self._watched.owned):
             self._drop_unreachable(captured)
-        graph = captured.steps.get(captured.bound.kind(self.last, self._state.pending)) or self._trace(captured, args)
-        if isinstance(graph, StepGraph):
-            self._state.refresh(graph.copies)
-        else:
-            self._state.refresh(())  # masters are refreshed, too
+        graph = captured.step or self._trace(captured, args)
+        self._state.refresh(graph.copies)
         found = graph(*args)
-        if self.last:
-            self._was_updated(graph)
-            self._look_at_floor(graph, args)
-        else:
+        if self._builder.micro_batches > 1:
             self._state.were_added_up(graph.parameters(args))
+        else:
+            self._was_updated(graph.copies)
         return found
 
-    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph | PlainStep:
-        if not captured.traced:
-            made = PlainStep(self._builder, captured, self.last, weakly(self._laid_out))
-            captured.steps[captured.bound.kind(self.last, self._state.pending)] = made
-            return made
+    def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
         gm = captured.rewritten.gm
-        if LEFT_ALONE in gm.meta and not any(other.steps for other in self.captured):
+        if LEFT_ALONE in gm.meta and not any(other.step for other in self.captured):
             warn_of_full_precision(type(self._builder.model).__name__, gm, captured.rewritten.dtype)
-        traced = self._builder.build(captured, args, self.last)
+        if captured.refused:
+            raise NoSize(captured.refused)
+        try:
+            traced = self._builder.build(captured, args)
+        except NoSize as error:
+            captured.refused = str(error)
+            raise
         self._laid_out(traced.updates)
-        captured.steps[captured.bound.kind(self.last, self._state.pending)] = traced
+        captured.bound.step = traced
         return traced
 
     def _laid_out(self, updates: Sequence[GroupUpdate]) -> None:
@@ -116,30 +100,79 @@ class CapturedSteps:
 
         These may be in another layout.
         """
-        for bound in (bound for other in self._all() for bound in other.bounds):
-            bound.steps = {kind: s for kind, s in bound.steps.items() if self._watched.has_state_of(s.updates)}
+        self._keep(lambda graph: self._watched.has_state_of(graph.updates))
         self._watched.was_read_by(updates)
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
         """Drop the state of parameters that neither the model nor the optimizer has any more."""
         alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
-        for other in self._all():
+        for other in self.captured:
             other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
-        self._state.keep({id(p) for other in self._all() for b in other.bounds for p in b.parameters})
+        self.updates = {key: graph for key, graph in self.updates.items() if alive.issuperset(one[0] for one in key)}
+        self._state.keep(alive | {id(p) for other in self.captured for b in other.bounds for p in b.parameters})
 
-    def _was_updated(self, graph: StepGraph | PlainStep) -> None:
-        """Let version counters show an update; it wrote this step's own copies."""
-        self._state.pending.clear()
+    # -- gradients that no traced step reads ----------------------------------------------------------
+
+    def run_untraced(self, compute: Callable[[], Sequence[Any]]) -> Any:
+        """Run a step by autograd: ``compute`` returns the loss and the step's other results."""
+        weights = [p for p in self._parameters() if p.requires_grad]
+        names, scale = self._builder.names_of(weights), self._builder.loss_scale
+        if scale is not None and weights:
+            scale.to(weights[0].device)
+        with torch.enable_grad():
+            factor, parts = None if scale is None else scale.scale, self._builder.micro_batches
+            outputs, grads, _ = differentiate(compute(), 0, weights, factor, parts)
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None:
+                refuse_sparse(name, grad)
+        pairs = [(p, g) for p, g in zip(weights, grads, strict=True) if g is not None]
+        parameters = [p for p, _ in pairs]
+        with torch.no_grad():
+            made = [laid_out(grad, self._state.target_of(p), ()) for p, grad in pairs]
+            if parts > 1:
+                add_in_place([self._state.sum_of(p) for p in parameters], made)
+                self._state.were_added_up(parameters)
+            else:
+                self._update(parameters, _each_its_own(made))
+        return tuple(outputs)
+
+    def update_from_sums(self) -> None:
+        """Update what the micro-batches of a step have summed gradients of."""
+        parameters = [p for p in self._parameters() if id(p) in self._state.pending]
+        sums = [self._state.sums[id(p)] for p in parameters]
+        if self._watched.why_outside:  # the optimizer, and hooks of its step, may keep them
+            sums = [total.clone() for total in sums]
+        self._update(parameters, sums)
+        self._state.drop_sums()
+        self._state.refresh(self._state.copies.values())  # which the next forward reads
+
+    def _parameters(self) -> list[Tensor]:
+        """Return the optimizer's parameters, in the order in which norms are summed."""
+        return [p for group in self._watched.optimizer.param_groups for p in group["params"]]
+
+    def _update(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Update ``parameters`` by gradients of the scaled loss in fp32."""
+        if parameters:
+            self._state.refresh(())  # masters
+            key = _key(parameters, grads)
+            graph = self.updates.get(key)
+            if graph is None:
+                graph = self._builder.update_of(parameters, grads)
+                self._laid_out(graph.updates)
+                self.updates[key] = graph
+            graph(*parameters, *grads, torch.zeros((), device=parameters[0].device))
+        self._was_updated(())
+
+    # -- after an update ------------------------------------------------------------------------------
+
+    def _was_updated(self, copies: Iterable[Copy]) -> None:
+        """Let version counters show an update, which wrote the step's own ``copies``."""
         show_update(self._watched.optimizer)
-        if isinstance(graph, PlainStep):
-            if not self._watched.why_outside:
-                self._state.was_updated(())
-            return
-        if graph.after is None:
-            beside = {id(p) for p in graph.absent.values()}
-            self._state.was_updated([c for c in graph.copies if id(c.parameter) not in beside])
+        if not self._watched.why_outside:
+            self._state.was_updated(copies)
+        self._look_at_floor()
 
-    def _look_at_floor(self, graph: StepGraph | PlainStep, args: Sequence[Any]) -> None:
+    def _look_at_floor(self) -> None:
         """Report gradients that stay infinite at the smallest scale."""
         self._calls += 1
         scale = self._builder.loss_scale
@@ -147,4 +180,21 @@ class CapturedSteps:
             return
         steps = self._floor.read(scale.state[4])
         if steps >= STUCK:
-            complain_of_floor("TrainStep", steps, scale.floor, graph.first_bad(args), self._at_floor)
+            complain_of_floor("TrainStep", steps, scale.floor, "amp_graph.locate(step, batch) names it", self._at_floor)
+
+
+def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Key:
+    """Return what a graph of an update is for: parameters, and where their elements and those of gradients lie."""
+    pairs = zip(parameters, grads, strict=True)
+    return tuple((id(p), p.device, p.dtype, p.shape, p.stride(), g.stride()) for p, g in pairs)
+
+
+def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients without shared memory: autograd returns one tensor for both summands of ``b1 + b2``."""
+    known: set[int | None] = set()
+    found = []
+    for grad in grads:
+        key = storage_key(grad)
+        found.append(grad.clone() if key in known else grad)
+        known.add(key)
+    return found

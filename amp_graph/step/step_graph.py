@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.backends.recurrent.lstm_functions import make_workspaces
 from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.graph_text import SHORT, type_text
+from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outputs, set_outputs
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
@@ -32,7 +31,7 @@ from amp_graph.step.step_table import appended_passes, names_of_trained
 
 
 class NoSize(Exception):
-    """Backward needs a data-dependent size, so that it cannot be traced."""
+    """A step cannot be traced, for a size: one that depends on data, or of nothing."""
 
 
 @dataclass
@@ -44,13 +43,11 @@ class StepGraph:
     trained: list[int]  # the captured graph's inputs that have gradients here
     run: Callable[..., Any] = field(repr=False)
     outputs: int  # how many the captured graph has; gradients and found_inf follow if "after" needs them
-    first_bad: Callable[[Sequence[Any]], str] = field(repr=False)  # returns the name of a gradient that is not finite
     updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()  # over the whole step, and of those that append its parts what failed
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" if it does not
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
-    absent: dict[int, Tensor] = field(default_factory=dict)  # further trained parameters, by number
     most_bytes: int = 0  # peak bytes of its intermediates
 
     def __call__(self, *args: Tensor) -> Any:
@@ -66,7 +63,7 @@ class StepGraph:
 
     def parameters(self, args: Sequence[Any]) -> list[Tensor]:
         """Return the trained parameters, in the order of their gradients."""
-        return [self.absent[i] if i in self.absent else args[i] for i in self.trained]
+        return [args[i] for i in self.trained]
 
 
 def trace_step(
@@ -76,7 +73,7 @@ def trace_step(
     gm = trace_joint(parts)
     make_workspaces(gm)
     inputs = dict(enumerate(n.name for n in gm.graph.find_nodes(op="placeholder")))
-    count = len(outputs(gm)) - len(parts.own())
+    count = len(outputs(gm)) - len(parts.trained)
     appended, tensors = appended_passes(parts, count, inputs)
     done = run_passes(gm, [*passes, *appended])
     state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
@@ -84,9 +81,7 @@ def trace_step(
     run = lower(gm, [*parts.args, *state])
     parts.args = ()  # do not keep the first batch alive
     told = (*done[: len(passes)], *(timed for timed in done[len(passes) :] if timed.failure))
-    found = StepGraph(gm, state, parts.trained, run, count, parts.first_bad, parts.updates, told)
-    found.absent, found.most_bytes = parts.absent, most
-    return found
+    return StepGraph(gm, state, parts.trained, run, count, parts.updates, told, most_bytes=most)
 
 
 def trace_joint(parts: StepParts) -> GraphModule:
@@ -103,15 +98,15 @@ def trace_joint(parts: StepParts) -> GraphModule:
         node.meta["amp_input"] = name
     *outs, seed = outputs(gm)
     set_outputs(gm, outs)
-    names, own = names_of_trained(parts), parts.own()
-    count = len(outs) - len(own)
-    gradients = {names[i]: count + n for n, i in enumerate(own)}
-    name_joint(gm, gradients, loss=parts.loss, seed=seed, parameters={names[i]: inputs[i] for i in own})
+    names = names_of_trained(parts)
+    count = len(outs) - len(names)
+    gradients = {name: count + n for n, name in enumerate(names.values())}
+    name_joint(gm, gradients, loss=parts.loss, seed=seed, parameters={name: inputs[i] for i, name in names.items()})
     return gm
 
 
 def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
-    """Trace ``step`` on fake tensors; on real copies if an operator's fake kernel fails for empty tensors.
+    """Trace ``step`` on fake tensors; NoSize where an operator's fake kernel fails for empty tensors.
 
     In torch 2.13 those are ``mse_loss_backward`` and ``native_group_norm_backward``, which divide by the number of
     elements, and ``upsample_nearest2d``. The real kernels accept empty tensors.
@@ -123,9 +118,7 @@ def _traced(step: Callable[..., Any], given: list[Any]) -> GraphModule:
             whole = all(t.numel() for t in given if isinstance(t, Tensor))
             if whole and not isinstance(refusal, ZeroDivisionError):
                 raise
-            copies = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t for t in given]
-            with torch.random.fork_rng(devices=[]):
-                found = make_fx(step, tracing_mode="real")(*copies)
+            raise NoSize("an operator of torch cannot be traced with empty tensors") from refusal
         return found
 
 
@@ -145,12 +138,7 @@ def take_loss_mark(gm: GraphModule) -> int:
     outputs: Any = gm.graph.output_node().args[0]
     # A cast may follow the mark: a loss computed in low precision is cast back to its captured dtype.
     place = next(i for i, out in enumerate(outputs) if isinstance(out, Node) and mark in (out, *out.all_input_nodes))
-    found = value(mark)
-    if found.numel() != 1 or not found.is_floating_point():
-        raise CaptureError(
-            f"TrainStep: the loss is {type_text(found)}\n  legal: one floating-point number\n"
-            "  fix:   reduce it in loss_fn, for example by .mean()"
-        )
+    refuse_what_is_no_loss(value(mark))
     mark.replace_all_uses_with(mark.args[0])
     gm.graph.erase_node(mark)
     gm.recompile()

@@ -6,7 +6,7 @@ rest to that graph (``step_table.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
-from amp_graph.passes.step.lay_out_gradients import upcast
+from amp_graph.passes.step.lay_out_gradients import LayOutGradients, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
 from amp_graph.passes.weights.cast_weights import Hoisted
 from amp_graph.scaling.loss_scale import LossScale
-from amp_graph.step.reduce_gradients import Ranks
+from amp_graph.step.step_arguments import Ranks
 
 DETACHED = (
     "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
@@ -41,70 +41,51 @@ class NoGradient(Exception):
 
 @dataclass
 class StepParts:
-    """The captured forward, the trained inputs, and the state of update and scale.
+    """The captured forward, the trained inputs by number, and the state of update and scale."""
 
-    Numbers in ``trained`` index the captured graph's inputs, or, below 0, ``absent``.
-    """
-
-    forward: Callable[..., Any]
     args: Sequence[Any]
     trained: list[int]
+    names: Sequence[str]  # of the captured graph's inputs
     updates: list[GroupUpdate]
     learning_rates: list[Tensor]
-    accumulators: list[Tensor]
+    accumulators: list[Tensor]  # the gradients' sums over micro-batches; a graph that has them updates nothing
     scale: LossScale | None
-    names: Sequence[str] = ()  # of the captured graph's inputs
+    masters: dict[int, Tensor]  # updated instead of low-precision inputs
+    ranks: Ranks | None
+    norm: Tensor | None  # gets the norm of the gradients where they are clipped by it
+    clip_norm: float | None
+    clip_value: float | None
+    micro_batches: int
+    outside: bool  # whether the optimizer is called after the graph, which then returns the gradients
+    pointwise: bool  # whether the update consists of pointwise operations, for a compiler to fuse
+    forward: Callable[..., Any] | None = None  # None: inputs are what is trained, its gradients, and the loss
     hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
-    masters: dict[int, Tensor] = field(default_factory=dict)  # masters, updated instead of low-precision inputs
-    ranks: Ranks | None = None
-    absent: dict[int, Tensor] = field(default_factory=dict)  # trained by other micro-batches of this step only
-    absent_names: Mapping[int, str] = field(default_factory=dict)
     by_data: bool = False  # whether the captured graph has data-dependent sizes
-    norm: Tensor | None = None  # gets the norm of the gradients where they are clipped by it
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    micro_batches: int = 1
-    last: bool = True  # whether this graph is the last micro-batch's, which updates
     loss: int = 0  # index of the captured graph's output that is the loss
-    outside: bool = False  # whether the optimizer is called after the graph, which then returns the gradients
-    pointwise: bool = False  # whether the update consists of pointwise operations, for a compiler to fuse
-    gradients_given: bool = False  # whether inputs are what is trained, then the gradients of that, then the loss
 
-    def tensor_of(self, i: int) -> Any:
-        """Return the tensor of number ``i``."""
-        return self.absent[i] if i in self.absent else self.args[i]
+    @property
+    def last(self) -> bool:
+        """Whether the graph updates."""
+        return not self.accumulators
 
-    def name_of(self, i: int) -> str:
-        """Return the name of the tensor of number ``i``."""
-        return self.absent_names[i] if i in self.absent else self.names[i]
-
-    def own(self) -> list[int]:
-        """Return the numbers in ``trained`` that are inputs of the captured graph."""
-        return [i for i in self.trained if i not in self.absent]
-
-    def keeps(self) -> tuple[torch.dtype, ...]:
-        """Return the low dtypes in which gradients may stay, as the update casts them itself."""
-        alone = self.ranks is None and self.last and not self.accumulators
-        return LOWS if alone and not self.pointwise and not self.outside else ()
+    def layout(self) -> LayOutGradients:
+        """Return the pass that lays out gradients; the update casts low ones itself, if nothing else reads them."""
+        alone = self.ranks is None and self.last and not self.pointwise
+        read = any(one is not None for one in (self.scale, self.clip_norm, self.clip_value))
+        keeps = LOWS if alone and not self.outside and not read else ()
+        return LayOutGradients(keeps, together=alone and read)
 
     # -- forward and backward, traced -----------------------------------------------------------------
 
     def forward_and_backward(self, *given: Any) -> list[Any]:
-        """Return outputs, gradients of ``own()``, and the loss's gradient, from inputs and copies; this is traced."""
-        if self.gradients_given:
+        """Return outputs, gradients of ``trained``, and the loss's gradient, from inputs and copies; this is traced."""
+        if self.forward is None:
             *_, loss = given
-            count = len(self.own())
+            count = len(self.trained)
             return [loss.detach(), *(grad.detach() for grad in given[count : 2 * count]), torch.ones_like(loss)]
-        count = len(self.args)
-        copies = dict(zip(self.copies, given[count:], strict=True))
-        return [part for parts in self.gradients(given[:count], copies) for part in parts]
-
-    def gradients(
-        self, args: Sequence[Any], copies: Mapping[tuple[int, torch.dtype], Tensor], scale: Tensor | None = None
-    ) -> tuple[list[Any], list[Tensor], list[Tensor]]:
-        """Return outputs, gradients of ``own()``, each summed over its copies, and the loss's gradient."""
-        own = self.own()
+        count, own = len(self.args), self.trained
+        args, copies = given[:count], dict(zip(self.copies, given[count:], strict=True))
         with torch.enable_grad():
             lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
             for h, low in zip(self.hoisted, lows, strict=True):
@@ -112,9 +93,8 @@ class StepParts:
             outputs = self.forward(*args, *lows)
             sources = [(i, args[i]) for i in own]
             sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
-            parts = 1 if scale is None else self.micro_batches
-            outputs, found, seed = differentiate(outputs, self.loss, [s for _, s in sources], scale, parts)
-        return outputs, self._summed([i for i, _ in sources], found), [seed]
+            outputs, found, seed = differentiate(outputs, self.loss, [s for _, s in sources], None, 1)
+        return [*outputs, *self._summed([i for i, _ in sources], found), seed]
 
     def _summed(self, numbers: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the gradient of each input: a single one, or the fp32 sum of several."""
@@ -123,18 +103,10 @@ class StepParts:
             if grad is not None:
                 refuse_sparse(self.names[i], grad)
                 parts.setdefault(i, []).append(grad)
-        own = self.own()
+        own = self.trained
         if len(parts) < len(own):
             raise NoGradient([i for i in own if i not in parts])
         return [_total(parts[i]) for i in own]
-
-    def first_bad(self, args: Sequence[Any]) -> str:
-        """Return the name of the first input whose gradient is not finite; recomputes gradients, changes no state."""
-        given = [a.clone() if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter) else a for a in args]
-        scale = self.scale.scale if self.scale is not None else None
-        with torch.random.fork_rng():
-            _, grads, _ = self.gradients(given, self.copies, scale)
-        return first_bad(self.names, dict(zip(self.own(), grads, strict=True)))
 
 
 def differentiate(
@@ -152,12 +124,6 @@ def differentiate(
     with any_branch_of_backward(start):
         found = torch.autograd.grad(start, sources, given, allow_unused=True) if sources else ()
     return [o.detach() if isinstance(o, Tensor) else o for o in outputs], found, seed
-
-
-def first_bad(names: Sequence[str], grads: Mapping[int, Tensor]) -> str:
-    """Return the name of the first input whose gradient is not finite."""
-    bad = [i for i, grad in grads.items() if not grad.isfinite().all()]
-    return f"{names[bad[0]]}, of shape {tuple(grads[bad[0]].shape)}" if bad else "a gradient that is gone"
 
 
 def refuse_sparse(name: str, grad: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.optim.master_weights import follow, master_of, updated_master, were_written_back
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of
 
 
@@ -34,7 +35,6 @@ class StepState:
     sums: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)  # parameters with a gradient sum, between micro-batches
     rates: dict[int, Tensor] = field(default_factory=dict)
-    read: dict[int, float] = field(default_factory=dict)  # the values last written to ``rates``
     norm: Tensor | None = None  # of the last update's gradients before they were clipped; 0-d fp32
 
     def copy_of(self, parameter: Tensor, dtype: torch.dtype) -> Copy:
@@ -75,23 +75,11 @@ class StepState:
         return self.norm
 
     def read_rates(self, groups: list[dict[str, Any]]) -> None:
-        """Copy changed learning rates of the groups into their tensors."""
+        """Copy the learning rates of the groups into their tensors."""
         for group in groups:
-            key, lr = id(group), group["lr"]
-            rate = self.rates.get(key)
-            if rate is None:
-                continue
-            if isinstance(lr, Tensor):
-                self.read.pop(key, None)
-                rate.copy_(lr.reshape(()))
-            elif self.read.get(key) != lr:
-                rate.fill_(lr)
-                self.read[key] = float(lr)
-
-    def forget_rates(self) -> None:
-        """Drop the tensors of learning rates."""
-        self.rates.clear()
-        self.read.clear()
+            rate, lr = self.rates.get(id(group)), group["lr"]
+            if rate is not None:
+                rate.fill_(lr.reshape(()) if isinstance(lr, Tensor) else lr)
 
     def refresh(self, copies: Iterable[Copy]) -> None:
         """Update ``copies`` and all masters after writes to parameters by other code.
@@ -100,12 +88,15 @@ class StepState:
         """
         for parameter in self.held.values():
             master_of(parameter)
+        stale = []
         for copy in copies:
             now = _seen(copy.parameter)
             if copy.seen != now:
                 copy.seen = now  # before the values: a write in between marks the copy stale
-                with torch.no_grad():
-                    copy.low.copy_(copy.parameter)
+                stale.append(copy)
+        if stale:
+            with torch.no_grad():
+                foreach_copy_([copy.low for copy in stale], [copy.parameter for copy in stale])
 
     def was_updated(self, copies: Iterable[Copy]) -> None:
         """Record that a step has written parameters, these ``copies`` of them, and masters."""

@@ -7,13 +7,13 @@ Before: ``pipeline_table.TABLE``, of what policies choose. After: ``EVERY``, tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from amp_graph.passes.base import Pass, PassError
+from amp_graph.passes.base import Pass
 from amp_graph.passes.loss_scaling import (
     AverageOverRanks,
     CheckFiniteAndUnscale,
@@ -29,9 +29,6 @@ from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.step.lay_out_gradients import (
     AddGradients,
     LayOutGradients,
-    UpcastGradients,
-    ZeroSums,
-    add_in_place,
 )
 from amp_graph.passes.step.update_parameters import (
     AddUpdateTargets,
@@ -59,9 +56,7 @@ SCALED_OR_SPLIT = Condition(
 SPLIT = _of_step("micro-batches", "only with micro_batches")
 RANKS = _of_step("ranks", "only with several ranks")
 CLIPPED = _of_step("clip", "only with clip_norm or clip_value")
-SCALED_OR_CLIPPED = Condition("loss scale or clip", "only with a loss scale, as fp16 has by default, or clips", _scales)
-MASTERS = _of_step("update targets", "only with fp32 masters (O2), or parameters that other micro-batches alone read")
-EAGERLY = Condition("eager", "needs a step that runs eagerly; a compiler fuses these casts", lambda o: o.eager)
+MASTERS = _of_step("update targets", "only with fp32 masters (O2)")
 
 
 def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: tuple[type[Pass], ...] = ()) -> Row:
@@ -76,65 +71,40 @@ STEP_TABLE = (
     _row(LayOutGradients, STEP, BIT_EXACT, after=(AddUpdateTargets,)),
     _row(AddGradients, STEP, BIT_EXACT, SPLIT, after=(ScaleLoss, LayOutGradients)),
     _row(AverageOverRanks, SCALING, approximate("the order of the sum is the network's"), RANKS, after=(AddGradients,)),
-    _row(UpcastGradients, STEP, BIT_EXACT, EAGERLY, SCALED_OR_CLIPPED, after=(AverageOverRanks,)),
     _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED,
-         after=(ScaleLoss, AverageOverRanks, UpcastGradients)),
+         after=(ScaleLoss, AverageOverRanks)),
     _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED, after=(CheckFiniteAndUnscale,)),
     _row(UpdateParameters, STEP, BIT_EXACT, after=(AddUpdateTargets, CheckFiniteAndUnscale, ClipGradients)),
     _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED, after=(CheckFiniteAndUnscale,)),
     _row(WriteLowCopies, STEP, BIT_EXACT, after=(UpdateParameters,)),
-    _row(ZeroSums, STEP, BIT_EXACT, SPLIT, after=(AddGradients, UpdateParameters)),
     _row(ReturnOutputs, STEP, BIT_EXACT, after=(AddGradients, CheckFiniteAndUnscale)),
 )  # fmt: skip
 EVERY: tuple[Row, ...] = (*TABLE, *STEP_TABLE)
-_PLACES = {row.name: place for place, row in enumerate(STEP_TABLE)}
-
-
-def in_order(passes: Sequence[Pass]) -> list[Pass]:
-    """Return ``passes``; raise PassError where they are not in the order of the table, or one is not in it."""
-    last = ""
-    for one in passes:
-        if one.name not in _PLACES:
-            raise PassError(f"training step: {one.name!r} has no row in STEP_TABLE\n  fix:   give it one, in its place")
-        if last and _PLACES[one.name] < _PLACES[last]:
-            raise PassError(
-                f"training step: the pass {one.name!r} is appended behind {last!r}\n"
-                f"  legal: the order of STEP_TABLE, {one.name!r} before {last!r}\n"
-                f"  fix:   change the order in appended_passes, or that of the rows"
-            )
-        last = one.name
-    return list(passes)
 
 
 def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -> tuple[list[Pass], dict[str, Tensor]]:
     """Return the passes that complete a joint graph to a whole step, and the tensors of the inputs that they add.
 
-    The order is that of ``STEP_TABLE``; PassError where it is not.
     outputs: how many outputs the captured forward has. inputs: the joint graph's inputs by their numbers; the copies of
     weights follow the captured graph's own.
     """
     work, scaled = _Appended(parts, inputs), parts.scale is not None
-    splits = scaled or parts.micro_batches > 1
-    targets = [AddUpdateTargets(found) for found in (work.absent(), work.masters()) if found]
-    sums = work.sums()
-    updates = parts.last and bool(parts.trained)
+    masters, sums = work.masters(), work.sums()
     found = [
-        *([ScaleLoss(parts.micro_batches, scaled)] if splits else []),
-        *targets,
-        LayOutGradients(parts.keeps()),
-        *([work.add_gradients(sums)] if sums else []),
-        *(work.update() if updates else []),
-        *([ZeroSums(tuple(sums.values()))] if updates and sums else []),
+        *([ScaleLoss(parts.micro_batches, scaled)] if scaled or (parts.micro_batches > 1 and parts.forward) else []),
+        *([AddUpdateTargets(masters)] if masters else []),
+        parts.layout(),
+        *([AddGradients(sums)] if sums else []),
+        *(work.update() if parts.last and parts.trained else []),
         ReturnOutputs(outputs, parts.outside and parts.last),
     ]
-    return in_order(found), work.tensors
+    return found, work.tensors
 
 
 def names_of_trained(parts: StepParts) -> dict[int, str]:
     """Return a unique name for each trained number."""
-    names = {i: parts.name_of(i) for i in parts.trained}
-    often = Counter(names.values())
-    return {i: name if often[name] == 1 else f"{name} ({i})" for i, name in names.items()}
+    often = Counter(parts.names[i] for i in parts.trained)
+    return {i: name if often[name := parts.names[i]] == 1 else f"{name} ({i})" for i in parts.trained}
 
 
 @dataclass
@@ -150,16 +120,11 @@ class _Appended:
         if self.parts.scale is not None:
             self.tensors.update(zip((SCALE, *COUNTS), self.parts.scale.state, strict=True))
 
-    def absent(self) -> dict[str, StateInput]:
-        """Return the inputs of parameters that the graph does not read."""
-        of = self.parts.absent
-        return {self.names[i]: self._input(_absent(i), p, self.parts.name_of(i)) for i, p in of.items()}
-
     def masters(self) -> dict[str, StateInput]:
         """Return the inputs of masters, by the names of their parameters."""
         found = {}
         for n, (i, full) in enumerate(self.parts.masters.items()):
-            found[self.names[i]] = self._input(f"master_weight_{n}", full, f"master of {self.parts.name_of(i)}")
+            found[self.names[i]] = self._input(f"master_weight_{n}", full, f"master of {self.parts.names[i]}")
         return found
 
     def sums(self) -> dict[str, StateInput]:
@@ -168,13 +133,7 @@ class _Appended:
             return {}
         pairs = zip(self.parts.trained, self.parts.accumulators, strict=True)
         named = [(i, f"gradient_sum_{n}", total) for n, (i, total) in enumerate(pairs)]
-        return {self.names[i]: self._input(name, t, f"gradient of {self.parts.name_of(i)}") for i, name, t in named}
-
-    def add_gradients(self, sums: Mapping[str, StateInput]) -> AddGradients:
-        """Return the pass that adds gradients to ``sums``."""
-        parts = self.parts
-        into = "new" if parts.last and parts.ranks is not None else "sums"
-        return AddGradients(sums, add_in_place, into, parts.last, parts.outside and into == "sums")
+        return {self.names[i]: self._input(name, t, f"gradient of {self.parts.names[i]}") for i, name, t in named}
 
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
@@ -187,7 +146,6 @@ class _Appended:
         clipped = any(limit is not None for limit in clips)
         return [
             *averaged,
-            *([UpcastGradients()] if (parts.scale is not None or clipped) and not parts.pointwise else []),
             *([CheckFiniteAndUnscale()] if parts.scale is not None else []),
             *([ClipGradients(*clips, self._norm())] if clipped else []),
             UpdateParameters(self._groups()),
@@ -203,12 +161,12 @@ class _Appended:
     def _groups(self) -> tuple[GroupInputs, ...]:
         """Return the inputs of each parameter group."""
         parts, found = self.parts, []
-        numbers = {id(parts.tensor_of(i)): i for i in parts.trained}
+        numbers = {id(parts.args[i]): i for i in parts.trained}
         for n, (update, rate) in enumerate(zip(parts.updates, parts.learning_rates, strict=True)):
             own = [numbers[id(p)] for p in update.params]
             states = [
                 [
-                    self._input(f"state_{n}_{k}_{kind}", t, f"{kind} of {parts.name_of(i)}")
+                    self._input(f"state_{n}_{k}_{kind}", t, f"{kind} of {parts.names[i]}")
                     for k, (i, t) in enumerate(zip(own, tensors, strict=True))
                 ]
                 for kind, tensors in zip(update.state_names(), update.states, strict=True)
@@ -221,7 +179,7 @@ class _Appended:
     def _copies(self) -> dict[str, list[str]]:
         """Return the inputs to round from each parameter, by its name: its copies, and itself if it has a master."""
         parts = self.parts
-        found = {self.names[i]: [_absent(i) if i in parts.absent else self.inputs[i]] for i in parts.masters}
+        found = {self.names[i]: [self.inputs[i]] for i in parts.masters}
         for n, (i, _) in enumerate(parts.copies, len(parts.args)):
             if i in self.names:
                 found.setdefault(self.names[i], []).append(self.inputs[n])
@@ -230,7 +188,3 @@ class _Appended:
     def _input(self, name: str, tensor: Tensor, shown: str) -> StateInput:
         self.tensors[name] = tensor
         return StateInput(name, tensor, shown)
-
-
-def _absent(number: int) -> str:
-    return f"unread_weight_{-number}"

@@ -1,14 +1,13 @@
 """Builds whole steps from a captured forward with its loss: rewrites it, then traces it with backward and update.
 
-Before: the GraphModule that Dynamo captured of ``loss_fn(model(x), y)``. After: a ``StepGraph`` that updates, and one
-that only accumulates gradients.
+Before: the GraphModule that Dynamo captured of ``loss_fn(model(x), y)``. After: a ``StepGraph`` that updates, or with
+micro-batches one that sums gradients, and one of the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from amp_graph.capture.dynamo_backend import Compile, compiler_of, lower, with_sums_in_fp32
+from amp_graph.capture.dynamo_backend import Compile, compiler_of, with_sums_in_fp32
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of
@@ -36,15 +35,11 @@ from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.cuda_graph import Replayed
-from amp_graph.step.reduce_gradients import Ranks
-from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
+from amp_graph.step.step_arguments import Ranks, refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
 from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
-from amp_graph.step.step_state import Copy, StepState
+from amp_graph.step.step_state import StepState
 from amp_graph.step.traced_step import CapturedStep, names_of
-
-# Numbers of trained inputs, in the optimizer's order, and those with gradients of other micro-batches only.
-Who = tuple[list[int], dict[int, Tensor]]
 
 
 @dataclass(eq=False)
@@ -79,143 +74,114 @@ class StepBuilder:
             run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
         return CapturedStep(rewritten, take_loss_mark(gm), names_of(gm))
 
-    def take_plain(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CapturedStep:
-        """Rewrite a captured forward with its loss to run untraced: with symbolic sizes, followed by autograd."""
-        name_nodes(gm, self.model, self.model.forward)
-        policy = replace(self.policy, keep_outputs=True)
-        rewritten = rewrite_in_place(gm, policy, None if device_of(gm) == "cpu" else device_of(gm))
-        loss, names = take_loss_mark(gm), names_of(gm)
-        forward = lower(gm, example_inputs, "eager", policy)
-        return CapturedStep(rewritten, loss, names, traced=False, forward=forward)
-
-    def build(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
-        """Trace the whole step for these inputs: with the update, or only up to the gradient sums."""
+    def build(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+        """Trace the whole step for these inputs: with the update, or with micro-batches up to the gradient sums."""
         stateful = {id(p) for p in self.optimizer.state}
         try:
-            return self._traced(captured, args, updates)
+            return self._traced(captured, args)
         except NoGradient as found:  # torch skips parameters whose gradient is None, including decay and momentum
             unused = {id(args[i]): args[i] for i in found.inputs}
             captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
             for p in unused.values():
-                if id(p) not in self.state.pending:  # else other micro-batches have contributed
-                    self.state.sums.pop(id(p), None)
                 if id(p) not in stateful:
                     self.optimizer.state.pop(p, None)
-        return self._traced(captured, args, updates)
+        return self._traced(captured, args)
 
-    def _traced(self, captured: CapturedStep, args: Sequence[Any], updates: bool) -> StepGraph:
-        gm = captured.rewritten.gm
-        trained, absent = self.trained(args, captured.without, self.state.pending if updates else {})
-        parts, how, copies = self._parts(captured, args, trained, absent, updates)
+    def _traced(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
+        gm, names = captured.rewritten.gm, captured.names
+        trained = self._trained(args, captured.without)
+        for i in captured.sparse_tables():  # tracing fails on data-dependent sizes before it finds this
+            if i in trained:
+                refuse_sparse(names[i])
+        numbers = {id(args[i]): i for i in trained}
+        hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
+        copies = {(h.source, h.dtype): self.state.copy_of(args[h.source], h.dtype) for h in hoisted}
+        updates = self.micro_batches == 1
+        parts = replace(
+            self._parts(args, trained, names, updates=updates),
+            forward=gm.forward,
+            hoisted=hoisted,
+            copies={key: copy.low for key, copy in copies.items()},
+            by_data=captured.depends_on_data(),
+            loss=captured.loss,
+        )
         in_step = self.compile == "eager" and self.policy.level != "O0"
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
-        step.update, step.copies = how if updates else "", copies
-        step.after = self.outside() if updates and trained else None
-        captured.bound.trained = frozenset(id(args[i]) for i in trained if i not in absent)
+        step.copies = list(copies.values())
+        if updates:
+            self._set_update(step, self.compile)
         return step
 
-    def update_of(
-        self, weights: Mapping[str, Tensor], grads: Sequence[Tensor], loss: Tensor, who: Who, last: bool
-    ) -> StepGraph:
-        """Trace the rest of a step behind ``grads``, which autograd computed of the inputs ``weights``, by name.
-
-        who: the numbers of what is updated, and what has only gradients of other micro-batches, as of ``trained``.
-        """
+    def update_of(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> StepGraph:
+        """Trace the rest of a step behind ``grads`` of ``parameters``: a graph of these, those, and any number."""
         plain = replace(self, compile="eager", options={}, cuda_graph=False)
-        alone = CapturedStep(None, 0, [*weights], traced=False, forward=lambda *args: args)
-        parts, how, _ = plain._parts(alone, list(weights.values()), *who, last)
-        names = [*weights, *(f"gradient of {name}" for name in weights), "loss"]
-        given = replace(parts, args=[*weights.values(), *grads, loss], names=names, gradients_given=True)
+        names, count = self.names_of(parameters), len(parameters)
+        parts = plain._parts(parameters, list(range(count)), names, updates=True)
+        args = [*parameters, *grads, torch.zeros((), device=parameters[0].device)]
+        all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
-            step = trace_step(given, plain._lower)
-        step.update, step.after = how if last else "", self.outside() if last else None
+            step = trace_step(replace(parts, args=args, names=all_names), plain._lower)
+        self._set_update(step, "eager")
         return step
 
-    def outside(self) -> Callable[..., None] | None:
-        """Return a function that calls an optimizer outside of the graph; None if the update is inside."""
-        return weakly(self._step_outside) if self.watched.why_outside else None
+    def _set_update(self, step: StepGraph, compile: Compile) -> None:
+        how = "torch's fused kernels" if compile == "eager" else "pointwise operations, for the compiler"
+        if self.watched.why_outside:
+            how = f"behind the graph: {self.watched.why_outside}"
+            step.after = weakly(self._step_outside) if step.trained else None
+        step.update = how
 
-    def trained(self, args: Sequence[Any], without: Collection[int], pending: Mapping[int, Tensor]) -> Who:
-        """Return the inputs that the optimizer trains, in its order, in which norms are summed; and other parameters.
-
-        The latter are ``pending`` parameters that are not trained inputs, by their own numbers.
-        """
+    def _trained(self, args: Sequence[Any], without: Collection[int]) -> list[int]:
+        """Return the numbers of inputs that the optimizer trains, in its order, in which norms are summed."""
         refuse_gradients_beyond(args)
         place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
-        # Weights tied after the capture are several inputs: the first represents them.
-        own = {i: own[i] for i in _first_of_each(own, without).values()}
         if strangers and not own:
             raise CaptureError(
                 "TrainStep: the optimizer has none of the parameters that the model trains\n"
                 "  fix:   make the optimizer from model.parameters(), once the model is complete"
             )
-        known = {id(a) for a in own.values()}
-        absent = dict(zip(count(-1, -1), (p for key, p in pending.items() if key not in known and key in place)))
-        refuse_several_devices([*own.values(), *absent.values()])
-        everything = own | absent
-        return sorted(everything, key=lambda i: place[id(everything[i])]), absent
+        # Weights tied after the capture are several inputs: the first represents them.
+        first = {id(a): i for i, a in reversed(own.items()) if i not in without}
+        return sorted(first.values(), key=lambda i: place[id(args[i])])
 
-    def _parts(
-        self, captured: CapturedStep, args: Sequence[Any], trained: list[int], absent: dict[int, Tensor], last: bool
-    ) -> tuple[StepParts, str, list[Copy]]:
-        """Return a step's parts, the description of its update, and the weight copies that it reads."""
-        state = self.state
-        names = captured.names
-        for i in captured.sparse_tables():  # tracing fails on data-dependent sizes before it finds this
-            if i in trained:
-                refuse_sparse(names[i])
-        known = dict(enumerate(args)) | absent
-        parameters = [known[i] for i in trained]
-        numbers = {id(p): i for i, p in zip(trained, parameters, strict=True)}
-        hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
+    def _parts(self, args: Sequence[Any], trained: list[int], names: Sequence[str], *, updates: bool) -> StepParts:
+        """Return a step's parts without its forward; ``updates``: whether it updates, or sums gradients."""
+        state, parameters = self.state, [args[i] for i in trained]
+        refuse_several_devices(parameters)
         refuse_own_state("TrainStep", self.optimizer)
-        updates = [] if self.watched.why_outside else group_updates(self.optimizer, parameters)
+        outside = bool(self.watched.why_outside)
+        groups = group_updates(self.optimizer, parameters) if updates and not outside else []
+        device = parameters[0].device if parameters else torch.device("cpu")
         if self.loss_scale is not None:
-            self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
-        sums = [state.sum_of(p) for p in parameters] if self.micro_batches > 1 else []
-        kept = {(h.source, h.dtype): state.copy_of(args[h.source], h.dtype) for h in hoisted}
-        state.refresh(kept.values())
-        copies = {key: copy.low for key, copy in kept.items()}
-        masters = {i: full for i in trained if (full := state.target_of(known[i])) is not known[i]}
-        how = "torch's fused kernels" if self.compile == "eager" else "pointwise operations, for the compiler"
-        how = f"behind the graph: {self.watched.why_outside}" if self.watched.why_outside else how
-        parts = StepParts(
-            forward=captured.computed(),
+            self.loss_scale.to(device)
+        return StepParts(
             args=args,
             trained=trained,
-            updates=updates,
-            learning_rates=[state.rate_of(u.group) for u in updates],
-            accumulators=sums,
-            scale=self.loss_scale,
             names=names,
-            hoisted=hoisted,
-            copies=copies,
-            masters=masters,
+            updates=groups,
+            learning_rates=[state.rate_of(u.group) for u in groups],
+            accumulators=[] if updates else [state.sum_of(p) for p in parameters],
+            scale=self.loss_scale,
+            masters={i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
             ranks=self.ranks,
-            absent=absent,
-            absent_names=self._names_of(absent),
-            by_data=captured.depends_on_data(),
-            norm=None if self.clip_norm is None or not parameters else state.norm_on(parameters[0].device),
+            norm=None if self.clip_norm is None or not parameters else state.norm_on(device),
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             micro_batches=self.micro_batches,
-            last=last,
-            loss=captured.loss,
-            outside=bool(self.watched.why_outside),
+            outside=outside,
             pointwise=self.compile != "eager",
         )
-        return parts, how, list(kept.values())
 
-    def _names_of(self, absent: Mapping[int, Tensor]) -> dict[int, str]:
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names under which the model has these parameters."""
-        names = {id(p): name for name, p in self.model.named_parameters()} if absent else {}
-        return {i: names.get(id(p), f"parameter {-i}") for i, p in absent.items()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return [names.get(id(p), f"parameter {n}") for n, p in enumerate(parameters)]
 
     def _batch_in(self, args: Sequence[Any]) -> tuple[int, ...]:
         """Return the inputs of a captured graph that are not tensors of the model."""
@@ -235,12 +201,3 @@ class StepBuilder:
         if found_inf is not None and found_inf.item():
             return
         step_with_gradients(self.optimizer, parameters, grads)
-
-
-def _first_of_each(inputs: Mapping[int, Tensor], without: Collection[int]) -> dict[int, int]:
-    """Return for each tensor, by its id, the first of ``inputs`` that is it, except those in ``without``."""
-    found: dict[int, int] = {}
-    for i, tensor in inputs.items():
-        if i not in without:
-            found.setdefault(id(tensor), i)
-    return found

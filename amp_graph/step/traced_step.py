@@ -22,24 +22,18 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.torch_compat.fake import depends_on_data
 from amp_graph.passes.weights.cast_weights import Hoisted, hoist_weight_casts
+from amp_graph.rewrite import Rewritten
+from amp_graph.step.step_graph import StepGraph
 
-# Kind of step: one that only accumulates gradients, one that updates, or one that also updates these parameters, by id,
-# whose gradients come from other micro-batches only.
-Kind = bool | frozenset[int]
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
 @dataclass
 class Bound:
-    """The parameters of a captured forward's call, and the steps traced for them."""
+    """The parameters of a captured forward's call, and the step traced for them."""
 
     parameters: tuple[Tensor, ...]
-    steps: dict[Kind, Any] = field(default_factory=dict)
-    trained: frozenset[int] = frozenset()  # the trained ones, by id; known after the first step
-
-    def kind(self, last: bool, pending: Collection[int]) -> Kind:
-        """Return the kind of step to run: whether it is ``last``, after others have accumulated ``pending``, by id."""
-        return last and (frozenset(pending).difference(self.trained) or True)
+    step: StepGraph | None = None
 
     def is_within(self, alive: Collection[int]) -> bool:
         """Return whether all its parameters are among ``alive``, given by id."""
@@ -48,30 +42,19 @@ class Bound:
 
 @dataclass
 class CapturedStep:
-    """One captured forward with its loss, and the whole steps traced from it.
+    """One captured forward with its loss, and the whole steps traced from it."""
 
-    forward: computes the outputs of steps that are not ``traced``, captured with symbolic sizes or as written; it casts
-    weights itself, and autograd runs after it.
-    """
-
-    rewritten: Any  # a Rewritten; None if the forward is not captured
+    rewritten: Rewritten
     loss: int  # index of the loss among the graph's outputs
     names: list[str]  # of the inputs
-    traced: bool = True
-    forward: Callable[..., Any] | None = None
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
-
-    def computed(self) -> Callable[..., Any]:
-        """Return what computes the outputs from the inputs."""
-        return self.forward or self.rewritten.gm.forward
+    refused: str = ""  # why no step can be traced
 
     def sparse_tables(self) -> Collection[int]:
-        """Return the inputs of a traced step that embeddings read whose gradients are sparse."""
-        if not self.traced:
-            return ()
+        """Return the inputs that embeddings read whose gradients are sparse."""
         graph = self.rewritten.gm.graph
         inputs = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         calls = [(f, n) for f in EMBEDDINGS for n in graph.find_nodes(op="call_function", target=f)]
@@ -79,18 +62,18 @@ class CapturedStep:
         return [inputs[one["weight"]] for one in given if one.get("sparse") is True and one["weight"] in inputs]
 
     def depends_on_data(self) -> bool:
-        """Return whether sizes or numbers in the graph of a traced step depend on data."""
-        return self.traced and any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
+        """Return whether sizes or numbers in the graph depend on data."""
+        return any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
 
     @property
     def bound(self) -> Bound:
-        """The steps and parameters of the last call."""
+        """The parameters of the last call, and their step."""
         return self.bounds[0]
 
     @property
-    def steps(self) -> dict[Kind, Any]:
-        """The steps for the parameters of the last call."""
-        return self.bounds[0].steps if self.bounds else {}
+    def step(self) -> StepGraph | None:
+        """The step for the parameters of the last call."""
+        return self.bounds[0].step if self.bounds else None
 
     def bind(self, args: Sequence[Any], owned: Callable[[], Collection[int]]) -> bool:
         """Select the steps for the parameters in ``args``; return whether they have replaced others.
@@ -108,12 +91,11 @@ class CapturedStep:
         return len(self.bounds) > 1
 
     def _take_weights(self, args: Sequence[Any], owned: Collection[int]) -> tuple[int, ...]:
-        """Return the indices of inputs that are weights; turn casts of those of a traced step into inputs."""
+        """Return the indices of inputs that are weights; turn their casts into inputs."""
         parameters = {i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)}
         self.numbers = tuple(i for i, a in enumerate(args) if i in parameters or id(a) in owned)
-        if self.traced:
-            self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters)
-            outline_checkpoints(self.rewritten.gm, traced=True)
+        self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters)
+        outline_checkpoints(self.rewritten.gm, traced=True)
         return self.numbers
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile, check_compile
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
@@ -32,18 +33,19 @@ from amp_graph.scaling.loss_scale import LossScale, check_at_floor
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.choose_step import StepRuns
 from amp_graph.step.cuda_graph import check_cuda_graph
-from amp_graph.step.reduce_gradients import Ranks, default_group, make_equal, ranks_of
 from amp_graph.step.step_arguments import (
+    Ranks,
+    default_group,
+    make_equal,
     make_loss_scale,
     policy_of,
+    ranks_of,
     refuse,
-    refuse_complex,
     refuse_options,
     refuse_surroundings,
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
-from amp_graph.step.step_graph import StepGraph
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
 from amp_graph.step.traced_step import CapturedStep
@@ -83,10 +85,9 @@ class TrainStep:
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on with a single launch;
     the results of a step are copies, its temporaries stay allocated.
 
-    max_graphs: the limit of graphs. The first two kinds of batches are traced whole; then the forward is captured with
-    symbolic sizes and numbers, followed by autograd and the same update. Steps without a graph, and models that are not
-    one graph, run as they are written, under ``torch.autocast`` by the policy, with a warning that says why; in fp32
-    where that fails. With several ranks all steps are traced, and what is not one graph is refused.
+    max_graphs: the limit of graphs. The first two kinds of batches are traced whole. For all others, and for models
+    that are not one graph, of which a warning says why, the model runs as ``convert`` runs it, followed by autograd and
+    the same update. With several ranks all steps are traced, and what is not one graph is refused.
 
     Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
     parameters themselves (O2, which converts ``model`` and updates fp32 masters).
@@ -134,7 +135,6 @@ class TrainStep:
         check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
-        refuse_complex(model, clip_value)
         self.mode, self.options = mode, None if options is None else dict(options)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.cuda_graph = clip_norm, clip_value, cuda_graph
@@ -172,7 +172,7 @@ class TrainStep:
         self._watched = WatchedOptimizer(optimizer, self.forget)
         self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
         own = (model, self.loss_fn, self.outputs, self._steps, self.policy, self.max_graphs)
-        self._runs = StepRuns(*own, learns=ranks is None, collector_waits=compile == "eager")
+        self._runs = StepRuns(*own, alone=ranks is None, collector_waits=compile == "eager")
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -200,6 +200,7 @@ class TrainStep:
             scale.note()
         try:
             result = self._whole(batch)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
         except BaseException:
             if scale is not None:
                 scale.records.undo()
@@ -210,18 +211,13 @@ class TrainStep:
 
     def _whole(self, batch: Sequence[Any]) -> Any:
         if self.micro_batches == 1:
-            return self._once(batch, last=True)
+            return self._runs(batch)
         parts = split_batch(batch, self.micro_batches)
         with Undo(self._state.drop_sums):
-            found = [self._once(part, last=i == len(parts) - 1) for i, part in enumerate(parts)]
+            found = [self._runs(part) for part in parts]
+            self._steps.update_from_sums()
         losses = torch.stack([f[0] if self.outputs else f for f in found])
         return (losses.mean(), [f[1] for f in found]) if self.outputs else losses.mean()
-
-    def _once(self, batch: Sequence[Any], last: bool) -> Any:
-        self._steps.last = last
-        result = self._runs(batch)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
-        return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse changes of options that the graphs depend on."""
@@ -240,8 +236,6 @@ class TrainStep:
         options = None if self.loss_scale is None else self.loss_scale.options()
         if self._watched.has_changed() or options != self._scale_options:
             self.forget()
-        if options != self._scale_options and self.loss_scale is not None:
-            self.loss_scale.take_up_options()
         self._scale_options = options
 
     def _follow_conversion(self) -> None:
@@ -282,7 +276,7 @@ class TrainStep:
     def forget(self) -> None:
         """Drop all traces; happens automatically if state or options of the optimizer are replaced."""
         self._watched.forget_state()
-        self._state.forget_rates()
+        self._state.rates.clear()
         self._steps.forget()
 
     def refresh(self) -> None:
@@ -299,9 +293,14 @@ class TrainStep:
         return self._steps.captured
 
     @property
+    def graphs(self) -> list[Captured]:
+        """The captured forwards of steps, and those of the model where steps are not traced."""
+        return self._runs.graphs
+
+    @property
     def notes(self) -> list[str]:
-        """The report's notes on steps that were not captured."""
-        return self._runs.diagnostics.notes
+        """The report's notes on steps that were not traced."""
+        return self._runs.notes
 
     @property
     def skipped_steps(self) -> Tensor:
@@ -334,5 +333,5 @@ class TrainStep:
 
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line per node."""
-        traced = [step for captured in self.captured for step in captured.steps.values() if isinstance(step, StepGraph)]
-        return "\n\n".join(graph_text(step.gm) for step in traced)
+        traced = [captured.step for captured in self.captured if captured.step is not None]
+        return "\n\n".join(graph_text(step.gm) for step in (*traced, *self._steps.updates.values()))

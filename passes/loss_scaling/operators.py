@@ -54,6 +54,7 @@ def update_loss_scale_(
     step. After ``growth_interval`` good steps the scale grows and hysteresis starts anew; after ``hysteresis`` bad
     ones it backs off, and at every further bad one; it is kept within ``floor`` and ``ceiling``.
     """
+    growth_tracker.clamp_(max=growth_interval - 1)  # of a longer interval: torch's kernel grows at equality alone
     bad, before = found_inf > 0, scale.clone()
     update_scale_(scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
     if hysteresis > 1:

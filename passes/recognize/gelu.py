@@ -91,7 +91,8 @@ def _readings(last: Node) -> Iterator[Formula]:
         inside.add(node)
         pending |= {a for a in args if isinstance(a, Node)}
         if len(pending) == 1:
-            yield Formula(*pending, last, set(inside))
+            (x,) = pending
+            yield Formula(x, last, set(inside))
 
 
 def _at(found: Formula, x: float) -> float:

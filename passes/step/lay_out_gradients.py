@@ -2,12 +2,12 @@
 
 Before: gradients as backward makes them, in low precision where a weight was read in it, in any strides. After: fp32,
 unless the update reads low precision itself, in the strides of what is updated. With micro-batches they are added to
-sums, new inputs, which are the gradients behind the last one, and zero again once the update has read them.
+sums, new inputs, which a graph of the update reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,16 +21,13 @@ from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
     UPDATES,
     JointPass,
-    change_joint,
     gradient_nodes,
     joint_of,
-    outputs,
     parameter_nodes,
     refuse_behind,
     set_gradients,
-    set_outputs,
 )
-from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_copy_, foreach_zero_
+from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_copy_
 
 TOGETHER = 32  # gradients that one call casts
 
@@ -62,10 +59,14 @@ def laid_out(grad: Tensor, like: Tensor, keeps: Sequence[torch.dtype]) -> Tensor
 class LayOutGradients(JointPass):
     """Casts gradients of a joint graph to fp32 and lays them out as the inputs that ``JointGraph.parameters`` names.
 
-    keeps: low precisions that the update reads. Law: each gradient keeps its elements. Exactness: bit-exact.
+    keeps: low precisions that the update reads. together: cast ``TOGETHER`` gradients by one call, behind all of them;
+    else each by itself, so that what reads it can start, or a compiler fuse it.
+
+    Law: each gradient keeps its elements. Exactness: bit-exact.
     """
 
     keeps: tuple[torch.dtype, ...] = ()
+    together: bool = False
 
     name: ClassVar[str] = "lay-out-gradients"
 
@@ -81,6 +82,8 @@ class LayOutGradients(JointPass):
         likes = parameter_nodes(gm, list(joint.gradients))
 
         def all_laid_out(grads: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
+            if self.together:
+                grads = upcast_all([laid_out_as(like, grad) for grad, like in zip(grads, likes, strict=True)])
             return [laid_out(grad, like, self.keeps) for grad, like in zip(grads, likes, strict=True)]
 
         made = append(gm, all_laid_out, grads, likes) if grads else []
@@ -89,112 +92,31 @@ class LayOutGradients(JointPass):
         return PassResult(gm, tuple(Change("gradients", "lay out a gradient", n.name, f"as {p}") for n, p in changed))
 
 
-@dataclass(frozen=True)
-class UpcastGradients(JointPass):
-    """Casts what is still low among the gradients of a joint graph to fp32, ``TOGETHER`` by one call.
-
-    Law: each gradient keeps its elements. Exactness: bit-exact.
-    """
-
-    name: ClassVar[str] = "upcast-gradients"
-
-    @property
-    def changes_outputs(self) -> bool:
-        """Gradients in low precision become fp32."""
-        return True
-
-    def run(self, gm: GraphModule) -> PassResult:
-        """Append the casts."""
-        grads = gradient_nodes(gm)
-        made = append(gm, upcast_all, grads) if grads else []
-        set_gradients(gm, made)
-        changed = [new for old, new in zip(grads, made, strict=True) if old is not new]
-        return PassResult(gm, tuple(Change("gradients", "upcast a gradient", n.name, "to fp32") for n in changed))
-
-
-Add = Callable[[list[Tensor], list[Tensor]], None]
-
-
 def add_in_place(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Add ``grads`` to ``sums``, which are as many."""
     if sums:
         foreach_add_(list(sums), list(grads))
 
 
-def totals_of(sums: Sequence[Tensor], grads: Sequence[Tensor], own: Sequence[int]) -> list[Tensor]:
-    """Return the sums with ``grads`` added to those numbered ``own``, one by one, as new tensors."""
-    totals = list(sums)
-    for n, grad in zip(own, grads, strict=True):
-        totals[n] = sums[n] + grad
-    return totals
-
-
 @dataclass(frozen=True)
 class AddGradients(JointPass):
     """Adds the gradients of a joint graph to ``sums``, by name of parameter; adds an input for each.
 
-    ``add``: how. ``into``: "sums" writes them; "new" leaves them as they were and makes new totals, for each all-reduce
-    to start at its last gradient. ``last``: the totals are the gradients from now on, also those of parameters that
-    have none in this graph; ``copied``: as copies, for a caller who keeps them.
-
-    Law: each total is the sum of the gradients of all micro-batches, in their order. Exactness: bit-exact.
+    Law: each sum is that of the gradients of all micro-batches, in their order. Exactness: bit-exact.
     """
 
     sums: Mapping[str, StateInput] = field(default_factory=dict)
-    add: Add = add_in_place
-    into: str = "sums"
-    last: bool = True
-    copied: bool = False
 
     name: ClassVar[str] = "add-gradients"
     adds_inputs: ClassVar[bool] = True
 
-    @property
-    def changes_outputs(self) -> bool:
-        """There may be further gradients."""
-        return True
-
     def run(self, gm: GraphModule) -> PassResult:
         """Append the sums."""
-        joint = joint_of(gm)
         refuse_behind(gm, self.name, "average-over-ranks", "check-finite-and-unscale", "clip-gradients", *UPDATES)
-        grads = gradient_nodes(gm)
-        sums = add_inputs(gm, list(self.sums.values()))
-        names = list(self.sums)
-        own = [names.index(name) for name in joint.gradients]
-        found = sums
-        if grads and self.into == "new":
-            found = append(gm, totals_of, sums, grads, own)
-        elif grads:
-            append(gm, self.add, [sums[n] for n in own], grads)
-        if self.last and self.copied and sums:
-            found = append(gm, lambda totals: [total.clone() for total in totals], sums)
-        if self.last:
-            outs = outputs(gm)
-            for number in joint.gradients.values():
-                outs[number] = None
-            set_outputs(gm, [*outs, *found])
-            change_joint(gm, gradients={name: len(outs) + i for i, name in enumerate(names)})
-        what = f"{len(own)} gradients to {len(sums)} sums"
-        return PassResult(gm, (Change("micro-batches", "add up gradients", sums[0].name, what),) if sums else ())
-
-
-@dataclass(frozen=True)
-class ZeroSums(JointPass):
-    """Zeroes ``sums``, inputs of a joint graph, behind what read them.
-
-    Law: the sums are those of no gradients. Exactness: bit-exact.
-    """
-
-    sums: Sequence[StateInput] = ()
-
-    name: ClassVar[str] = "zero-sums"
-    adds_inputs: ClassVar[bool] = True
-
-    def run(self, gm: GraphModule) -> PassResult:
-        """Append one operator for all."""
-        sums = add_inputs(gm, self.sums)
-        if not sums:
+        names = joint_of(gm).gradients
+        if not names:
             return PassResult(gm)
-        append(gm, lambda totals: foreach_zero_(totals), sums)
-        return PassResult(gm, (Change("micro-batches", "zero the sums", sums[0].name, "for the next step"),))
+        sums = add_inputs(gm, [self.sums[name] for name in names])
+        append(gm, add_in_place, sums, gradient_nodes(gm))
+        what = f"{len(sums)} gradients to their sums"
+        return PassResult(gm, (Change("micro-batches", "add up gradients", sums[0].name, what),))

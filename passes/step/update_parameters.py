@@ -122,8 +122,8 @@ class UpdateParameters(JointPass):
 class AddUpdateTargets(JointPass):
     """Lets an update write these ``targets``, by name of parameter; adds an input for each.
 
-    Masters, and parameters that other micro-batches alone have sent gradients. Law: the graph computes what it did.
-    ``WriteLowCopies`` rounds masters into their parameters. Exactness: bit-exact.
+    These are masters, which ``WriteLowCopies`` rounds into their parameters. Law: the graph computes what it did.
+    Exactness: bit-exact.
     """
 
     targets: Mapping[str, StateInput] = field(default_factory=dict)

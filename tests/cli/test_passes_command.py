@@ -83,8 +83,7 @@ def devices_of(name):
         ("O0", "update-parameters", "cpu", Mode(step=True), ""),
         ("bf16", "average-over-ranks", "cpu", Mode(step=True), "only with several ranks"),
         ("bf16", "clip-gradients", "cpu", Mode(step=True), "only with clip_norm or clip_value"),
-        ("bf16", "zero-sums", "cpu", Mode(step=True), "only with micro_batches"),
-        ("bf16", "upcast-gradients", "cpu", Mode(step=True, compile="inductor"), "needs a step that runs eagerly"),
+        ("bf16", "add-gradients", "cpu", Mode(step=True), "only with micro_batches"),
     ],
 )
 def test_a_pass_that_is_off_says_why(policy, name, device, mode, reason):

@@ -1,7 +1,6 @@
 """Updates go through memory: parameters, states and gradients that lie otherwise are updated element by element."""
 
 import copy
-import re
 from functools import partial
 
 import pytest
@@ -11,7 +10,8 @@ from torch.nn import functional as F
 
 import amp_graph
 from amp_graph.optim import torch_fused_update
-from amp_graph.optim.gradient_layout import is_dense, laid_out_as, zeros_beside
+from amp_graph.optim.torch_fused_update import is_dense
+from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 
 KINDS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -84,25 +84,6 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
     assert distance(last, plain) > 1e-3
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", WITH_STATE)
-def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name):
-    """The graph of the first layout is there at the end, and its states are no longer the optimizer's."""
-    found = []
-    plain, last = torch.contiguous_format, torch.channels_last
-    for layouts in ((plain, plain, plain), (plain, last, plain)):
-        model = images()
-        optimizer = KINDS[name](model.parameters())
-        step = step_of(model, optimizer)
-        for layout in layouts:
-            model.to(memory_format=layout)
-            for _ in range(2):
-                step(X, Y)
-        found.append(model)
-    assert distance(found[1], found[0]) <= 1e-5
-    assert step.captured
-
-
 def looped(kind, order, layout, change_at):
     """Train at O2 in a loop by hand under a fused optimizer, and bring the model into ``layout`` before one step."""
     model = images()
@@ -165,15 +146,6 @@ def test_parameters_with_gaps(name, compile, clip):
     assert distance(plain, Gaps()) > 1e-3
 
 
-def test_only_what_lies_otherwise_is_kept_from_the_fused_kernel():
-    step = amp_graph.TrainStep(model := Gaps(), nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), "O0")
-    step(X.flatten()[:64].view(8, 8), Y)
-    text = step.graph_text()
-    named = dict(re.findall(r"^(%\d+): .* = input (.*)$", text, flags=re.MULTILINE))
-    (updated,) = re.findall(r"_fused_adamw_.tensor_lr\(\[(.*?)\]", text)
-    assert [named[n] for n in updated.split(", ")] == ["last.weight", "last.bias"]
-
-
 def test_gradients_are_copied_only_where_they_lie_otherwise():
     weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     same, other = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last), torch.randn(4, 3, 2, 2)
@@ -187,21 +159,6 @@ def test_gradients_are_copied_only_where_they_lie_otherwise():
     sparse = torch.eye(3).to_sparse()
     assert not is_dense(sparse)
     assert laid_out_as(torch.eye(3), sparse) is sparse
-
-
-def test_state_lies_beside_its_parameter():
-    big = nn.Parameter(torch.randn(64, 16, 3, 3).to(memory_format=torch.channels_last))
-    apart = nn.Parameter(torch.randn(100, 130)[:, :128])
-    for parameter in (big, nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(5)), apart):
-        made = zeros_beside(parameter)
-        assert made.shape == parameter.shape
-        assert made.stride() == torch.zeros_like(parameter).stride()
-        assert not made.any()
-        assert not made.requires_grad
-        assert not made._is_view()
-        if parameter.numel() > 5 and parameter is not apart:
-            assert (made.data_ptr() - parameter.data_ptr()) % 4096 == 0
-            assert made.untyped_storage().nbytes() - made.nbytes <= 4096
 
 
 def test_a_dimension_of_one_is_stepped_along_by_nobody():

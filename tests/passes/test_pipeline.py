@@ -135,9 +135,8 @@ def test_what_a_graph_cannot_do_without_is_required_and_nothing_else():
     assert required == {
         "add-gradients", "add-update-targets", "average-over-ranks", "check-finite-and-unscale", "check-portable",
         "clip-gradients", "emulate-cuda", "fp32-norm-gradients", "identify-ops", "insert-casts", "lay-out-gradients",
-        "plan-precision", "return-outputs", "scale-loss", "uniform-operands", "upcast-gradients",
+        "plan-precision", "return-outputs", "scale-loss", "uniform-operands",
         "update-loss-scale", "update-parameters", "use-portable-ops", "widen-halves", "write-low-copies",
-        "zero-sums",
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class FlatCall:
 
     def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the flat backward."""
-        found = self.graphs.unrecorded(given)
+        found = self.graphs.backward(given)
         if found is None:
             return [None for _ in self.flat.routes]
         return found[1](*kept, *self.saved, *(g for g in given if g is not None))

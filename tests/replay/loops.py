@@ -3,8 +3,6 @@
 ``LOOPS["accumulation"](word)`` runs one with the policy word ``replay=word``; its results depend on nothing else.
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -123,11 +121,6 @@ class Attends(Net):
 
 
 @loop
-def tied_weights(word):
-    return plain(converted(word, Net(tied=True)))
-
-
-@loop
 def accumulation(word, to_none=True):
     model = converted(word, Net(tied=True))
     optimizer, found = sgd(model), []
@@ -143,35 +136,11 @@ def accumulation(word, to_none=True):
 
 
 @loop
-def accumulation_into_zeroed_gradients(word):
-    return accumulation(word, to_none=False)
-
-
-@loop
 def gradients_held(word):
     """Somebody keeps the gradients of earlier steps."""
     model, held = converted(word), []
     found = plain(model, after=lambda i: held.extend(p.grad for p in model.parameters() if p.grad is not None) or ())
     return held + found
-
-
-@loop
-def gan(word):
-    maker, judge = converted(word, Net()), converted(word, Judge())
-    to_make, to_judge, found = sgd(maker, 0.01), sgd(judge, 0.01), []
-    for _ in range(2 * STEPS):
-        x, _ = batch()
-        fake = maker(x)[0]
-        loss = judge(torch.randn(8, 3, device=DEVICE[0])).mean() - judge(fake.detach()).mean()
-        to_judge.zero_grad()
-        loss.backward()
-        to_judge.step()
-        again = judge(fake).mean()
-        to_make.zero_grad()
-        again.backward()
-        to_make.step()
-        found += seen(maker, loss, again) + seen(judge)
-    return found
 
 
 class Judge(nn.Module):
@@ -185,19 +154,13 @@ class Judge(nn.Module):
 
 @loop
 def two_forwards_one_backward(word):
-    model = converted(word, Net(tied=True, drop=0.1))
+    model = converted(word, Net(drop=0.1))
     return plain(model, 2 * STEPS, lambda i, x, y: (model(x)[0] - model(batch()[0])[0]).square().mean())
 
 
 @loop
-def two_forwards_with_batch_norm(word):
-    model = converted(word, Net(norm=True))
-    return plain(model, 2 * STEPS, lambda i, x, y: (model(x)[0] - model(batch()[0])[0]).square().mean(), False)
-
-
-@loop
 def three_forwards_one_backward(word):
-    model = converted(word, Net(tied=True))
+    model = converted(word, Net())
 
     def loss(i, x, y):
         outs = [model(x)[0], model(batch()[0])[0], model(batch()[0])[0]]
@@ -258,74 +221,6 @@ def gradient_penalty(word):
     return plain(model, loss=loss, rate=0.01)
 
 
-def a_late_gradient_penalty(word):
-    """Second derivatives that begin after the graph was recorded: the call runs once more. No loop of ``LOOPS``."""
-    layers = nn.Linear(3, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1)
-    model = converted(word, nn.Sequential(*layers))
-
-    def loss(i, x, y):
-        x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
-        out = model(x).sum()
-        (grad,) = torch.autograd.grad(out, x, create_graph=i > STEPS, retain_graph=True)
-        return out + (grad.norm(dim=1) - 1).square().mean() if i > STEPS else out
-
-    return plain(model, 2 * STEPS, loss, updates=False)
-
-
-def _by_the_outputs_own_gradient(out, extra, x):
-    (grad,) = torch.autograd.grad(out.square().sum() + extra, x, create_graph=True)
-    (out.sin().sum() + grad.square().sum() + x.square().sum()).backward()
-
-
-def _by_penalty_alone(out, extra, x):
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    grad.square().sum().backward()
-
-
-def _twice(out, extra, x):
-    (one,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    (two,) = torch.autograd.grad(extra * 3, x, create_graph=True)
-    (one * two).sum().backward(retain_graph=True)
-    (one.square().sum() + two.sum() + out.square().sum()).backward()
-
-
-def _a_third_derivative(out, extra, x):
-    (one,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (two,) = torch.autograd.grad(one.square().sum(), x, create_graph=True)
-    two.square().sum().backward()
-
-
-def _for_one_argument(out, extra, x):
-    (one,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (x.grad,) = torch.autograd.grad(one.square().sum() + extra, x)
-
-
-LATE = _by_the_outputs_own_gradient, _by_penalty_alone, _twice, _a_third_derivative, _for_one_argument
-
-
-def differentiated_late(word, late):
-    """Derivatives of a graph that was recorded: autograd's sums, some of them apart. No loop of ``LOOPS``."""
-    found = []
-    model = converted(word, nn.Sequential(nn.Linear(6, 24), nn.Tanh(), TwoResults(nn.Linear(24, 3))))
-    for i in range(6):
-        x = torch.randn(8, 6, device=DEVICE[0], requires_grad=True)
-        model.zero_grad()
-        out, extra = model(x)
-        late(out, extra, x) if i > 4 else (out.sum() + extra).backward()
-        found += seen(model, x.grad)
-    return found
-
-
-class TwoResults(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        out = self.inner(x)
-        return out, (out * out).mean()
-
-
 @loop
 def inputs_with_gradients(word):
     first, model = nn.Linear(6, 6).to(DEVICE[0]), converted(word)
@@ -335,26 +230,6 @@ def inputs_with_gradients(word):
         return F.cross_entropy(model(features)[0], y) + features.square().mean()
 
     return plain(model, loss=loss, updates=False, before=lambda i: first.zero_grad(), after=lambda i: seen(first))
-
-
-@loop
-def ema(word):
-    model = converted(word, Net(norm=True))
-    slow = copy.deepcopy(amp_graph.revert(model))
-    amp_graph.convert(model, f"bf16,replay={word}")
-
-    def follow(i):
-        with torch.no_grad():
-            for p, q in zip(slow.parameters(), model.parameters(), strict=True):
-                p.lerp_(q, 0.1)
-
-    return plain(model, before=follow, after=lambda i: seen(slow))
-
-
-@loop
-def clipping(word):
-    model = converted(word)
-    return plain(model, after=lambda i: [nn.utils.clip_grad_norm_(model.parameters(), 0.1)])
 
 
 @loop
@@ -400,17 +275,6 @@ def eval_in_between(word):
         kept = model(x)[0]  # with gradients, which nobody asks for
         found += [kept.detach().clone(), *seen(model, loss)]
         model.train()
-    return found
-
-
-@loop
-def frozen_then_unfrozen(word):
-    model = converted(word)
-    found = []
-    for part in (False, True, False, True):
-        model.first.requires_grad_(part)
-        model.zero_grad()
-        found += plain(model)
     return found
 
 
@@ -472,12 +336,6 @@ def outputs_held_for_many_steps(word):
 
 
 @loop
-def outputs_changed_in_place(word):
-    model = converted(word)
-    return plain(model, loss=lambda i, x, y: F.cross_entropy(model(x)[0].mul_(2).add_(1), y), updates=False)
-
-
-@loop
 def an_exception_in_between(word):
     model = converted(word, Net(drop=0.1))
     optimizer, found = sgd(model), []
@@ -532,21 +390,9 @@ def one_head_at_a_time(word, model, body=None):
     return found
 
 
-@loop
+@declined("some outputs do not lead to all trained inputs")
 def heads_that_take_turns(word):
     return one_head_at_a_time(word, converted(word, TwoHeads()))
-
-
-def _doubled(p):
-    p.grad.mul_(2)
-
-
-@declined("through some of its outputs only, where the hooks")
-def a_hook_on_a_head(word):
-    model = converted(word, TwoHeads())
-    model.first.weight.register_hook(lambda grad: grad * 2)
-    model.last.weight.register_post_accumulate_grad_hook(_doubled)
-    return one_head_at_a_time(word, model)
 
 
 class Doubles(nn.Module):
@@ -570,19 +416,10 @@ class MakesZeros(torch.autograd.Function):
         return grad * 2
 
 
-@declined("through some of its outputs only, where what computed")
+@declined("some outputs do not lead to all trained inputs")
 def a_head_behind_another_model(word):
     model, body = converted(word, TwoHeads()), Doubles().to(DEVICE[0])
     return one_head_at_a_time(word, model, body) + seen(body)
-
-
-@loop
-def a_hook_on_an_inner_module(word):
-    model = converted(word)
-    handle = model.first.register_forward_hook(lambda module, args, out: out * 2)
-    found = plain(model)
-    handle.remove()
-    return found + plain(model)
 
 
 @loop
@@ -631,19 +468,6 @@ class Selects(Net):
     def forward(self, x):
         out, extra = super().forward(x)
         return out, out[out > 0].sum() + extra
-
-
-@declined("mask selects")
-def a_mask_that_is_written(word):
-    return plain(converted(word, Masks()))
-
-
-class Masks(Net):
-    def forward(self, x):
-        out, extra = super().forward(x)
-        out = out.clone()
-        out[out > 0] = 0.5
-        return out, extra
 
 
 @declined("shares memory")

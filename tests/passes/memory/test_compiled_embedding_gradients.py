@@ -9,7 +9,6 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.memory import reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import OPS, POOL, Pool
-from tests.memory_holders import SEEN
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -36,20 +35,6 @@ def test_memory_is_given_again_once_nobody_has_it():
     again = pool.zeros(4, 2)
     assert again.data_ptr() == place
     assert not again.any()
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("hold", SEEN.values(), ids=SEEN)
-def test_memory_that_is_held_without_a_tensor_is_not_given_again(hold):
-    pool, user = Pool(), User()
-    pool.reserve({(4, 16): 1}, user)
-    first = pool.zeros(4, 16)
-    place, kept = first.data_ptr(), hold(first)
-    del first
-    other = pool.zeros(4, 16)
-    assert other.data_ptr() != place
-    del other, kept
-    assert pool.zeros(4, 16).data_ptr() != 0
 
 
 def test_no_more_is_kept_than_a_graph_has_tables():

@@ -13,9 +13,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory import gradient_buffers, reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import POOL
-from amp_graph.passes.memory.reuse_embedding_gradients import reusing_gradients_is_profitable
 from tests.memory_holders import SEEN
-from tests.passes.whole_steps import stepped
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -172,19 +170,6 @@ def test_gradients_add_up():
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_shared_or_resized_memory_is_not_taken():
-    model = converted()
-    grad = step(model)[0]
-    grad.share_memory_()
-    shared = grad.data_ptr()
-    del grad
-    model.zero_grad()
-    assert step(model)[0].data_ptr() != shared
-    model.bag.weight.grad.untyped_storage().resize_(0)
-    model.zero_grad()
-    torch.testing.assert_close(step(model)[0], step(converted(OFF))[0])
-
-
 @pytest.mark.parametrize("bags", [True, False])  # of bags torch has none
 def test_second_derivatives(bags):
     rows, table = gradient_buffers.table_rows, torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
@@ -260,25 +245,6 @@ def test_frozen_tables_and_calls_without_gradients():
     step_of = model(IDS).sum()
     step_of.backward()
     assert not rewritten(model)
-
-
-def test_a_whole_step_has_none():
-    assert "table_rows" not in stepped(Tables, lambda out: out.square().sum(), [(IDS,)]).text
-
-
-def test_the_rule(monkeypatch):
-    monkeypatch.setattr(reuse_embedding_gradients, "LEAST_TABLES", 1 << 22)
-    assert reusing_gradients_is_profitable("cpu", 41 << 20, 26 << 20)
-    assert not reusing_gradients_is_profitable("cpu", 16 << 20, 71 << 20)
-    assert not reusing_gradients_is_profitable("cpu", 1 << 20, 0)
-    assert not reusing_gradients_is_profitable("cuda", 41 << 20, 26 << 20)
-
-
-def test_functions_are_torchs_without_gradients():
-    x = torch.randn(ROWS, WIDTH)
-    rows = gradient_buffers.table_rows
-    assert torch.equal(rows(x, IDS, None, True), F.embedding_bag(IDS, x, mode="sum"))
-    assert torch.equal(rows(x, IDS, 3, False), F.embedding(IDS, x, 3))
 
 
 class Tied(nn.Module):

@@ -32,14 +32,6 @@ def gelu_of_a_linear(s, x):
     return F.linear(F.gelu(F.linear(x, s.w)), s.v)
 
 
-@pytest.mark.parametrize(("words", "count"), [("", 0), (",accuracy=fast", 0), (",recompute=all", 1)])
-def test_small_values_are_saved_by_default(words, count):
-    gm = capture_function(gelu_of_a_linear, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
-    (done,) = run_passes(gm, [RecomputeActivations(options(AUTOCAST + words))], checked=True)
-    assert len(done.result.changes) == count
-    assert count or any("recompute=all" in skip.reason for skip in done.result.skips)
-
-
 @pytest.mark.parametrize(("device", "in_step", "words", "count"), [
     ("cpu", False, "", 1), ("cuda", False, "", 0), ("cuda", True, "", 1), ("cuda", False, ",recompute=all", 1),
 ])  # fmt: skip
@@ -281,11 +273,6 @@ def in_an_autocast_region(out, leaves):
         return torch.autograd.grad(out.sum(), leaves)
 
 
-def of_a_batch(out, leaves):
-    seeds = torch.stack([torch.ones_like(out), torch.linspace(0, 1, out.numel()).view_as(out).to(out.dtype)])
-    return torch.autograd.grad(out, leaves[:1], seeds, is_grads_batched=True)
-
-
 def a_part_first(out, leaves):
     return [*torch.autograd.grad(out.sum(), leaves[-1], retain_graph=True), *torch.autograd.grad(out.sum(), leaves)]
 
@@ -301,13 +288,6 @@ def test_gradients_are_those_of_the_graph_without(model, work):
     results = [gradients(graph, run.forward, work) for run in (ours, plain)]
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-
-
-def test_batched_gradients_are_those_of_the_graph_without():
-    graph = captured(RECOMPUTED["gelu"][2])
-    plain, ours, _ = both(graph, FAST)
-    results = [gradients(graph, run.forward, of_a_batch) for run in (ours, plain)]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_second_backward_and_a_write_are_refused_as_ever():

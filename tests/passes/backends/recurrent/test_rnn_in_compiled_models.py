@@ -163,9 +163,7 @@ def test_a_compiled_training_step(kind, anyhow):
         losses = [train(X, torch.ones(2, 20, 3)).item() for _ in range(3)]
         found.append(losses)
         if compile != "eager":
-            assert counted([train.captured[0].steps[True].gm])[0] == (
-                4 if kind == "GRU" or is_taken_by_layers(anyhow) else 2
-            )
+            assert counted([train.captured[0].step.gm])[0] == (4 if kind == "GRU" or is_taken_by_layers(anyhow) else 2)
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)
     assert found[0][2] < found[0][0]
 
@@ -290,7 +288,7 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monk
             optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
             train = amp_graph.TrainStep(plain, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16")
             train(X, torch.ones(2, 20, 3))
-            calls = [n for n in train.captured[0].steps[True].gm.graph.nodes if n.target is backward]
+            calls = [n for n in train.captured[0].step.gm.graph.nodes if n.target is backward]
         else:
             got = step(amp_graph.convert(plain, "bf16", compile=compile), X)
             for a, b in zip(got, wanted, strict=True):

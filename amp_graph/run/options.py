@@ -37,15 +37,7 @@ class RunOptions:
     @staticmethod
     def checked(policy: str | None = None, *, report: str | None = None, **others: Any) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
-        options = RunOptions(_policy(policy), report=_writable(report), **others)
-        if options.policy.dtype == "fp16" and options.policy.level != "O0" and not options.replace_autocast:
-            raise RunError(
-                f"run: policy '{options.policy}' needs a loss scale, which the script has to bring\n"
-                "  legal: bf16; fp16 in place of fp16 autocast of a script with a GradScaler: --replace-autocast\n"
-                "  fix:   amp-graph run --policy bf16 train.py; or amp_graph.convert and amp_graph.GradScaler in the "
-                "script"
-            )
-        return options
+        return RunOptions(_policy(policy), report=_writable(report), **others)
 
 
 def _policy(given: str | None) -> Policy:

@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 from amp_graph.lists.errors import TAKERS, Attempt
+from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import exit_report, is_first_rank
 from amp_graph.run.options import RunError, RunOptions
 from amp_graph.run.trained_models import TrainedModels, hear
@@ -148,6 +149,8 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     TAKERS.append(lambda text: notes.update([text]))
     models, process = TrainedModels(options, lambda text: notes.update([text])), os.getpid()
     hear(models)
+    if needs_scale(options.policy):
+        models.scaling.start()
     failure: BaseException | None = None
     try:
         execute(target, arguments)

@@ -23,7 +23,6 @@ BAD = {
     "a list that is not there": (["--policy", "bf16,lists=none.toml", "started.py"], "none.toml"),
     "no directory": (["--report", "none/report.html", "started.py"], "there is no directory"),
     "a directory as report": (["--report", ".", "started.py"], "it is a directory"),
-    "fp16 without a scale": (["--policy", "fp16", "started.py"], "needs a loss scale, which the script has to bring"),
     "an unknown compiler": (["--compile", "gcc", "started.py"], "there is no such compiler"),
     "an unknown option": (["--polcy", "bf16", "started.py"], "unrecognized arguments"),
     "nothing to run": (["--policy", "bf16"], "a SCRIPT or -m MODULE is needed"),

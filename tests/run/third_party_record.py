@@ -31,7 +31,6 @@ and BCELoss then gives 100 for an example of the other class: so autocast's dist
 fp32.
 word_language_model updates its parameters without an optimizer, so that no step with infinite gradients could be
 skipped: in fp16 it stays as written. dcgan (ignite) prints averages over 100 iterations with batches of 2 images.
-fp16 was run at 782957d, where `amp-graph run` scaled the losses of the script; since then the script has to.
 """
 WAYS = ("fp32", "autocast", "amp-graph bf16", "amp-graph fp16")
 

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | locate | calibrate``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -102,8 +102,20 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         JSON,
     ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
-        *TAKES_TARGET, arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"), JSON,
+        *TAKES_TARGET,
+        arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
+        arg("--loss", metavar="LOSS",
+            help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+        arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"), JSON,
     ), {"epilog": FOUND}),
+    "export": ("write a model in mixed precision for other programs", (
+        *TAKES_TARGET,
+        arg("--to", choices=("pt2", "onnx"), required=True,
+            help="pt2: for torch.export.load; onnx: for onnxruntime and others"),
+        arg("--output", metavar="FILE", required=True, help="the file to write"),
+        flag("--fold-weights", "store weights in low precision where all read them so"),
+        arg("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)"), JSON,
+    ), {}),
     "run": ("run a training script and convert what it trains; see amp-graph run --help", (
         arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
         arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,

@@ -46,10 +46,10 @@ class Target:
         return dict(inspect.signature(self.model.forward).bind(*self.args, **self.kwargs).arguments)
 
 
-def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
+def load_target(text: str, inputs: Sequence[str] = (), *, has_batch: bool = False) -> Target:
     """Import and call the object that ``text`` names; ``inputs`` (SPECs) replace the inputs that it returns.
 
-    Raises SpecError for a wrong TARGET; errors of the user's own code propagate.
+    Raises SpecError for a wrong TARGET; errors of the user's own code propagate. has_batch: the caller has the inputs.
     """
     found = named(text)
     if callable(found) and not isinstance(found, torch.nn.Module):
@@ -63,7 +63,8 @@ def load_target(text: str, inputs: Sequence[str] = ()) -> Target:
     if inputs:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         args, kwargs = _fitted(model, *make_inputs(inputs, device))
-    _check_call(model, args, kwargs)
+    if not has_batch:
+        _check_call(model, args, kwargs)
     return Target(model, args, kwargs)
 
 

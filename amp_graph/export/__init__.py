@@ -5,7 +5,7 @@
 >>> torch.export.save(program, "model.pt2")
 
 ``program.py`` captures, rewrites and exports, and stores weights in low precision; ``formats.py`` writes ONNX.
-Imports ``amp_graph.rewrite`` and below; nothing imports this folder.
+Imports ``amp_graph.rewrite`` and below; only ``amp_graph.cli`` imports this folder.
 """
 
 from amp_graph.export.formats import to_onnx as to_onnx

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from amp_graph.cli.main import main
 from amp_graph.errors import AmpGraphWarning
@@ -24,6 +25,8 @@ def large():
     return build(100.0)
 def bare():
     return build()[0]
+def loss(out, y):
+    return nn.functional.cross_entropy(out, y)
 """
 
 
@@ -60,3 +63,32 @@ def test_where_nothing_is_found_and_without_inputs(locate):
     assert "a word of the user's" in err
     status, _, err = locate("bare")
     assert (status, "--input" in err) == (1, True)
+
+
+@pytest.mark.parametrize("batch", [("x", "y"), ["x", "y"], "x"], ids=["a tuple", "a list", "inputs alone"])
+@pytest.mark.parametrize("target", ["build", "bare"])
+def test_a_saved_batch_and_a_loss_serve_targets_with_inputs_and_without(locate, tmp_path, batch, target):
+    """The inputs that the target gives overflow nowhere."""
+    path, values = tmp_path / "batch.pt", {"x": torch.full((3, 8), 100.0), "y": torch.zeros(3, dtype=torch.long)}
+    torch.save(values["x"] if batch == "x" else type(batch)(values[name] for name in batch), path)
+    loss = () if batch == "x" else ("--loss", f"{tmp_path}/model_to_locate.py:loss")
+    status, out, _ = locate(target, "--batch", str(path), *loss)
+    assert (status, "* 1e4" in out) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "told"),
+    [
+        (None, ("--batch", "{}"), "No such file"),
+        (b"not a pickle", ("--batch", "{}"), "is not a batch of tensors"),
+        (b"", ("--loss", "torch.nn.functional:cross_entropy"), "--loss needs targets"),
+    ],
+)
+def test_what_is_no_batch_is_refused(locate, tmp_path, content, words, told):
+    path = tmp_path / "batch.pt"
+    if content is not None:
+        path.write_bytes(content)
+    status, _, err = locate("build", *(word.format(path) for word in words))
+    assert status == 1
+    assert told in err
+    assert "fix:" in err

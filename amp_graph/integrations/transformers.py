@@ -18,6 +18,7 @@ from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.integrations.accelerate_scaler import give_scaler
 from amp_graph.integrations.packages import missing
+from amp_graph.optim.master_weight_updates import keep_loaded_states
 from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -71,6 +72,7 @@ class AmpGraphCallback(TrainerCallback):
 
     def _convert_before_checkpoints(self, trainer: Any) -> None:
         _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
+        _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)  # of an optimizer made in between
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert the model, unless it was converted before a checkpoint was loaded."""

@@ -7,6 +7,7 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_graph.errors import warn
 from amp_graph.lists.errors import Undo
-from amp_graph.optim.master_weights import MASTER, Master, updated_master, write_back
+from amp_graph.optim.master_weights import MASTER, updated_master, write_back
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.torch_compat.operators import foreach_mul_
-from amp_graph.passes.torch_compat.optimizers import hold_loaded_states, on_every_optimizer_step
+from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 
+KEEPS = "_amp_graph_keeps_states"  # the attribute of an optimizer whose load_state_dict keeps fp32 states
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
 INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler passes the factor of gradients
 
@@ -146,18 +149,54 @@ def steps_on_masters(optimizer: Optimizer) -> bool:
 
 
 def let_optimizers_update_masters() -> None:
-    """Make ``step()`` of every torch optimizer, built before or after this call, update masters.
-
-    Their ``load_state_dict`` keeps fp32 states, which torch rounds to the parameters' dtype.
-    """
+    """Make ``step()`` of every torch optimizer, built before or after this call, update masters."""
     on_every_optimizer_step(_before_step, _after_step)
-    hold_loaded_states(_dtype_of_state)
 
 
-def _dtype_of_state(parameter: Tensor) -> torch.dtype | None:
-    """Return the dtype in which an optimizer holds loaded states of ``parameter``; None: that of the parameter."""
-    master: Master | None = getattr(parameter, MASTER, None)
-    return torch.float32 if master is not None and (master.full is not None or master.late) else None
+def keep_loaded_states() -> None:
+    """Let ``load_state_dict`` of the optimizers that are there keep the fp32 states of parameters with masters."""
+    for one in gc.get_objects():
+        # isinstance would ask proxies; a wrapper such as accelerate's has no hooks, and what it wraps is found too
+        if issubclass(type(one), Optimizer) and "optimizer" not in vars(one):
+            _keep_loaded_states(one)
+
+
+def _keep_loaded_states(optimizer: Optimizer) -> None:
+    """Let ``optimizer`` load fp32 states, which torch rounds to the parameters' dtype: hooks of this very optimizer."""
+    if KEEPS in optimizer.__dict__ or not any(hasattr(p, MASTER) for g in optimizer.param_groups for p in g["params"]):
+        return
+    optimizer.__dict__[KEEPS] = True
+    given: list[Any] = []
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+    optimizer.register_load_state_dict_post_hook(lambda one: _put_states_back(one, given))
+
+
+def _put_states_back(optimizer: Optimizer, given: list[Any]) -> None:
+    """Give states that torch has just rounded the values that were ``given``."""
+    loaded = given.pop()
+    given.clear()  # of loads that raised
+    ids = [i for group in loaded["param_groups"] for i in group["params"]]
+    for i, p in zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
+        state, full = optimizer.state.get(p, {}), updated_master(p)
+        for name, value in loaded["state"].get(i, {}).items() if full is not None else ():
+            rounded = state.get(name)
+            if isinstance(value, Tensor) and isinstance(rounded, Tensor) and rounded.dtype == p.dtype != value.dtype:
+                state[name] = value.to(device=p.device, dtype=torch.float32)
+
+
+def _warn_of_rounded_states(optimizer: Optimizer) -> None:
+    """Warn if an optimizer that steps for the first time has loaded states, which torch rounded; then keep others."""
+    for p in _held_low(optimizer) if KEEPS not in optimizer.__dict__ else ():
+        state = optimizer.state.get(p, {})
+        if state.get("step", 1) > 0 and any(isinstance(v, Tensor) and v.dtype == p.dtype for v in state.values()):
+            warn(
+                f"amp_graph: the state that {type(optimizer).__name__} loaded before its first step was rounded to "
+                f"{p.dtype} by its load_state_dict, which casts to the dtype of parameters\n"
+                "  fix:   optimizer.load_state_dict(...) after model.load_state_dict(...), or build the optimizer "
+                "before amp_graph.convert"
+            )
+            break
+    _keep_loaded_states(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +206,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     inside = MastersInPlace(optimizer)
     if not inside.pairs:
         return None
+    _warn_of_rounded_states(optimizer)
     inside.enter(optimizer.__dict__.pop(INVERSE, None))
     optimizer.__dict__[INSIDE] = inside
     if len(args) > 1 and callable(args[1]):

@@ -112,6 +112,7 @@ def restore_parameters(model: Module) -> Iterator[None]:
         for module in model.modules():
             _remove(module._state_dict_hooks, _save_fp32)
             _remove(module._load_state_dict_pre_hooks, _load_fp32)
+            _remove(module._load_state_dict_pre_hooks, _find_optimizers)
         yield
 
 
@@ -340,6 +341,14 @@ def _speak_fp32(model: Module, lowered: Sequence[Parameter]) -> None:
         if any(id(p) in held for p in module._parameters.values()):
             module.register_state_dict_post_hook(_save_fp32)
             module.register_load_state_dict_pre_hook(_load_fp32)
+    model.register_load_state_dict_pre_hook(_find_optimizers)
+
+
+def _find_optimizers(*_: Any) -> None:
+    """Let optimizers that were built meanwhile keep fp32 states: their states are usually loaded after the model's."""
+    from amp_graph.optim.master_weight_updates import keep_loaded_states  # it imports this module
+
+    keep_loaded_states()
 
 
 def _save_fp32(module: Module, state: dict[str, Any], prefix: str, _: Any) -> None:

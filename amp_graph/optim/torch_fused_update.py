@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.optim.master_weights import updated_master
+from amp_graph.passes.loss_scaling.gradient_layout import lies_as
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.operators import (
     foreach_add_,
@@ -99,7 +100,7 @@ class GroupUpdate:
         """Return whether torch's fused kernel is correct for ``p``: it ignores strides and gaps."""
         if self.kind is SGD and p.dtype in HALVES and p.device.type == "cpu":  # hardly changes it
             return False
-        return is_dense(p) and all(not t.dim() or t.stride() == p.stride() for t in others)
+        return is_dense(p) and all(not t.dim() or lies_as(p, t) for t in others)
 
     def _apply_fused(
         self,
@@ -274,4 +275,4 @@ def _lies_like(state: Tensor, parameter: Tensor) -> bool:
     They differ if Adagrad created its state before a model was lowered, if the state was saved from a model in another
     memory format, or if the model's memory format changed. Tensors with gaps are left to kernels that use strides.
     """
-    return state.dtype == parameter.dtype and (not is_dense(parameter) or state.stride() == parameter.stride())
+    return state.dtype == parameter.dtype and (not is_dense(parameter) or lies_as(parameter, state))

@@ -28,26 +28,6 @@ def on_every_optimizer_step(before: Callable[..., Any], after: Callable[..., Non
             register_optimizer_step_post_hook(after)
 
 
-def hold_loaded_states(dtype_of: Callable[[torch.Tensor], torch.dtype | None]) -> None:
-    """Let ``load_state_dict`` of torch optimizers hold floating states of a parameter in ``dtype_of`` it; 2.11 - 2.13.
-
-    Where that is None, they are rounded to the parameter's own dtype, as torch does.
-    """
-    if dtype_of in _ON_STEP:
-        return
-    _ON_STEP.add(dtype_of)
-    optimizers: Any = torch.optim.Optimizer
-    plain = optimizers._process_value_according_to_param_policy
-
-    def held(param: torch.Tensor, value: torch.Tensor, param_id: int, param_groups: Any, key: Any = None) -> Any:
-        dtype = dtype_of(param) if key != "step" and value.is_floating_point() else None
-        if dtype is not None:
-            return value.to(dtype=dtype, device=param.device)
-        return plain(param, value, param_id, param_groups, key)
-
-    optimizers._process_value_according_to_param_policy = staticmethod(held)
-
-
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:
     """Say what ``optimizer.step()`` does beyond its class's method, or "": hooks, or a replaced ``step``.
 

@@ -12,7 +12,6 @@ from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
-from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
@@ -223,7 +222,7 @@ class Transformer(nn.Module):
         return self.last(self.norm(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))
 
 
-def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight(monkeypatch):
+def test_a_vision_transformer_is_as_exact_as_autocasts(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
     x = drawn(2, 3, 32, 32)
     model, out, right = trained_as_exactly_as_by_autocast(Transformer, x)
@@ -231,10 +230,8 @@ def test_a_vision_transformer_is_as_exact_as_autocasts_and_reads_a_packed_weight
         for _ in range(4):
             found = model(x)
             assert (found - right).norm() <= 1.1 * (out - right).norm()
-        packed = [graph.text.count("packed_weight(%0)") for graph in amp_graph.report(model).graphs]
     for graph in conversion_of(model).graphs:
         assert "conv2d" not in graph.rewritten.gm.code
-    assert 1 in packed or not multiplies_bf16()
 
 
 @pytest.mark.sampled(2)

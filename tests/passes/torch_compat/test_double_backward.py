@@ -95,8 +95,8 @@ FUNCTIONS = {
         (image(2, 4, 5, 5), image(2, 4, 5, 5).flip(0), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
     ),
     "shared cast": (
-        lambda x: shared_cast(x, LOW, 2, True),
-        lambda x: (x, x.to(LOW), x.to(LOW)),
+        lambda x: shared_cast(x, LOW, 2),
+        lambda x: (x.to(LOW), x.to(LOW)),
         (drawn(3, 4, dtype=WIDE),),
     ),
     "pooled": (
@@ -108,7 +108,7 @@ FUNCTIONS = {
     "linear of a vector": (linear_low, F.linear, (drawn(4), drawn(6, 4), drawn(6))),
     "cross entropy": (
         lambda x: cross_entropy_low(x, CLASSES),
-        lambda x: F.cross_entropy(x.float(), CLASSES, label_smoothing=0.1),
+        lambda x: F.cross_entropy(x.float(), CLASSES),
         (drawn(3, 5),),
     ),
     "rows": (

@@ -26,7 +26,7 @@ from amp_graph.passes.torch_compat.fake import concrete_size
 class LowerPointwiseConv(Pass):
     """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and this is profitable.
 
-    Law: no stride, padding, dilation or groups, and ``x`` channels_last, so that its places are rows in memory.
+    Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows in memory.
     Exactness: rounding-equal; sums are fp32 in another order.
     """
 
@@ -50,14 +50,14 @@ class LowerPointwiseConv(Pass):
                 continue
             few = places <= FEW_PLACES
             node.target, node.kwargs = pointwise_conv, {}
-            node.args = (call.input, call.weight, call.bias, few)
+            node.args = (call.input, call.weight, call.bias, call.stride, few)
             what = "a matmul forward and backward" if few else "a matmul for the weight's gradient"
             changes.append(Change(self.name, "as a matmul", node.name, f"{places} places: {what}"))
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _is_product(call: ConvolutionCall) -> bool:
-    return call.kernel == call.stride == ONE and not any(call.padding) and call.lies_in_rows
+    return call.kernel == ONE and not any(call.padding) and call.lies_in_rows
 
 
 # Pixels of the whole batch up to which the weight reordering of a 1x1 convolution makes it slower than a matmul.
@@ -67,10 +67,10 @@ FEW_PLACES = 512
 def pointwise_product_is_profitable(device: str, dtype: torch.dtype, places: int, trains: bool) -> bool:
     """Say whether a 1x1 convolution of channels_last images is faster as a matmul, in forward or in a gradient.
 
-    ``places``: pixels of the batch. Speedups, bf16 on CPU with dot products, ResNet-50's shapes: weight gradient 0.96
-    to 1.3 from 1,500 pixels on, 1.2 to 2.8 below; forward and input gradient 1.07 to 1.6 at 200 to 400 pixels, 0.94 to
-    1.13 above, where they stay convolutions. With AMX all three took 0.55 to 0.60 of the time at 784 pixels, and 0.77
-    (weight) to 1.02 at 12,544.
+    ``places``: pixels of the batch. Speedups, bf16 on CPU with dot products, ResNet-50's shapes, also stride 2 (which
+    copies its input): weight gradient 0.96 to 1.3 from 1,500 pixels on, 1.2 to 2.8 below; forward and input gradient
+    1.07 to 1.6 at 200 to 400 pixels, 0.94 to 1.13 above, where they stay convolutions. With AMX all three took 0.55 to
+    0.60 of the time at 784 pixels, and 0.77 (weight) to 1.02 at 12,544.
     """
     fits = device == "cpu" and dtype == torch.bfloat16 and multiplies_bf16()
     return fits and (trains or places <= FEW_PLACES)

@@ -99,7 +99,7 @@ def cross_entropy_backward(
     flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
     others = None if grad_wide is None else grad_wide.reshape(flat.shape)
     counts = target != ignore
-    whole = torch.where(counts, grad, 0.0).unsqueeze(1)  # not a product: if no row counts, its gradient is 0 / 0
+    whole = torch.where(counts, grad.float(), 0.0).unsqueeze(1)  # no product: if no row counts, its gradient is 0 / 0
     if not write_gradient_of_rows(rows, flat, target, ignore, whole, others):
         found = torch.softmax(flat.float(), 1).mul_(whole)
         found.scatter_add_(1, torch.where(counts, target, 0).unsqueeze(1), -whole)

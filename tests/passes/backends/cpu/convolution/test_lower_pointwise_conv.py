@@ -24,23 +24,24 @@ def _a_machine_where_it_is_profitable(monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
 
 
-def run(conv, dtype, size=6, bias=True, exact=False):
+def run(conv, dtype, stride, size=6, bias=True, exact=False):
     """The output and the gradients of input, weight and bias."""
     x, w = drawn(3, 8, size, size + 1, dtype=dtype).to(memory_format=LAST), drawn(16, 8, 1, 1, dtype=dtype, seed=1)
     given = [x, w, *([drawn(16, dtype=dtype, seed=2)] if bias else [])]
     given = [(t.double() if exact else t).requires_grad_() for t in given]
-    out = conv(*given, *([] if bias else [None]))
+    out = conv(*given, *([] if bias else [None]), stride)
     grad = drawn(*out.shape, dtype=dtype, seed=3).to(out.dtype).contiguous(memory_format=LAST)
     return [out.detach(), *torch.autograd.grad(out, given, grad)]
 
 
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 2)])
 @pytest.mark.parametrize(("size", "bias"), [(6, True), (5, False), (1, True)])
-def test_it_is_the_convolution(few, dtype, size, bias):
-    ours = run(lambda *a: pointwise_conv(*a, few), dtype, size, bias)
-    torchs = run(F.conv2d, dtype, size, bias)
-    exact = run(F.conv2d, dtype, size, bias, exact=True)
+def test_it_is_the_convolution(few, dtype, stride, size, bias):
+    ours = run(lambda *a: pointwise_conv(*a, few), dtype, stride, size, bias)
+    torchs = run(F.conv2d, dtype, stride, size, bias)
+    exact = run(F.conv2d, dtype, stride, size, bias, exact=True)
     for a, b, e in zip(ours, torchs, exact, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert error(a, e) <= 1.1 * error(b, e) + 1e-6
@@ -51,22 +52,23 @@ def test_it_is_the_convolution(few, dtype, size, bias):
 def test_rows_in_another_order_are_the_control(monkeypatch):
     rows = pointwise_conv_functions.rows
     monkeypatch.setattr(pointwise_conv_functions, "rows", lambda x: rows(x).flip(0))
-    exact = run(F.conv2d, BF16, exact=True)
-    ours = run(lambda *a: pointwise_conv(*a, True), BF16)
+    exact = run(F.conv2d, BF16, (1, 1), exact=True)
+    ours = run(lambda *a: pointwise_conv(*a, True), BF16, (1, 1))
     assert error(ours[0], exact[0]) > 0.1
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_second_derivatives(few):
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
+def test_second_derivatives(few, stride):
     x, w = drawn(2, 3, 4, 4, dtype=torch.float64), drawn(5, 3, 1, 1, dtype=torch.float64, seed=1)
     given = (x.to(memory_format=LAST).requires_grad_(), w.requires_grad_())
-    assert torch.autograd.gradgradcheck(lambda x, w: pointwise_conv(x, w, None, few), given)
+    assert torch.autograd.gradgradcheck(lambda x, w: pointwise_conv(x, w, None, stride, few), given)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_a_result_may_be_written_in_place(few):
-    in_place = run(lambda *a: pointwise_conv(*a, few).relu_(), BF16)
-    plain = run(lambda *a: pointwise_conv(*a, few).relu(), BF16)
+    in_place = run(lambda *a: pointwise_conv(*a, few).relu_(), BF16, (1, 1))
+    plain = run(lambda *a: pointwise_conv(*a, few).relu(), BF16, (1, 1))
     assert all(map(torch.equal, in_place, plain))
 
 
@@ -74,10 +76,10 @@ def test_a_result_may_be_written_in_place(few):
 def test_under_transforms_and_without_gradients():
     x, w = drawn(2, 3, 4, 4), drawn(5, 3, 1, 1, seed=1)
     want = F.conv2d(x, w)
-    torch.testing.assert_close(pointwise_conv(x, w, None, True), want)
-    batched = torch.func.vmap(lambda x: pointwise_conv(x, w, None, True))(x[None])
+    torch.testing.assert_close(pointwise_conv(x, w, None, (1, 1), True), want)
+    batched = torch.func.vmap(lambda x: pointwise_conv(x, w, None, (1, 1), True))(x[None])
     torch.testing.assert_close(batched[0], want)
-    _, tangent = torch.func.jvp(lambda x: pointwise_conv(x, w, None, True), (x,), (x,))
+    _, tangent = torch.func.jvp(lambda x: pointwise_conv(x, w, None, (1, 1), True), (x,), (x,))
     torch.testing.assert_close(tangent, want)
 
 
@@ -117,9 +119,9 @@ def trained(policy, compile="eager"):
 @pytest.mark.parametrize(
     ("policy", "compile", "count"),
     [
-        ("bf16", "eager", 3),
-        ("bf16,accuracy=fast", "eager", 3),
-        ("bf16-O2", "eager", 3),
+        ("bf16", "eager", 4),
+        ("bf16,accuracy=fast", "eager", 4),
+        ("bf16-O2", "eager", 4),
         ("bf16,skip=lower-pointwise-conv", "eager", 0),
         ("bf16,lists=autocast_cpu", "eager", 0),
         ("fp16", "eager", 0),
@@ -129,6 +131,10 @@ def trained(policy, compile="eager"):
 def test_where_it_runs(policy, compile, count):
     model, _ = trained(policy, compile)
     assert len(products(model)) == count
+
+
+def test_strides_are_each_calls_own():
+    assert [n.args[3] for n in products(trained("bf16")[0])] == [(1, 1), (1, 1), (2, 2), (1, 1)]
 
 
 @pytest.mark.parametrize("few", [512, 0])
@@ -181,3 +187,12 @@ def test_a_whole_step(kind):
     policies = ("bf16", "bf16,skip=lower_pointwise_conv")
     losses = [stepped(kind, lambda out: out.square().mean(), [(X,)] * 5, policy).losses for policy in policies]
     torch.testing.assert_close(*losses, rtol=0.02, atol=0)
+
+
+def test_one_image_without_a_batch_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, 2, 1), nn.Conv2d(32, 48, 1))
+    x = drawn(32, 8, 8)
+    want = model(x)
+    got = amp_graph.convert(model, "bf16", strict=True)(x)
+    assert error(got, want.double()) < 0.02
+    got.sum().backward()

@@ -105,6 +105,9 @@ class _Insertion:
         if mark is not None and any(value(n).dtype == self.dtype for n in targets):
             for source in self.large.intersection(_eligible(node)) - mark.written:
                 self._bound(source, node)
+        if mark is not None and mark.asks_dtype and "dtype" not in node.kwargs:
+            node.kwargs = {**node.kwargs, "dtype": torch.float32}
+            self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
         if keep_copy(node, self.memory, self.mode):
             self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or its source, is written"))
@@ -130,22 +133,36 @@ class _Insertion:
         late = (leaf or written or dtype != self.dtype) and TRANSFORM not in reader.meta
         if reader.op == "output" and is_trained(source) and not reader.meta.get(GRAD, True) and not (leaf or written):
             late = False  # inside no_grad, a cast before the output would cut off the gradient of this value
-        place = (reader.meta.get(GRAD, True), reader.meta.get(CHECKPOINT)) if late else None
+        before = self._before_no_grad(source, reader) if leaf else reader
+        trains = before is not reader or reader.meta.get(GRAD, True)
+        place = (trains, reader.meta.get(CHECKPOINT)) if late else None
         key = (source, dtype, self.memory.epoch(kept, reader), place)
         if key not in self.casts:
-            self.casts[key] = self._new_cast(source, reader, dtype, late=late)
+            self.casts[key] = self._new_cast(source, reader, dtype, before if late else None)
         return self.casts[key]
 
-    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, *, late: bool) -> Node:
+    def _before_no_grad(self, source: Node, reader: Node) -> Node:
+        """Return the start of the no_grad region around ``reader`` if readers outside can share a cast there."""
+        trained = captured(source).requires_grad and any(user.meta.get(GRAD, True) for user in source.users)
+        place = reader
+        while trained and not place.meta.get(GRAD, True):
+            if place is source or CHECKPOINT in place.meta or self.memory.is_written(source):
+                return reader
+            place = place.prev
+        return reader if place is reader else place.next
+
+    def _new_cast(self, source: Node, reader: Node, dtype: torch.dtype, before: Node | None) -> Node:
         graph = self.gm.graph
-        place = graph.inserting_before(reader) if late else graph.inserting_after(source)
+        place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
         with place:
             cast = graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
         keep_trained(new, captured(source))
-        origin = reader if late else source
+        origin = source if before is None else reader
         cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
+        if before not in (None, reader):
+            cast.meta[GRAD] = True
         if "example_value" in source.meta:
             cast.meta["example_value"] = new
         cast.meta["val"] = new
@@ -223,7 +240,7 @@ class _Insertion:
 
     def _convert_result(self, node: Node) -> None:
         readers = list(node.users)
-        cast = self._new_cast(node, node, torch.float32, late=False)
+        cast = self._new_cast(node, node, torch.float32, None)
         for reader in readers:
             reader.replace_input_with(node, cast)
         self.stand_ins[node], self.stood_for[cast] = cast, node

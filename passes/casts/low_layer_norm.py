@@ -44,15 +44,40 @@ class _LowLayerNorm(torch.autograd.Function):
             dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), needed, (grad,))
             return dx, None, dweight, dbias, None
         dx = dweight = dbias = None
-        kernel = torch.ops.aten.native_layer_norm_backward
         if need[0]:
+            kernel = torch.ops.aten.native_layer_norm_backward
             dx = kernel(grad.contiguous(), x, ctx.shape, mean, rstd, weight, weight, [True, False, False])[0]
-        if need[2] or need[3]:
-            # In fp32, as mean and rstd are; their fake implementation claims another dtype.
-            wide = (t.float() for t in (mean, rstd))
-            wanted = [False, need[2], need[3]]
-            _, dweight, dbias = kernel(grad.float().contiguous(), x.float(), ctx.shape, *wide, weight, bias, wanted)
+        if need[2]:
+            dweight = _sum_of_products(x, grad, mean, rstd, weight)
+        if need[3]:
+            rows = grad.flatten(0, x.dim() - len(ctx.shape) - 1) if x.dim() > len(ctx.shape) else grad.unsqueeze(0)
+            dbias = rows.sum(0, dtype=torch.float32)
         return dx, None, dweight, dbias, None
+
+
+CHUNK = 393_216  # elements of fp32 scratch that fit the cache
+
+
+def _sum_of_products(
+    x: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum over rows of ``(x - mean) * rstd * grad`` in fp32, by chunks that fit the cache.
+
+    The kernels promote mixed operands, so nothing is cast and no intermediate value is rounded to low precision.
+    """
+    # The kernel returns mean and rstd in fp32; its fake implementation claims another dtype.
+    width = weight.numel()
+    if not width:
+        return torch.zeros_like(weight)
+    flat = [t.reshape(-1, width) for t in (x, grad)] + [t.float().reshape(-1, 1) for t in (mean, rstd)]
+    rows = max(1, CHUNK // width)
+    parts = zip(*(t.split(rows) for t in flat), strict=True) if flat[0].shape[0] > rows else [flat]
+    total = None
+    for one_x, one_grad, one_mean, one_rstd in parts:
+        product = torch.sub(one_x, one_mean).mul_(one_rstd)
+        product = product.mul_(one_grad)
+        total = product.sum(0) if total is None else total + product.sum(0)
+    return torch.zeros_like(weight) if total is None else total.view_as(weight)
 
 
 def layer_norm_low(

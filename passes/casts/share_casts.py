@@ -1,4 +1,4 @@
-"""Sum the gradients of all readers of one cast in fp32.
+"""Sum the gradients of all readers of one cast in fp32, including those of a full-precision reader.
 
 Before: ``c = h.bfloat16()`` is read by q, k and v, whose gradients are summed in bf16. After:
 ``c0, c1, c2 = shared_cast(h, bfloat16, 3)``: one cast in forward, fp32 sums in backward.
@@ -10,11 +10,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import give_value, take_over
 from amp_graph.passes.graph.fake_values import value
@@ -22,18 +22,15 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CAST, GRAD
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.fake import concrete_size
-
-own_functions(__name__)
 
 
 @dataclass(frozen=True)
 class ShareCasts(Pass):
     """Replaces a cast with several readers by one ``shared_cast`` when gradients flow through it.
 
-    Law: forward changes no bit; backward sums in fp32 instead of low precision. A small value is cast once for each
+    Law: forward changes no bit; backward sums in fp32 instead of low precision. The gradient of a full-precision
+    reader after the cast joins this sum in kernels that promote, without a cast. A small value is cast once for each
     reader instead, if the graph runs eagerly in calls; so is each value of a portable graph. Exactness:
     forward bit-exact, gradients rounding-equal to one cast per reader.
     """
@@ -47,12 +44,16 @@ class ShareCasts(Pass):
         changes = []
         for node in list(gm.graph.nodes):
             if CAST in node.meta and node.op == "call_method" and _is_trained(node, memory):
+                full = [u for u in node.args[0].users if node < u and u.op != "output" and CAST not in u.meta]
                 reads = sum(_times(user, node) for user in node.users)
-                if reads > 1 and all(u.op != "output" for u in node.users):
-                    shares = self._is_profitable(node)
-                    (_share if shares else _part)(gm, node)
-                    action = "shared" if shares else "one cast per reader"
-                    changes.append(Change(self.name, action, node.name, f"{reads} readers"))
+                if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):
+                    readers = f"{reads} low and {len(full)} full readers"
+                    if self._is_profitable(node):
+                        _share(gm, node, reads, full)
+                        changes.append(Change(self.name, "shared", node.name, readers))
+                    elif reads > 1:
+                        _part(gm, node)
+                        changes.append(Change(self.name, "one cast per reader", node.name, readers))
         return PassResult(gm, tuple(changes))
 
     def _is_profitable(self, cast: Node) -> bool:
@@ -77,13 +78,18 @@ def _times(user: Node, node: Node) -> int:
     return found.count(node)
 
 
-def _share(gm: GraphModule, cast: Node) -> None:
-    low, reads = value(cast), sum(_times(user, cast) for user in cast.users)
+def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
+    source: Any = cast.args[0]
+    low, wide = value(cast), value(source)
     with gm.graph.inserting_after(cast):
-        shared = gm.graph.call_function(shared_cast, (cast.args[0], low.dtype, reads))
+        shared = gm.graph.call_function(shared_cast, (source, low.dtype, reads, bool(full)))
     shared.meta = {k: v for k, v in cast.meta.items() if k != "example_value"}
-    give_value(shared, (low,) * reads)
+    give_value(shared, ((wide,) if full else ()) + (low,) * reads)
     parts = _parts(gm, shared, cast)
+    if full:
+        alias = next(parts)
+        for user in full:
+            user.replace_input_with(source, alias)
     for user in list(cast.users):
         pick = lambda n: next(parts) if n is cast else n  # noqa: E731
         user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
@@ -131,33 +137,3 @@ def sharing_a_cast_is_profitable(device: str, eager: bool, elements: int) -> boo
     compiler traces through the function. On CUDA each cast is a kernel; not timed.
     """
     return device != "cpu" or not eager or elements >= FEWEST_SHARED
-
-
-class _SharedCast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, reads: int) -> tuple[torch.Tensor, ...]:
-        cast = x.to(dtype)
-        return cast, *[cast.view_as(cast) for _ in range(reads - 1)]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        given = [g for g in grads if g is not None]
-        if not given:
-            return None, None, None
-        total = given[0].float()
-        if is_plain(*given):  # a plain sum, without in-place writes
-            return sum((g.float() for g in given[1:]), total), None, None
-        for grad in given[1:]:
-            total.add_(grad)
-        return total, None, None
-
-
-def shared_cast(x: torch.Tensor, dtype: torch.dtype, reads: int) -> tuple[torch.Tensor, ...]:
-    """Cast ``x`` (fp32) once for ``reads`` readers in ``dtype``.
-
-    Returns one alias of the low-precision copy per reader. Backward sums the readers' gradients in fp32, as one cast
-    per reader would; a plain shared cast would sum, and round, them in ``dtype``.
-    """
-    if not (torch.is_grad_enabled() and x.requires_grad) or leaves_to_torch(x):
-        return (x.to(dtype),) * reads
-    return _SharedCast.apply(x, dtype, reads)

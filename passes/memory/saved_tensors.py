@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.casts.share_casts import shared_cast
+from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, REGION

@@ -260,7 +260,7 @@ def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False
 
     ``skip``: an ``allow`` operation may also stay in full precision where low precision is not profitable.
     """
-    permitted = RuleBasedPlan(problem)
+    permitted = RuleBasedPlan(problem, widest=True)
     return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
 
 

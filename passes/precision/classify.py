@@ -37,10 +37,10 @@ class Classification:
 
     ``applies``: the inputs to which the class applies; the others keep their captured precision. ``written``: the
     inputs that the node writes to. ``mixed``: the kernel promotes operands of different precision itself.
-    ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``partial``: the list names the inputs to
-    which the class applies. ``one_dtype``: where the node is low, its other inputs are cast as well, as its kernel
-    takes no mixture. ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns
-    float32.
+    ``dtype``: the dtype that the user passed as a ``dtype`` argument, if any. ``takes_dtype``: the call has such an
+    argument, and it is not set. ``partial``: the list names the inputs to which the class applies. ``one_dtype``: where
+    the node is low, its other inputs are cast as well, as its kernel takes no mixture.
+    ``full_in_autocast``: the operation computes in float32 inside, and ``torch.autocast`` returns float32.
     """
 
     cls: OpClass
@@ -55,6 +55,7 @@ class Classification:
     partial: bool = False
     one_dtype: bool = False
     full_in_autocast: bool = False
+    takes_dtype: bool = False
     expand: bool = False
     listed: bool = True
     decomposed: frozenset[OpOverload] = frozenset()
@@ -134,10 +135,21 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
         partial=rule is not None and rule.inputs is not None,
         one_dtype=rule is not None and rule.one_dtype,
         full_in_autocast=cls is OpClass.FP32_INSIDE and _is_full_in_autocast(rule, operations, lists),
+        takes_dtype=len(operations) == 1 and _takes_dtype(operations[0], cls),
         expand=cls is None,
         listed=listed,
         decomposed=decomposed,
     )
+
+
+def _takes_dtype(operation: Operation, cls: OpClass | None) -> bool:
+    """Say whether the ``dtype`` argument of a call is unset and can be set, also for backward.
+
+    A composite converts its operand by a separate, differentiable operation. The backward of other operations that
+    compute in fp32 (``_safe_softmax``) needs the operand in the dtype of the result.
+    """
+    open_ = operation.arguments.get("dtype", ...) is None
+    return open_ and (cls is not OpClass.FP32_INSIDE or node_info.is_composite(operation.op))
 
 
 def _is_full_in_autocast(rule: Rule | None, operations: list[Operation], lists: OpList) -> bool:

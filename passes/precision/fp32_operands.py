@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, only_views, tensor_inputs
+from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, tensor_inputs
 from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.precision.classify import Classification
 
@@ -132,22 +132,3 @@ def _statistics_are_read(node: Node) -> bool:
     return any(user.users and user.args[1] != 0 for user in node.users if is_part(user)) or any(
         not is_part(user) for user in node.users if not isinstance(captured(node), torch.Tensor)
     )
-
-
-BY_STRIDES = frozenset({"aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"})
-READ_BY_STRIDES = "its reader indexes the whole storage, which a cast of this view alone would not have"
-
-
-def read_by_strides(classes: Mapping[Node, Classification]) -> frozenset[Node]:
-    """Return the views, and views of views, whose storage an ``as_strided`` operation reads.
-
-    A cast of the view alone, as of ``h[:, 2:4]`` in ``h[:, 2:4].as_strided(size, stride, 5)``, is a copy that starts at
-    the slice. If ``h`` is cast and the copy is sliced, element 5 is that of ``h``.
-    """
-    found: set[Node] = set()
-    waiting = [node for node, known in classes.items() if BY_STRIDES & set(known.names)]
-    while waiting:
-        views = [n for n in waiting.pop().all_input_nodes if n not in found and (only_views(n) or is_part(n))]
-        found.update(views)
-        waiting.extend(views)
-    return frozenset(found)

@@ -35,19 +35,13 @@ from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
 from amp_graph.passes.precision.error_budget_planner import plan_within
-from amp_graph.passes.precision.fp32_operands import (
-    READ_BY_STRIDES,
-    RETURNED,
-    left_full,
-    read_by_strides,
-    returned_probabilities,
-    trained_in_fp32,
-)
+from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
 from amp_graph.passes.precision.machine_rates import Machine, class_of, machine_for
 from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.predict_time import left_alone, predicted
 from amp_graph.passes.precision.rule_based_planner import paint
+from amp_graph.passes.precision.views import OF_A_WEIGHT, READ_BY_STRIDES, read_by_strides, views_of_weights
 
 MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
 
@@ -59,6 +53,7 @@ class Mark:
     ``precision``: the precision the node computes in, "low", "full" or "captured" (unchanged).
     ``wants``: the precision of each input that must have a certain one; other inputs need no cast.
     ``converts_result``: the result is cast to full precision at once, for all its readers.
+    ``asks_dtype``: the call gets ``dtype=torch.float32``.
     """
 
     cls: OpClass
@@ -70,6 +65,7 @@ class Mark:
     converts_result: bool = False
     listed: bool = True
     written: frozenset[Node] = frozenset()
+    asks_dtype: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +185,8 @@ class PlanPrecision(Pass):
             elif found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL) and _has_large_constant(node, self.options.dtype):
                 if not _only_masks(node, classes):
                     done[node] = replace(found, cls=OpClass.DENY, why=f"a constant overflows {self.options.dtype}")
+        for node in views_of_weights(gm, done) - kept.keys() if ours else ():
+            done[node] = replace(done[node], cls=OpClass.ALLOW, why=OF_A_WEIGHT)
         return done
 
     def _kept(self, gm: GraphModule) -> dict[Node, str]:
@@ -241,6 +239,7 @@ def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
         choice.converts_result,
         found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
         found.written,
+        choice.asks_dtype,
     )
 
 

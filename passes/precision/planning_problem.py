@@ -44,3 +44,4 @@ class Choice:
     reason: str
     wants: Mapping[Node, str] = field(default_factory=dict)
     converts_result: bool = False
+    asks_dtype: bool = False

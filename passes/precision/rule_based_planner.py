@@ -43,11 +43,12 @@ def paint(problem: Problem) -> dict[Node, Choice]:
 class RuleBasedPlan:
     """One run of the planner: the precision of each value so far, and the lookahead of each node.
 
-    It makes everything low that the accuracy permits, profitable or not; a planner by cost chooses from that.
+    ``widest``: make everything low that the accuracy permits, profitable or not; a planner by cost chooses from that.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, widest: bool = False) -> None:
         self.problem = problem
+        self.widest = widest
         self.classes = problem.classes
         self.fast = problem.accuracy == "fast"
         self.low: set[Node] = set()
@@ -85,6 +86,8 @@ class RuleBasedPlan:
         if kind.cls is OpClass.DENY:
             self.tainted.add(node)
             return self._set_full(kind, inputs, f"{_names(kind)}: {kind.why}")
+        if kind.cls is OpClass.OPAQUE and kind.takes_dtype and _is_like(kind):
+            return Choice(AS_CAPTURED, f"{kind.why}; only the shape of its operand counts", asks_dtype=True)
         if kind.cls is OpClass.OPAQUE:
             return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
         if kind.cls is OpClass.PROMOTE:
@@ -103,9 +106,14 @@ class RuleBasedPlan:
         # larger operands does not take part in promotion.
         beside = [] if kind.cls is OpClass.NEUTRAL else [n for n in inputs if n not in kind.applies]
         inputs = [*(counted if kind.mixed else moved), *beside]
+        if len(low) == len(counted):
+            if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
+                return Choice(FULL, f"{kind.why}; no low operation reads it: returns full precision", asks_dtype=True)
         if self.may_round(node, kind, counted):
             return self._set_low(node, kind, inputs, kind.why)
         if len(low) == len(counted):
+            if self._is_widened_anyway(node, kind, low):
+                return self._set_full(kind, inputs, "another reader needs the same value in full precision")
             if self._is_last_sum(node, kind):
                 return self._set_full(kind, counted[:1], "accuracy=fast: last sum of a low-precision stream, unrounded")
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
@@ -129,7 +137,7 @@ class RuleBasedPlan:
 
     def _kept(self) -> dict[Node, str]:
         """Return the nodes that what reads them keeps in full precision, each with the name of that reader."""
-        autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"))
+        autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"), widest=self.widest)
         autocast.run()
         unmeasured = dict.fromkeys(self.problem.unbounded, "a reader without a measured gradient")
         return {**unmeasured, **kept_as_in_autocast(self.problem, autocast.low)}
@@ -164,6 +172,14 @@ class RuleBasedPlan:
             return "accuracy=fast: feeds low-precision operations"
         return ""
 
+    def _returns_fp32(self, node: Node, kind: Classification) -> bool:
+        """Say whether a reduction of a low value should return full precision by its ``dtype`` argument.
+
+        If no reader is low, this rounds less and needs no cast. A reproduction of PyTorch's own policy must not do so.
+        """
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and kind.takes_dtype and len(node.all_input_nodes) == 1 and self._only_full_readers(node)
+
     def _only_full_readers(self, node: Node) -> bool:
         """Say whether everything that reads ``node`` takes full precision."""
         return bool(node.users) and all(self._takes_full(user, node) for user in node.users)
@@ -172,6 +188,15 @@ class RuleBasedPlan:
         kind = self.classes.get(user)
         restored = user.op == "output" and self.problem.keep_outputs
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
+
+    def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
+        """Say whether ``node`` is neutral and another reader upcasts the same value: one cast then serves both."""
+        if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
+            return False
+        if self.widest:
+            return False
+        ours = self.problem.lists.unlisted == "opaque"
+        return ours and any(user is not node and self._takes_full(user, low[0]) for user in low[0].users)
 
     def _is_last_sum(self, node: Node, kind: Classification) -> bool:
         """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
@@ -239,6 +264,11 @@ class RuleBasedPlan:
 
 def _names(kind: Classification) -> str:
     return ", ".join(kind.names)
+
+
+def _is_like(kind: Classification) -> bool:
+    """Say whether a call makes a new tensor with the dtype of another (``randn_like``, ``new_zeros``)."""
+    return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
 
 
 def without_scalars(nodes: list[Node]) -> list[Node]:

@@ -150,11 +150,13 @@ return (%58,)""",
 %10: bf16[8] = .bfloat16(%5)  # fc
 %11: bf16[1,3,8] = linear(%8, %9, %10)  # fc
 %12: f32[1,3,8] = add(%6, %11)
-%13: bf16[1,3,8] = .bfloat16(%12)
-%14: bf16[1,3,8] = layer_norm_low(%13, (8,), %2, %3, 1e-05)  # ln
-%15: bf16[1,3,8] = linear(%14, %9, %10)  # fc
-%16: f32[1,3,8] = add(%12, %15)
-return (%16,)""",
+%13: (f32[1,3,8], bf16[1,3,8]) = shared_cast(%12, bf16, 1, True)
+%14: f32[1,3,8] = getitem(%13, 0)
+%15: bf16[1,3,8] = getitem(%13, 1)
+%16: bf16[1,3,8] = layer_norm_low(%15, (8,), %2, %3, 1e-05)  # ln
+%17: bf16[1,3,8] = linear(%16, %9, %10)  # fc
+%18: f32[1,3,8] = add(%14, %17)
+return (%18,)""",
         )
 
     def test_residual_block(self):
@@ -206,23 +208,21 @@ return (%29,)""",
         self.check(
             body_text(graph_of("recurrent")),
             """\
-%7: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
-%8: bf16[1,2,8] = .bfloat16(%7)  # lstm
-%9: f32[1,2,8] = zeros(1, 2, 8, dtype=f32, device=device(type='cpu'))  # lstm
-%10: bf16[1,2,8] = .bfloat16(%9)  # lstm
-%11: bf16[2,3,4] = .bfloat16(%4)  # lstm
-%12: bf16[32,4] = .bfloat16(%0)  # lstm
-%13: bf16[32,8] = .bfloat16(%1)  # lstm
-%14: bf16[32] = .bfloat16(%2)  # lstm
-%15: bf16[32] = .bfloat16(%3)  # lstm
-%16: (bf16[2,3,8], bf16[1,2,8], bf16[1,2,8]) = lstm(%11, (%8, %10), [%12, %13, %14, %15], True, 1, 0.0, True, False, True)  # lstm
-%17: bf16[2,3,8] = getitem(%16, 0)  # lstm
-%18: bf16[2,8] = getitem(%17, (:, -1))
-%19: bf16[2,8] = .bfloat16(%5)  # fc
-%20: bf16[2] = .bfloat16(%6)  # fc
-%21: bf16[2,2] = linear(%18, %19, %20)  # fc
-%22: f32[2,2] = .float(%21)
-return (%22,)""",  # noqa: E501
+%7: bf16[1,2,8] = zeros(1, 2, 8, dtype=bf16, device=device(type='cpu'))  # lstm
+%8: bf16[1,2,8] = zeros(1, 2, 8, dtype=bf16, device=device(type='cpu'))  # lstm
+%9: bf16[2,3,4] = .bfloat16(%4)  # lstm
+%10: bf16[32,4] = .bfloat16(%0)  # lstm
+%11: bf16[32,8] = .bfloat16(%1)  # lstm
+%12: bf16[32] = .bfloat16(%2)  # lstm
+%13: bf16[32] = .bfloat16(%3)  # lstm
+%14: (bf16[2,3,8], bf16[1,2,8], bf16[1,2,8]) = lstm(%9, (%7, %8), [%10, %11, %12, %13], True, 1, 0.0, True, False, True)  # lstm
+%15: bf16[2,3,8] = getitem(%14, 0)  # lstm
+%16: bf16[2,8] = getitem(%15, (:, -1))
+%17: bf16[2,8] = .bfloat16(%5)  # fc
+%18: bf16[2] = .bfloat16(%6)  # fc
+%19: bf16[2,2] = linear(%16, %17, %18)  # fc
+%20: f32[2,2] = .float(%19)
+return (%20,)""",  # noqa: E501
         )
 
     def test_mlp_with_its_loss_inside(self):

@@ -37,6 +37,7 @@ REMOVES_ROUNDINGS = wrong_by("_widens", True)  # takes full -> low -> full for r
 # Removes low -> full -> low where another reader's gradient is summed in full precision.
 IGNORES_OTHER_READERS = wrong_by("captured", SimpleNamespace(requires_grad=False))
 IGNORES_WRITES = wrong_by("observe", Memory({}, {}, {}))  # removes the copy of a storage that is written
+HOLDS_ANYTHING = wrong_by("_holds", True)  # makes a constant in another dtype whatever it is filled with
 
 
 def effect_of(graph, one, policy="bf16"):
@@ -136,6 +137,69 @@ def test_a_conversion_that_copies_or_moves_is_no_cast():
     graph = capture_function(copies, X, w=W)
     gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
     assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)
+
+
+def sums_into_zeros(self, x):
+    h = x @ self.w
+    return torch.zeros_like(h).index_add(0, self.rows, torch.exp(h)), h @ self.w
+
+
+def fills(self, x):
+    h = x @ self.w
+    fill = h.new_full((4, 8), 0.1).bfloat16().float()  # not a number of bf16: stays rounded
+    return torch.full_like(h, 0.5).bfloat16().float() + fill + torch.exp(h)
+
+
+def written_zeros(self, x):
+    h = (x @ self.w).bfloat16()
+    made = torch.zeros_like(h)
+    wide = made.float()
+    made.add_(1.0)
+    other = torch.ones_like(h).float()
+    other.mul_(torch.exp(h))
+    return wide + 1, made, other
+
+
+ROWS = torch.tensor([0, 0, 3, 1])
+
+
+def casts_of_constants(gm):
+    made = ("zeros", "full", "ones")
+    return [n for n in gm.graph.nodes if n.args and any(m in str(getattr(n.args[0], "target", "")) for m in made)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros])
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
+def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, policy):
+    _, wrong = effect_of(capture_function(function, X, w=W, rows=ROWS), EliminateCasts(), policy)
+    assert not wrong
+
+
+def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
+    before = passes_before(EliminateCasts, "bf16,planner=paint")
+    gm, _ = capture_function(sums_into_zeros, X, w=W, rows=ROWS).through(before)
+    assert any(n.target == "float" for n in casts_of_constants(gm))
+    run_passes(gm, [EliminateCasts()], checked=True)
+    assert not any(n.target == "float" for n in casts_of_constants(gm))
+
+
+def test_negative_control_constants():
+    removed, wrong = effect_of(capture_function(fills, X, w=W), HOLDS_ANYTHING())
+    assert removed >= 1, "the variant did nothing: the control controls nothing"
+    assert wrong
+
+
+def test_a_number_that_python_reads_is_not_widened():
+    def scaled(self, x):
+        return x * (x @ self.w).amax().item()
+
+    graph = capture_function(scaled, X, w=W)
+    gm, _ = graph.through(passes_before(EliminateCasts))
+    before = run_step(gm, graph.given)
+    (done,) = run_passes(gm, [EliminateCasts()], checked=True)
+    assert any("number that is read" in change.reason for change in done.result.changes)
+    assert not differences(run_step(gm, graph.given), before)
 
 
 def returned_beside(self, x):

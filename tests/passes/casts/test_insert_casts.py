@@ -93,6 +93,15 @@ def test_a_weight_is_cast_before_it_is_expanded(expand, planner):
         assert (a - b).norm() <= 0.01 * b.norm()
 
 
+def test_a_weight_that_fp32_reads_as_well_is_cast_behind_its_expansion():
+    def function(s, x):
+        w = s.w.expand(16, -1, -1)
+        return torch.bmm(x, w), w.exp()
+
+    _, casts, _ = inserted(function, torch.randn(16, 4, 8))
+    assert sorted(value(c).numel() for c in casts if value(c).dtype == BF16) == [16 * 4 * 8, 16 * W.numel()]
+
+
 def write_between(s, x):
     h, w = x.exp(), s.w.detach()
     a = h @ w
@@ -149,7 +158,7 @@ def test_a_conversion_that_was_an_alias_at_capture_stays_one_where_it_is_written
     assert is_near(gm, graph)
 
 
-def test_a_weight_that_no_grad_and_training_read_gets_its_gradient():
+def test_a_weight_that_no_grad_and_training_read_is_cast_once_with_gradients():
     """pytorch#158232: autocast's cache hands out the cast without a graph, and the weight gets no gradient."""
 
     def function(s, x):
@@ -157,7 +166,9 @@ def test_a_weight_that_no_grad_and_training_read_gets_its_gradient():
             first = x @ s.w
         return x @ s.w + first
 
-    gm, _, graph = inserted(function)
+    gm, casts, graph = inserted(function)
+    weights = [c for c in casts if c.args[0].op == "placeholder" and value(c.args[0]).shape == W.shape]
+    assert [c.meta[GRAD] for c in weights] == [True], "one, made before gradients are switched off"
     step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
     (got,), (want,) = step.grads, plain.grads
     assert got is not None

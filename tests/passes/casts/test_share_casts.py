@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients, layer_norm_low
-from amp_graph.passes.casts.share_casts import ShareCasts, shared_cast
+from amp_graph.passes.casts.share_casts import ShareCasts
+from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.manager import run_passes
@@ -40,6 +41,11 @@ def two(s, x):
 def three(s, x):
     h = torch.exp(x * s.w[0])
     return h @ s.v, h @ s.u, h @ s.w
+
+
+def low_and_full(s, x):
+    h = torch.exp(x * s.w[0])
+    return h @ s.v, h.log1p()
 
 
 def squared(s, x):
@@ -83,7 +89,32 @@ def behind_a_view(s, x):
     return h @ s.v, h @ s.u
 
 
-@pytest.mark.parametrize("function", [two, squared])
+def read_before_the_cast(s, x):
+    """A conversion that does nothing is left out, and the cast of its result comes to be one of h, behind log1p."""
+    h = torch.exp(x * s.w[0])
+    full = h.log1p()
+    same = h.to(s.v.dtype)
+    return same @ s.v, full, same @ s.u
+
+
+@pytest.mark.parametrize("reads_again", [False, True])
+def test_a_full_reader_before_the_cast_stays_where_it_is(reads_again):
+    def function(s, x):
+        low, full, also = read_before_the_cast(s, x)
+        return (low, full, also) if reads_again else (low, full)
+
+    (plain, _, ours), _, given = graphs(function)
+    order = {n: i for i, n in enumerate(ours.graph.nodes)}
+    log = next(n for n in ours.graph.nodes if n.target in ("log1p", torch.log1p))
+    cast = next(n for n in plain.graph.nodes if CAST in n.meta and n.args[0].target is torch.exp)
+    assert cast.args[0] in {n for n in plain.graph.nodes if any(u.target == "log1p" for u in n.users)}  # the premise
+    assert all(order[source] < order[log] for source in log.all_input_nodes)
+    a, b = run_step(ours, given), run_step(plain, given)
+    assert all(torch.equal(x, y) for x, y in zip(a.outputs, b.outputs, strict=True))
+    assert all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(a.grads, b.grads, strict=True) if y is not None)
+
+
+@pytest.mark.parametrize("function", [two, squared, low_and_full])
 def test_two_readers_add_as_one_cast_a_reader_does_bit_for_bit(function):
     (plain, apart, shared), done, given = graphs(function)
     assert done.result.modified
@@ -143,15 +174,15 @@ def test_inputs_and_weights_keep_their_plain_casts():
 
 def test_readers_without_a_gradient_are_skipped_in_backward():
     h = X.clone().requires_grad_()
-    a, b = shared_cast(h, BF16, 2)
+    full, a, b = shared_cast(h, BF16, 2, True)
     (grad,) = torch.autograd.grad(b.float().sum(), h)
     assert grad.dtype == FP32
     assert torch.equal(grad, torch.ones_like(h))
-    a, b = shared_cast(h, BF16, 2)
-    given = torch.ones_like(h).bfloat16()
-    (grad,) = torch.autograd.grad((a, b), h, (given, given))
-    assert torch.equal(grad, torch.full_like(h, 2.0))
-    assert torch.equal(given, torch.ones_like(given)), "a gradient that others may hold is not written"
+    full, a, b = shared_cast(h, BF16, 2, True)
+    given = torch.ones_like(h)
+    (grad,) = torch.autograd.grad((full, a, b), h, (given, given.bfloat16(), given.bfloat16()))
+    assert torch.equal(grad, torch.full_like(h, 3.0))
+    assert torch.equal(given, torch.ones_like(h)), "a gradient that others may hold is not written"
 
 
 def norm_step(norm, x, weight, bias, grad):
@@ -200,7 +231,7 @@ def test_a_norm_called_with_all_its_arguments_runs(layer_norm):
 
 
 def test_rewriting_a_graph_with_shared_casts_again_changes_nothing():
-    gm = rewritten(capture_function(two, X, w=W, v=V, u=U))
+    gm = rewritten(capture_function(low_and_full, X, w=W, v=V))
     assert any(n.target is shared_cast for n in gm.graph.nodes)
     assert graph_text(amp_graph.rewrite(gm, "bf16")) == graph_text(gm)
 
@@ -211,10 +242,10 @@ def test_a_symbolic_trace_knows_what_trains():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.w, self.v, self.u = (torch.nn.Parameter(t) for t in (W, V, U))
+            self.w, self.v = torch.nn.Parameter(W), torch.nn.Parameter(V)
 
         def forward(self, x):
-            return two(self, x)
+            return low_and_full(self, x)
 
     traced = torch.fx.symbolic_trace(Model())
     gm = amp_graph.rewrite(traced, "bf16", (X,))

@@ -19,7 +19,7 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_rel
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
-from amp_graph.passes.casts.share_casts import shared_cast
+from amp_graph.passes.casts.shared_cast import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
 from amp_graph.passes.memory.gradient_buffers import table_rows
 
@@ -55,13 +55,13 @@ FUNCTIONS = {
         (drawn(2, 2, 6, 8),),
     ),
     "pointwise conv": (
-        lambda x, w, b: pointwise_conv(x, w, b, False),
+        lambda x, w, b: pointwise_conv(x, w, b, (1, 1), False),
         F.conv2d,
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
     "pointwise conv of few": (
-        lambda x, w, b: pointwise_conv(x, w, b, True),
-        F.conv2d,
+        lambda x, w, b: pointwise_conv(x, w, b, (2, 2), True),
+        lambda x, w, b: F.conv2d(x, w, b, 2),
         (image(2, 4, 5, 5), drawn(6, 4, 1, 1), drawn(6)),
     ),
     "depthwise": (
@@ -95,8 +95,8 @@ FUNCTIONS = {
         (image(2, 4, 5, 5), image(2, 4, 5, 5).flip(0), drawn(4, dtype=WIDE), drawn(4, dtype=WIDE)),
     ),
     "shared cast": (
-        lambda x: shared_cast(x, LOW, 2),
-        lambda x: (x.to(LOW), x.to(LOW)),
+        lambda x: shared_cast(x, LOW, 2, True),
+        lambda x: (x, x.to(LOW), x.to(LOW)),
         (drawn(3, 4, dtype=WIDE),),
     ),
     "pooled": (

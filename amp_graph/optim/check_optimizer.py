@@ -8,15 +8,18 @@ only calls the inner one, is the inner one; other wrappers are refused with a fi
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 from amp_graph.errors import CaptureError, ScaleError
+from amp_graph.lists.errors import shortened
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # one number per parameter
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # their state is factored, or a history
@@ -146,17 +149,83 @@ def _refuse_what_leaves_steps_out(optimizer: Any) -> None:
 
 
 def load_or_refuse(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Let ``optimizer`` load ``given``. Raises ScaleError, without a change, if it is not the state of such a one."""
+    """Let ``optimizer`` load ``given``. Raises ScaleError, without a change, if it is not the state of such a one.
+
+    What an optimizer with a ``load_state_dict`` of its own, such as Lookahead, saves is known to itself only.
+    """
     before = optimizer.state, optimizer.param_groups
     try:
         optimizer.load_state_dict(dict(given))
         refuse_own_state(caller, optimizer)
+        plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
+        wrong = next(_unfit(optimizer, before[1]), "") if plain else ""
     except Exception as error:
         optimizer.state, optimizer.param_groups = before
         if isinstance(error, ScaleError):
             raise
-        raise ScaleError(
-            f"{caller}: the optimizer's state does not fit: {type(error).__name__}: {str(error)[:300]}\n"
-            "  legal: what state_dict() of an optimizer over the same model returned\n"
-            "  fix:   load the checkpoint of this model"
-        ) from error
+        raise ScaleError(_message(caller, f"{type(error).__name__}: {str(error)[:300]}")) from error
+    if wrong:
+        optimizer.state, optimizer.param_groups = before
+        raise ScaleError(_message(caller, wrong))
+
+
+def _message(caller: str, wrong: str) -> str:
+    return (
+        f"{caller}: the optimizer's state does not fit: {wrong}\n"
+        "  legal: what state_dict() of an optimizer over the same model returned\n"
+        "  fix:   load the checkpoint of this model"
+    )
+
+
+def _unfit(optimizer: Optimizer, before: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what of the loaded state would fail at the next step, or make it a wrong one."""
+    kind = type(optimizer)
+    for number, (own, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
+        yield from (f"group {number} has no {n!r}" for n in own if n not in group and n != "param_names")
+        if not group["params"] or not is_torchs(optimizer) or issubclass(kind, OTHERWISE_SHAPED):
+            continue
+        if isinstance(_one_step(kind, own, group["params"][0]), Exception):
+            continue  # an optimizer that takes no step like that, such as a sparse one
+        made = _one_step(kind, group, group["params"][0])
+        if isinstance(made, Exception):
+            yield f"the options of group {number} are refused: {str(made)[:200]}"
+            return
+        for at, p in enumerate(group["params"]):
+            state = optimizer.state.get(p, {})
+            for name, expected in made.items() if state else ():
+                if name not in state or (isinstance(expected, Tensor) and not _is_like(state[name], name, kind, p)):
+                    what = shortened(state[name], 60) if name in state else "missing"
+                    yield f"{name!r} of parameter {at} of group {number} is {what}"
+
+
+def _is_like(value: Any, name: str, kind: type[Optimizer], parameter: Tensor) -> bool:
+    if value is None:
+        return issubclass(kind, SGD)  # whose momentum begins with the first gradient
+    if not isinstance(value, Tensor):
+        return name == "step" and isinstance(value, (int, float)) and not isinstance(value, bool) and _is_count(value)
+    plain = value.layout is torch.strided and not value.is_meta and not value.requires_grad
+    whole = value.is_floating_point() or (name != "step" and value.is_complex() and parameter.is_complex())
+    return plain and whole and (name != "step" or (value.numel() == 1 and _is_count(value.item())))
+
+
+def _is_count(steps: float) -> bool:
+    """Say whether ``steps`` may be a number of steps taken: Adam divides by 1 - beta**step at the next one."""
+    return 0 <= steps < math.inf
+
+
+def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> Mapping[str, Any] | Exception:
+    """Return the state of a parameter of one element after a step with the options of ``group``, or what it raises."""
+    known = inspect.signature(kind).parameters
+    options: dict[str, Any] = {
+        k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k in known
+    }
+    options.pop("params", None)
+    dtype = like.dtype if like.is_complex() else torch.float32
+    tiny = torch.zeros((1,) * max(like.dim(), 1), device=like.device, dtype=dtype, requires_grad=True)
+    tiny.grad = torch.zeros_like(tiny)
+    try:
+        made = kind([tiny], **options)
+        made.step()
+    except Exception as error:
+        return error
+    return made.state[tiny]

@@ -21,6 +21,7 @@ class CalibrationError(AmpGraphError, ValueError):
 
 
 SCHEMA, VERSION = "amp_graph.calibration", 1
+LARGEST = 1 << 28  # bytes of a file
 MOST = 1 << 62  # of a count, so that sums of many files stay integers of 64 bits
 FIX = "amp_graph.calibrate(model, batches).save('run.json')"
 PARTS = ("value", "reads", "gradient", "gives")
@@ -88,8 +89,11 @@ def read_file(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, bytes, os.PathLike)):  # a number would be a file descriptor
         raise CalibrationError(f"calibration: {shortened(path)} is not the path of a file\n  fix:   {FIX}")
     try:
-        with open(path, encoding="utf-8") as opened:
-            return opened.read()
+        with open(path, "rb") as opened:
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:  # a device such as /dev/zero never ends
+            raise ValueError(f"more than {LARGEST} bytes")
+        return content.decode("utf-8")
     except (OSError, ValueError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         _refuse(os.fspath(path), what, "a JSON file that amp_graph.calibrate made", error)

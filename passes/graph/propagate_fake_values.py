@@ -5,7 +5,8 @@ Before: ``symbolic_trace(model)``, whose nodes know no dtype. After: ``node.meta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ class _Recorder(Sink):
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
+
+    @contextmanager
+    def running(self, node: Node) -> Iterator[None]:
+        """Name the node in an error, as torch's interpreters do."""
+        try:
+            yield
+        except Exception as error:
+            error.args = (f"{error}\n\nWhile executing {node.format_node()}",)
+            raise
 
     def given(self, node: Node, value: Any) -> Any:
         """Return a fake of an attribute, the same one each time."""

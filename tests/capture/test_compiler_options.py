@@ -71,12 +71,6 @@ def test_mode_and_options_reach_inductor(patches, door):
     assert found["coordinate_descent_tuning"] is False  # both: the user's option takes precedence
 
 
-def test_options_take_precedence_over_those_of_amp_graph(patches):
-    train_step(options={"size_asserts": True})(torch.randn(2, 8))
-    train_step()(torch.randn(2, 8))
-    assert [found["size_asserts"] for found in patches] == [True, False]
-
-
 REFUSED = {
     "mode": ({"mode": "fast"}, r"unknown mode='fast'\n  legal: default, (?s:.*)\n  fix: "),
     "option": ({"options": {"max_autotun": True}}, r"unknown option 'max_autotun'\n  legal: (?s:.*)max_autotune"),

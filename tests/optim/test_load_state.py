@@ -28,7 +28,19 @@ def step(model, optimizer):
 
 
 WRONG = {
+    "no exp_avg": lambda s: s["state"][0].pop("exp_avg"),
+    "a number": lambda s: s["state"][0].update(exp_avg=1.0),
+    "sparse": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3).to_sparse()),
+    "complex": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3, dtype=torch.complex64)),
+    "of the meta device": lambda s: s["state"][0].update(exp_avg=torch.ones(4, 3, device="meta")),
+    "minus one step": lambda s: s["state"][1].update(step=-1),
+    "minus one step in a tensor": lambda s: s["state"][1].update(step=torch.tensor(-1.0)),
+    "steps without end": lambda s: s["state"][0].update(step=float("inf")),
+    "steps of no number": lambda s: s["state"][0].update(step=torch.tensor([float("nan")])),
     "another shape": lambda s: s["state"][1].update(exp_avg=torch.ones(3)),
+    "the rate a text": lambda s: s["param_groups"][0].update(lr="x"),
+    "betas of one": lambda s: s["param_groups"][0].update(betas=(0.9,)),
+    "no rate": lambda s: s["param_groups"][0].pop("lr"),
     "one parameter": lambda s: s["param_groups"][0].update(params=[0]),
     "parameters a number": lambda s: s["param_groups"][0].update(params=2),
     "two groups": lambda s: s["param_groups"].append(s["param_groups"][0]),
@@ -88,6 +100,10 @@ def test_the_states_of_torchs_optimizers_load(kind, options):
         model(X).square().mean().backward()
         optimizer.step()
         states.append(optimizer.state_dict())
+    older = copy.deepcopy(states[0])
+    if kind is not torch.optim.Adafactor:
+        older["param_groups"][0].pop("differentiable")  # as a checkpoint of an older torch
+    load_or_refuse("here", optimizer, older)
 
 
 def test_numbers_that_no_float_holds_are_refused():

@@ -156,8 +156,7 @@ class CapturedGraphs:
             call = self.replays.wrap(gm, call, summing, "" if self.compile == "eager" else COMPILED)
         warn_of_missing_kernels()
         checked = rewritten.dtype == torch.float16 and self.graphs[-1].grad
-        varies = any(isinstance(one, torch.SymInt) for one in example_inputs)
-        return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked, varies=varies)
+        return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
         name_nodes(gm, self.model, self.forward)
@@ -201,12 +200,11 @@ class CapturedGraphs:
         self.diagnostics.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
         return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
 
-    def _counted(self, run: Runner, *, left_alone: bool = False, checked: bool = False, varies: bool = False) -> Runner:
+    def _counted(self, run: Runner, *, left_alone: bool = False, checked: bool = False) -> Runner:
         """Wrap ``run`` to count its runs, those of graphs left in fp32 (``left_alone``), and the parameters it reads.
 
         Its fast path counts nothing: the conversion, which calls it, does. ``checked``: a loss scale is looked for at
-        its first backward. ``varies``: its sizes are symbols: where it is left in fp32, it has no fast path, as that
-        would take the calls of others.
+        its first backward.
         """
         first, owner = True, weakref.ref(self)
 
@@ -225,7 +223,7 @@ class CapturedGraphs:
                 graphs._scale_check.after(results)
             return results
 
-        return with_fast_path(counted, lambda: None if first or (left_alone and varies) else fast_path_of(run))
+        return with_fast_path(counted, lambda: None if first or left_alone else fast_path_of(run))
 
     def _is_recorded(self, device: str | None) -> bool:
         return self.replays is not None and self.compile == "eager" and device in RECORDERS

@@ -28,11 +28,12 @@ from amp_graph.capture.captured_graphs import OWN, Captured, CapturedGraphs
 from amp_graph.capture.diagnostics import CONVERSION, Diagnostics
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
+from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.lists.errors import Undo, first_line
 from amp_graph.optim.master_weights import copy_masters, widened
-from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.memory.gradient_buffers import POOL
 from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import (
@@ -95,6 +96,7 @@ class Conversion:
         self._partial = set[tuple[bool, bool, bool]]()  # modes without graphs, or of graphs that leave out weights
         self._missed = dict[tuple[bool, bool, bool], int]()  # calls since one had no graph, by mode
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
+        self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
 
     @property
@@ -157,6 +159,12 @@ class Conversion:
         """Run the captured graph whose guards hold; capture one if there is none."""
         if dynamo_listens() is not None:
             return self._with_dynamo_off(*args, **kwargs)
+        last = self._alone.last
+        if last is not None and len(args) == 1 and not kwargs and type(one := args[0]) is Tensor and not one.is_nested:
+            # The cheapest check first; the guard also covers autocast, tracing and modes.
+            training, grad, is_like_it = last
+            if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
+                return self._wide(one)
         ready = self._ready
         if (
             ready is not None
@@ -181,6 +189,8 @@ class Conversion:
             self.diagnostics.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
+        if self._alone.kinds and self._alone.has(args, kwargs):
+            return self._wide(*args, **kwargs)
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)
@@ -274,10 +284,10 @@ class Conversion:
             self.plain.learn(result)
             self._report_parts(self._mode(args, kwargs))
         captured.notes_reads = False
-        if captured.frames is not None and not is_new:
-            self._ready = captured.frames.fast_path()  # nothing is left to report of calls like this one
         if captured.runs_left_alone - alone == captured.runs - before:
-            self._leave_alone()
+            self._leave_alone(args, kwargs)
+        elif not is_new and captured.frames is not None:
+            self._ready = captured.frames.fast_path()  # nothing is left to report of calls like this one
         return result
 
     def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
@@ -296,13 +306,16 @@ class Conversion:
         further = self.plain.how if plain else ""
         self.diagnostics.uncaptured_parts(list(unread), further, only_note=plain or not multiplies)
 
-    def _leave_alone(self) -> None:
-        """Report a call whose graphs are all fp32, as that is faster."""
+    def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""
         left = next((g.rewritten for g in reversed(self.graphs) if LEFT_ALONE in g.rewritten.gm.meta), None)
         if left is None:
             return
-        if self.captured.frames is not None and self._ready is None:
-            self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
+        if WIDENED not in left.gm.meta:  # else the code as written needs autocast
+            if self.policy.level not in HELD_LOW and self.compile == "eager":  # a recomputing backward reads parameters
+                self._alone.add(args, kwargs)
+            if self.captured.frames is not None:
+                self.captured.frames.forget_last()  # a graph of symbolic sizes must not take the calls of others
         self.diagnostics.left_alone(left.gm, left.dtype)
 
     def _warn_of_what_varies(self) -> None:

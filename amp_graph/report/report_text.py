@@ -1,4 +1,4 @@
-"""A report as text: equal reasons of several graphs once, equal layers folded into one line.
+"""A report as text: graphs that differ in a flag alone together, equal layers folded into one line.
 
 ``low  a matrix product: most of a model's work``, and below it ``linear x12 in layers.*.fc``.
 """
@@ -26,12 +26,9 @@ ACCURACY = {
 
 def report_text(report: Report, width: int | None = WIDTH, *, skipped: bool = False) -> str:
     """Return ``report`` as text, wrapped at ``width`` (None: never); ``skipped``: with what passes skipped, and why."""
-    lines, shown = [f"amp_graph report: {report.model}", *_head(report)], dict[tuple[str, ...], int]()
-    for graph in report.graphs:
-        reasons = tuple(_reasons(graph, width))
-        first = shown.setdefault(reasons, graph.index)
-        told = reasons if first == graph.index else (f"  {'reasons':<13}those of graph {first}",)
-        lines += ["", graph.title, *_facts(graph, width, skipped), *(told if reasons else ())]
+    lines = [f"amp_graph report: {report.model}", *_head(report)]
+    for graphs in _alike(report.graphs):
+        lines += ["", *(graph.title for graph in graphs), *_facts(graphs, width, skipped), *_reasons(graphs, width)]
     return "\n".join(lines) + "\n"
 
 
@@ -68,27 +65,57 @@ def accuracy_text(accuracy: str | float) -> str:
     )
 
 
-def _facts(graph: GraphReport, width: int | None, skipped: bool) -> Iterator[str]:
-    """Yield what is said of a graph as a whole."""
-    for label, text in facts_of(graph, skipped=skipped).items():
+def _alike(graphs: Iterable[GraphReport]) -> list[list[GraphReport]]:
+    """Return the graphs in groups: the same products of the same modules, in other modes or for other sizes."""
+    groups: dict[object, list[GraphReport]] = {}
+    for graph in graphs:
+        operations = [node for node in graph.operations if node.cls == "allow"] or graph.operations
+        same = frozenset((node.ops, node.module, node.precision) for node in operations)
+        groups.setdefault((same, graph.dtype, graph.break_line, graph.unplanned), []).append(graph)
+    return list(groups.values())
+
+
+def _merged(graphs: Sequence[GraphReport], said: Iterable[Iterable[tuple[str, str]]]) -> dict[str, list[str]]:
+    """Return what is said of each graph under its heading, once; with the numbers of the graphs, if not of all."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for graph, pairs in zip(graphs, said, strict=True):
+        for heading, text in pairs:
+            found.setdefault(heading, {}).setdefault(text, []).append(graph.index)
+
+    def shown(text: str, of: list[int]) -> str:
+        numbers = f"graph{'s' * (len(of) > 1)} {', '.join(map(str, of))}: "
+        return numbers + text if len(of) < len(graphs) else text
+
+    return {heading: [shown(*item) for item in texts.items()] for heading, texts in found.items()}
+
+
+# -- facts of a graph as a whole -----------------------------------------------------------------------
+
+
+def _facts(graphs: Sequence[GraphReport], width: int | None, skipped: bool) -> Iterator[str]:
+    said = _merged(graphs, (facts_of(graph, skipped=skipped).items() for graph in graphs))
+    for label, texts in said.items():
         head = f"  {label:<13}" if label else "  "
-        for line in text.split("\n"):
+        for line in "\n".join(texts).split("\n"):
             yield from _wrapped(line, head, " " * len(head), width)
             head = " " * len(head)
 
 
-def _reasons(graph: GraphReport, width: int | None) -> Iterator[str]:
+# -- reasons -------------------------------------------------------------------------------------------
+
+
+def _reasons(graphs: Sequence[GraphReport], width: int | None) -> Iterator[str]:
     """Yield each precision and reason, followed by its operations; what differs in figures alone is one reason."""
-    found: dict[str, list[str]] = {}
-    for ops, count, precision, modules, reason in fold(graph.operations) if graph.has_fp32 else ():
-        found.setdefault(f"{precision:<9}{reason}", []).append(f"{ops}{f' {count}' if count else ''} in {modules}")
-    if found:
+    found = _merged(graphs, ([(f"{precision:<9}{reason}", f"{ops}{f' {count}' if count else ''} in {modules}")
+                              for ops, count, precision, modules, reason in fold(graph.operations)]
+                             for graph in graphs))  # fmt: skip
+    if found and any(graph.has_fp32 for graph in graphs):
         yield ""
-    for reason, operations in list(found.items())[:REASONS]:
-        yield from _wrapped(reason, "  ", " " * 11, width)
-        yield from _wrapped("; ".join(operations), " " * 13, " " * 13, width or WIDTH)
-    if len(found) > REASONS:
-        yield f"  and {len(found) - REASONS} more reasons: report.html(path) has every node"
+        for reason, operations in list(found.items())[:REASONS]:
+            yield from _wrapped(reason, "  ", " " * 11, width)
+            yield from _wrapped("; ".join(operations), " " * 13, " " * 13, width or WIDTH)
+        if len(found) > REASONS:
+            yield f"  and {len(found) - REASONS} more reasons: report.html(path) has every node"
 
 
 def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:

@@ -84,6 +84,19 @@ def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+    """Return one fast C++ check of whether a tensor is like ``tensor``, a plain one; 2.11 - 2.13.
+
+    Compares type, dtype, device, sizes, strides, and dispatch state: autocast on its kind of device, tracing, functorch
+    transforms, dispatch modes, inference mode. Must not be given a nested tensor of the strided layout: it has no
+    strides, and the error ends the process.
+    """
+    guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
+    guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
+    check: Callable[[torch.Tensor], bool] = guard.check
+    return check
+
+
 def compiled_in_place(module: torch.nn.Module) -> bool:
     """Say whether ``nn.Module.compile`` installed a compiled call on ``module``."""
     return module.__dict__.get("_compiled_call_impl") is not None

@@ -1,14 +1,22 @@
 """The demo runs end to end, its table and files are there, and every variant learns."""
 
 import importlib.util
+import itertools
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
-from examples.demo import underflow
-from examples.demo.run import main
+from examples.demo import progress, tasks, underflow
+from examples.demo.run import WITHOUT_BF16, main
+from examples.demo.tasks import task
+
+ROOT = Path(__file__).parents[1]
 
 ROWS = {
     "bf16": ["fp32", "autocast bf16", "amp_graph bf16", "amp_graph bf16 fast", "amp_graph, no policy"],
@@ -89,3 +97,38 @@ def test_demo_names_what_is_missing(tmp_path, capsys, monkeypatch):
 def test_demo_refuses_unknown_models(tmp_path, capsys):
     assert main(["--models", "cnn,bert", "--output", str(tmp_path)]) == 1
     assert "unknown model bert\n  legal: underflow, cnn, gpt, hf" in capsys.readouterr().err
+
+
+def test_without_bf16_arithmetic_the_demo_says_so_and_no_policy_stays_in_fp32(tmp_path):
+    given = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    words = ["--quick", "--steps", "4", "--models", "cnn,underflow", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.demo", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=given, timeout=300)
+    first, said = done.stdout.split("\n", 1)
+    assert first.startswith("amp_graph demo: torch ")
+    assert said.startswith(WITHOUT_BF16)
+    assert said.index("underflow: narrow stack") < said.index("cnn: ResNet on digits")
+    for title in ("underflow", "cnn bf16", "cnn fp16"):
+        assert f"{title}: step 1 of " in done.stderr  # where no terminal is, too
+    *_, autocast, _, _, default = json.loads((tmp_path / "results.json").read_text())["models"]["cnn"]["bf16"]
+    assert (default["variant"], default["casts"]) == ("amp_graph, no policy", 0)
+    assert autocast["casts"]
+
+
+def test_batches_are_smaller_without_bf16_arithmetic(monkeypatch):
+    batches = []
+    for has in (True, False):
+        monkeypatch.setattr(tasks, "multiplies_bf16", lambda has=has: has)
+        batches.append([phase.batch for phase in task("cnn").phases])
+        assert sum(p.seconds for n in ("cnn", "gpt") for p in task(n).phases) <= 60
+    assert batches == [[32, 4], [16, 4]]
+
+
+def test_a_line_of_progress_every_few_seconds(monkeypatch, capsys):
+    now = itertools.count(step=4.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.steps("cnn", 6) as advance:
+        for _ in range(6):
+            advance()
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"cnn: step {n} of 6, {4 * n} s" for n in (1, 4, 6)]

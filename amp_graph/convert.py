@@ -18,7 +18,7 @@ from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.compiler_options import options_text, read_options
 from amp_graph.errors import CaptureError, PolicyError, warn
-from amp_graph.optim.master_weight_updates import keep_loaded_states, let_optimizers_update_masters
+from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
 from amp_graph.passes.calibration.node_keys import module_of
@@ -103,7 +103,6 @@ def convert(
         if wanted.level in HELD_LOW:
             let_optimizers_update_masters()
             with lower_parameters(model, wanted):
-                keep_loaded_states()
                 made.attach()
         else:
             made.attach()

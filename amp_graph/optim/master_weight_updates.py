@@ -8,12 +8,14 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from amp_graph.errors import warn
 from amp_graph.lists.errors import Undo
@@ -22,7 +24,6 @@ from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.torch_compat.operators import foreach_mul_
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 
-KEEPS = "_amp_graph_keeps_states"  # the attribute of an optimizer whose load_state_dict keeps fp32 states
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
 INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler passes the factor of gradients
 
@@ -155,20 +156,54 @@ def let_optimizers_update_masters() -> None:
 
 def keep_loaded_states() -> None:
     """Let ``load_state_dict`` of the optimizers that are there keep the fp32 states of parameters with masters."""
-    for one in gc.get_objects():
-        # isinstance would ask proxies; a wrapper such as accelerate's has no hooks, and what it wraps is found too
-        if issubclass(type(one), Optimizer) and "optimizer" not in vars(one):
-            _keep_loaded_states(one)
+    with loaded_states_kept() as keep:
+        keep()
 
 
-def _keep_loaded_states(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` load fp32 states, which torch rounds to the parameters' dtype: hooks of this very optimizer."""
-    if KEEPS in optimizer.__dict__ or not any(hasattr(p, MASTER) for g in optimizer.param_groups for p in g["params"]):
+@contextmanager
+def loaded_states_kept() -> Iterator[Callable[[], None]]:
+    """Give what does the work of ``keep_loaded_states``, which is undone if the block raises."""
+    handles: list[RemovableHandle] = []
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    def keep() -> None:
+        for one in gc.get_objects():
+            # isinstance would ask proxies; a wrapper such as accelerate's has no hooks, and what it wraps is found too
+            if issubclass(type(one), Optimizer) and "optimizer" not in vars(one):
+                _keep_loaded_states(one, handles)
+
+    with Undo(undo):
+        yield keep
+
+
+class _KeepStates:
+    """Hooks of the ``load_state_dict`` of one optimizer: fp32 states, which torch rounds, get the loaded values."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def before(self, optimizer: Optimizer, state: Any) -> None:
+        self.given.append(state)
+
+    def after(self, optimizer: Optimizer) -> None:
+        _put_states_back(optimizer, self.given)
+
+
+def _keeps_states(optimizer: Optimizer) -> bool:
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), _KeepStates) for hook in hooks)
+
+
+def _keep_loaded_states(optimizer: Optimizer, handles: list[RemovableHandle]) -> None:
+    """Let ``optimizer`` load fp32 states of parameters with masters: by hooks of this very optimizer."""
+    if _keeps_states(optimizer) or not any(hasattr(p, MASTER) for g in optimizer.param_groups for p in g["params"]):
         return
-    optimizer.__dict__[KEEPS] = True
-    given: list[Any] = []
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
-    optimizer.register_load_state_dict_post_hook(lambda one: _put_states_back(one, given))
+    keep = _KeepStates()
+    handles.append(optimizer.register_load_state_dict_pre_hook(keep.before))
+    handles.append(optimizer.register_load_state_dict_post_hook(keep.after))
 
 
 def _put_states_back(optimizer: Optimizer, given: list[Any]) -> None:
@@ -186,7 +221,7 @@ def _put_states_back(optimizer: Optimizer, given: list[Any]) -> None:
 
 def _warn_of_rounded_states(optimizer: Optimizer) -> None:
     """Warn if an optimizer that steps for the first time has loaded states, which torch rounded; then keep others."""
-    for p in _held_low(optimizer) if KEEPS not in optimizer.__dict__ else ():
+    for p in () if _keeps_states(optimizer) else _held_low(optimizer):
         state = optimizer.state.get(p, {})
         if state.get("step", 1) > 0 and any(isinstance(v, Tensor) and v.dtype == p.dtype for v in state.values()):
             warn(
@@ -196,7 +231,7 @@ def _warn_of_rounded_states(optimizer: Optimizer) -> None:
                 "before amp_graph.convert"
             )
             break
-    _keep_loaded_states(optimizer)
+    _keep_loaded_states(optimizer, [])
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

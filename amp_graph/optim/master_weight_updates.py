@@ -8,14 +8,12 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_graph.errors import warn
 from amp_graph.lists.errors import Undo
@@ -156,27 +154,14 @@ def let_optimizers_update_masters() -> None:
 
 def keep_loaded_states() -> None:
     """Let ``load_state_dict`` of the optimizers that are there keep the fp32 states of parameters with masters."""
-    with loaded_states_kept() as keep:
-        keep()
+    for one in optimizers_there():
+        keep_states(one)
 
 
-@contextmanager
-def loaded_states_kept() -> Iterator[Callable[[], None]]:
-    """Give what does the work of ``keep_loaded_states``, which is undone if the block raises."""
-    handles: list[RemovableHandle] = []
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    def keep() -> None:
-        for one in gc.get_objects():
-            # isinstance would ask proxies; a wrapper such as accelerate's has no hooks, and what it wraps is found too
-            if issubclass(type(one), Optimizer) and "optimizer" not in vars(one):
-                _keep_loaded_states(one, handles)
-
-    with Undo(undo):
-        yield keep
+def optimizers_there() -> list[Optimizer]:
+    """Return the optimizers of the process, not wrappers such as accelerate's, which have no hooks of their own."""
+    every = gc.get_objects()  # isinstance would ask proxies
+    return [one for one in every if issubclass(type(one), Optimizer) and "optimizer" not in vars(one)]
 
 
 class _KeepStates:
@@ -197,13 +182,13 @@ def _keeps_states(optimizer: Optimizer) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), _KeepStates) for hook in hooks)
 
 
-def _keep_loaded_states(optimizer: Optimizer, handles: list[RemovableHandle]) -> None:
+def keep_states(optimizer: Optimizer) -> None:
     """Let ``optimizer`` load fp32 states of parameters with masters: by hooks of this very optimizer."""
     if _keeps_states(optimizer) or not any(hasattr(p, MASTER) for g in optimizer.param_groups for p in g["params"]):
         return
     keep = _KeepStates()
-    handles.append(optimizer.register_load_state_dict_pre_hook(keep.before))
-    handles.append(optimizer.register_load_state_dict_post_hook(keep.after))
+    optimizer.register_load_state_dict_pre_hook(keep.before)
+    optimizer.register_load_state_dict_post_hook(keep.after)
 
 
 def _put_states_back(optimizer: Optimizer, given: list[Any]) -> None:
@@ -231,7 +216,7 @@ def _warn_of_rounded_states(optimizer: Optimizer) -> None:
                 "before amp_graph.convert"
             )
             break
-    _keep_loaded_states(optimizer, [])
+    keep_states(optimizer)
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,17 +87,19 @@ def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
     Norm, as all of torch's and transformers' do) and of modules that ``keep_fp32`` matches, and keeps fp32 masters of
     trained parameters; O3 lowers all and keeps no masters. Buffers stay fp32.
     """
-    from amp_graph.optim.master_weight_updates import loaded_states_kept  # it imports this module
+    from amp_graph.optim.master_weight_updates import keep_states, optimizers_there  # it imports this module
 
-    lowered = list(_lowerable(model, policy))
-    with loaded_states_kept() as keep, unchanged_where_it_raises(model, lowered):
+    lowered, optimizers = list(_lowerable(model, policy)), optimizers_there()
+    hooks = [(o._optimizer_load_state_dict_pre_hooks, o._optimizer_load_state_dict_post_hooks) for o in optimizers]
+    with unchanged_where_it_raises(model, lowered, [one for both in hooks for one in both]):
         for parameter in lowered:
             full = parameter.data
             keeps = policy.level == "O2" and parameter.requires_grad and model.training
             hold_as(parameter, full.to(policy.torch_dtype(full.device.type)))
             _set_master(parameter, full if keeps else None, late=policy.level == "O2")
         _speak_fp32(model, lowered)
-        keep()
+        for optimizer in optimizers:
+            keep_states(optimizer)
         yield
 
 

@@ -16,6 +16,7 @@ from interleaved import interleaved, parser_of, spread
 
 import amp_graph
 from amp_graph.passes.backends.cpu.convolution import pointwise_conv_functions as ours
+from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 
 LOW, LAST = torch.bfloat16, torch.channels_last
 # Channels in and out, width and height, stride.
@@ -39,7 +40,10 @@ def kernels(batch: int, inside: int, outside: int, size: int, stride: int) -> di
     return {
         "result": (lambda: F.conv2d(x, w, stride=steps), lambda: ours._forward(x, w, None, steps, True)),
         "input": (backward(True, False), lambda: ours._spread(grad, w, x, steps)),
-        "weight": (backward(False, True), lambda: ours.weight_gradient(grad, x, w, steps, (0, 0))),
+        "weight": (
+            backward(False, True),
+            lambda: gradients_of_linear(ours.rows(grad), ours.rows(x[:, :, ::stride, ::stride]), biased=False),
+        ),
     }
 
 

@@ -6,7 +6,6 @@ scale the loss.
 
 from __future__ import annotations
 
-import gc
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.errors import warn
 from amp_graph.passes.torch_compat.dispatch import is_batched
+from amp_graph.passes.torch_compat.optimizers import living
 from amp_graph.scaling.loss_scale import LossScale
 
 # The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
@@ -55,6 +55,4 @@ class ScaleCheck:
 
 def has_scaler() -> bool:
     """Return whether a loss scale exists: a gradient scaler, ours or torch's, or that of a TrainStep."""
-    kinds = (torch.amp.GradScaler, LossScale)
-    scalers = (one for one in gc.get_objects() if issubclass(type(one), kinds))  # isinstance would ask proxies
-    return any(isinstance(one, LossScale) or one.is_enabled() for one in scalers)
+    return bool(living(LossScale)) or any(one.is_enabled() for one in living(torch.amp.GradScaler))

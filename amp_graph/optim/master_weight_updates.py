@@ -7,7 +7,6 @@ same call updates the fp32 masters and rounds them into the weights, whether the
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from amp_graph.lists.errors import Undo
 from amp_graph.optim.master_weights import MASTER, updated_master, write_back
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.torch_compat.operators import foreach_mul_
-from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
+from amp_graph.passes.torch_compat.optimizers import living, load_hooks_of, on_every_optimizer_step
 
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
 INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler passes the factor of gradients
@@ -160,8 +159,7 @@ def keep_loaded_states() -> None:
 
 def optimizers_there() -> list[Optimizer]:
     """Return the optimizers of the process, not wrappers such as accelerate's, which have no hooks of their own."""
-    every = gc.get_objects()  # isinstance would ask proxies
-    return [one for one in every if issubclass(type(one), Optimizer) and "optimizer" not in vars(one)]
+    return [one for one in living(Optimizer) if "optimizer" not in vars(one)]
 
 
 class _KeepStates:
@@ -178,8 +176,8 @@ class _KeepStates:
 
 
 def _keeps_states(optimizer: Optimizer) -> bool:
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), _KeepStates) for hook in hooks)
+    before, _ = load_hooks_of(optimizer)
+    return any(isinstance(getattr(hook, "__self__", None), _KeepStates) for hook in before.values())
 
 
 def keep_states(optimizer: Optimizer) -> None:

@@ -23,6 +23,7 @@ from amp_graph.lists.errors import Undo
 from amp_graph.passes.graph.node_info import matches_path
 from amp_graph.passes.torch_compat.modules import plain_attribute, with_parameters
 from amp_graph.passes.torch_compat.operators import foreach_copy_
+from amp_graph.passes.torch_compat.optimizers import load_hooks_of
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, address_of, storage_key, storage_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
@@ -90,13 +91,12 @@ def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
     from amp_graph.optim.master_weight_updates import keep_states, optimizers_there  # it imports this module
 
     lowered, optimizers = list(_lowerable(model, policy)), optimizers_there()
-    hooks = [(o._optimizer_load_state_dict_pre_hooks, o._optimizer_load_state_dict_post_hooks) for o in optimizers]
-    with unchanged_where_it_raises(model, lowered, [one for both in hooks for one in both]):
+    with unchanged_where_it_raises(model, lowered, [held for one in optimizers for held in load_hooks_of(one)]):
         for parameter in lowered:
             full = parameter.data
             keeps = policy.level == "O2" and parameter.requires_grad and model.training
             hold_as(parameter, full.to(policy.torch_dtype(full.device.type)))
-            _set_master(parameter, full if keeps else None, late=policy.level == "O2")
+            set_master(parameter, full if keeps else None, late=policy.level == "O2")
         _speak_fp32(model, lowered)
         for optimizer in optimizers:
             keep_states(optimizer)
@@ -191,7 +191,7 @@ def copy_masters(model: Module, memo: dict[int, Any]) -> None:
             full = None if master.full is None else full_value(parameter).clone()
             if full is not None:  # an optimizer that was copied earlier may hold it
                 full = memo.setdefault(id(master.full), full)
-            _set_master(copied, full, master.late)
+            set_master(copied, full, master.late)
 
 
 def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
@@ -228,7 +228,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
     if master is None or master.full is None:
         return None
     if master.version == UNKNOWN:
-        _set_master(parameter, master.full)
+        set_master(parameter, master.full)
     elif (
         parameter._version != master.version  # the user wrote the parameter
         or master.memory is None
@@ -271,7 +271,8 @@ def _note_equal(parameter: Tensor, master: Master) -> None:
         master.memory = Memory(parameter)
 
 
-def _set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
+def set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
+    """Make ``full`` the master of ``parameter``; ``late``: it has none before its first update."""
     made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late)
     setattr(parameter, MASTER, made)
 
@@ -288,13 +289,8 @@ def make_master(parameter: Tensor) -> Tensor:
     found = master_of(parameter)
     if found is None:
         found = parameter.detach().float()
-        _set_master(parameter, found)
+        set_master(parameter, found)
     return found
-
-
-def put_master_beside(parameter: Tensor, full: Tensor) -> None:
-    """Make ``full`` the master of a copied ``parameter``."""
-    _set_master(parameter, full)
 
 
 def full_value(parameter: Tensor) -> Tensor:

@@ -147,11 +147,6 @@ def show_update(optimizer: Optimizer, *_: Any) -> None:
     increment_version([p for p in trained if p.requires_grad and p.itemsize > 2])
 
 
-def load_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the optimizer's dict of ``load_state_dict`` hooks, to which a step adds its own."""
-    return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-
-
 def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

@@ -22,7 +22,7 @@ from amp_graph.optim.master_weights import (
     full_value,
     make_master,
     masters_kept_where_it_raises,
-    put_master_beside,
+    set_master,
     write_back,
 )
 from amp_graph.policy_words import HALVES
@@ -230,7 +230,7 @@ class MixedPrecisionOptimizer(Optimizer):
         self.__dict__.update(state)
         for parameter, full in zip(self._held, masters, strict=True):
             if full is not None:  # else the model was reverted
-                put_master_beside(parameter, full)
+                set_master(parameter, full)
         let_optimizers_update_masters()
 
     def state_dict(self) -> dict[str, Any]:

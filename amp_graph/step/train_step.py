@@ -23,10 +23,11 @@ from amp_graph.errors import CaptureError, ScaleError
 from amp_graph.lists.errors import Undo
 from amp_graph.optim.check_optimizer import refuse_hooks, unwrapped
 from amp_graph.optim.master_weights import unchanged_where_it_raises
-from amp_graph.optim.optimizer_guards import WatchedOptimizer, load_hooks_of
+from amp_graph.optim.optimizer_guards import WatchedOptimizer
 from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
+from amp_graph.passes.torch_compat.optimizers import load_hooks_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import LossScale, check_at_floor

@@ -1,12 +1,13 @@
-"""Hooks and state of torch's optimizers: private names of torch.
+"""Hooks and state of torch's optimizers, and which there are: private names of torch.
 
 Each states the versions of torch that it was checked on.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import (
@@ -16,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,  # 2.11 - 2.13; two are public, but in no list of its module
 )
 
+Kind = TypeVar("Kind")
 _ON_STEP: set[Callable[..., Any]] = set()  # what is called by all optimizers
 
 
@@ -26,6 +28,16 @@ def on_every_optimizer_step(before: Callable[..., Any], after: Callable[..., Non
         register_optimizer_step_pre_hook(before)
         if after is not None:
             register_optimizer_step_post_hook(after)
+
+
+def load_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the dicts of hooks before and after ``load_state_dict`` of ``optimizer``; 2.11 - 2.13."""
+    return optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+
+
+def living(kind: type[Kind]) -> list[Kind]:
+    """Return the optimizers, or scalers, of ``kind`` in this process; ``isinstance`` would ask proxies."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def steps_otherwise(optimizer: torch.optim.Optimizer) -> str:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.lists.errors import shortened
-from amp_graph.passes.torch_compat.autograd import REENTRANT
+from amp_graph.passes.torch_compat.autograd import REENTRANT, nodes_behind
 from amp_graph.passes.torch_compat.modules import uninitialized
 from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
 
@@ -204,7 +204,7 @@ def gradients(
 
     ``given``: the gradients of the outputs. Where a backward is reentrant, inputs that are no leaves have None.
     """
-    nodes = list(_nodes(outputs))
+    nodes = list(nodes_behind(t.grad_fn for t in outputs))
     if not any(REENTRANT in node.name() for node in nodes):
         return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
     reached = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -245,14 +245,3 @@ def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
         for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
             leaf.grad = grad
             one.update(before)
-
-
-def _nodes(outputs: Sequence[Tensor]) -> Iterator[Any]:
-    waiting: list[Any] = [t.grad_fn for t in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [one for one, _ in node.next_functions]

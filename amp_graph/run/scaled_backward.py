@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from amp_graph.passes.torch_compat.autograd import nodes_behind
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.run import eligibility as why
 
@@ -26,20 +27,15 @@ COMPILED = (
 
 def leaves_and_functions(roots: Sequence[Any]) -> tuple[list[Tensor], set[type]]:
     """Return the leaves that a backward from ``roots`` adds gradients to, and the custom functions on the way."""
-    waiting: list[Any] = [
-        get_gradient_edge(root).node for root in roots if isinstance(root, Tensor) and root.requires_grad
-    ]
-    seen, leaves, functions = set(waiting), {}, set()
-    while waiting:
-        node = waiting.pop()
+    leaves: dict[int, Tensor] = {}
+    functions = set[type]()
+    starts = (get_gradient_edge(root).node for root in roots if isinstance(root, Tensor) and root.requires_grad)
+    for node in nodes_behind(starts):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             leaves[id(leaf)] = leaf
         elif isinstance(node, torch.autograd.function.BackwardCFunction):
             functions.add(getattr(type(node), "_forward_cls", type(node)))
-        behind = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= behind
-        waiting += behind
     return [*leaves.values()], functions
 
 

@@ -108,6 +108,18 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 REENTRANT = "CheckpointFunctionBackward"
 
 
+def nodes_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
+    """Yield the autograd nodes ``starts``, where they are not None, and those behind them, each once; not ``ends``."""
+    seen = {None, *ends}
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [one for one, _ in node.next_functions]
+
+
 def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield the autograd nodes of the user's ``autograd.Function``s between ``inputs`` and ``results``.
 
@@ -115,16 +127,8 @@ def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tens
     """
     if not _user_has_functions():
         return
-    seen = {t.grad_fn for t in inputs}
-    waiting = [t.grad_fn for t in results]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _is_users(type(node)):
-            yield node
-        waiting += [one for one, _ in node.next_functions]
+    every = nodes_behind((t.grad_fn for t in results), (t.grad_fn for t in inputs))
+    yield from (node for node in every if _is_users(type(node)))
 
 
 def _is_users(node: type) -> bool:

@@ -2,7 +2,7 @@
 
 Before: ``h = relu(z); y = conv2d(h, w); s = h + x``.
 After: ``readers_of(h)``: the convolution saves it, the sum does not; ``most_bytes(gm)``, the peak of what is alive at
-the same time, and ``bytes_made(gm)``, the total, as backward may need each value.
+the same time.
 """
 
 from __future__ import annotations
@@ -138,11 +138,6 @@ def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False
         added[one.made] = added.get(one.made, 0) + one.size
         added[one.read + 1] = added.get(one.read + 1, 0) - one.size
     return max(accumulate(added[place] for place in sorted(added)), default=0)
-
-
-def bytes_made(gm: GraphModule) -> int:
-    """Return how many bytes ``gm`` makes in total."""
-    return sum(one.size for one in _storages(gm, lambda node: False))
 
 
 def _storages(gm: GraphModule, but: Callable[[Node], bool]) -> list[_Storage]:

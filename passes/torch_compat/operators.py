@@ -16,7 +16,6 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 scaled_dot_product_attention_math = torch.ops.aten._scaled_dot_product_attention_math
 collectives: Any = torch.ops._c10d_functional
 
-foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
@@ -24,7 +23,6 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub_ = torch._foreach_sub_
-foreach_zero_ = torch._foreach_zero_
 fused_adagrad_ = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_

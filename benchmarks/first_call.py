@@ -1,6 +1,6 @@
 """The first call of a converted model over that of ``torch.compile(backend="eager")``: what the rewriting adds.
 
-    OMP_NUM_THREADS=1 python benchmarks/first_call.py                  # the corpus
+    OMP_NUM_THREADS=1 python benchmarks/first_call.py > benchmarks/results/first_call.md    # the corpus
     OMP_NUM_THREADS=1 python benchmarks/first_call.py gpt2 esm --repeats 3
 
 Each model runs forward and backward once, in a new process of one thread, which has captured a small model before: so
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import root_on_path  # noqa: F401
 import torch
+from result_file import processor
 
 import amp_graph
 from tests.corpus import CASES, make
@@ -64,17 +65,22 @@ def main() -> None:
     if options.one:
         print(first_call(*options.one))
         return
+    about = f"torch {torch.__version__}, {processor(Path('/proc/cpuinfo'))}, one thread"
+    print(f"# First calls\n\nSeconds of processor time of the first forward and backward; {about}.\n")
+    print("| model | torch.compile | convert | ratio |\n|---|---:|---:|---:|", flush=True)
     ratios = {}
     for name in options.models:
         rounds = [{way: apart(name, way) for way in WAYS} for _ in range(options.repeats)]
         if any(seconds is None for each in rounds for seconds in each.values()):
-            print(f"{name:28s} fails: {rounds}", flush=True)
+            print(f"| {name} | fails: {rounds} | | |", flush=True)
             continue
         seconds = {way: statistics.median(each[way] for each in rounds) for way in WAYS}
         ratios[name] = seconds["convert"] / seconds["compile"]
-        print(f"{name:28s} {seconds['compile']:7.2f} s {seconds['convert']:7.2f} s {ratios[name]:6.2f}", flush=True)
+        print(f"| {name} | {seconds['compile']:.2f} | {seconds['convert']:.2f} | {ratios[name]:.2f} |", flush=True)
     worst = max(ratios, key=ratios.__getitem__)
-    print(f"{len(ratios)} models: median {statistics.median(ratios.values()):.2f}, worst {ratios[worst]:.2f} ({worst})")
+    print(
+        f"\n{len(ratios)} models: median {statistics.median(ratios.values()):.2f}, worst {ratios[worst]:.2f} ({worst})"
+    )
 
 
 if __name__ == "__main__":

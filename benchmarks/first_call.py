@@ -1,6 +1,6 @@
 """The first call of a converted model over that of ``torch.compile(backend="eager")``: what the rewriting adds.
 
-    OMP_NUM_THREADS=1 python benchmarks/first_call.py > benchmarks/results/first_call.md    # the corpus
+    OMP_NUM_THREADS=1 python benchmarks/first_call.py > benchmarks/results/first_call.md  # the corpus
     OMP_NUM_THREADS=1 python benchmarks/first_call.py gpt2 esm --repeats 3
 
 Each model runs forward and backward once, in a new process of one thread, which has captured a small model before: so

@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 
 ROWS, WIDTH = 4, 8
+KEEPS_LOW = False  # whether ``fit`` leaves what autocast made low as it is
 
 
 def fit(x: Any) -> Any:
-    """Return ``x`` as fp32 [ROWS, WIDTH], sharing its memory where a view can do it."""
+    """Return ``x`` as fp32 [ROWS, WIDTH], sharing its memory where a view can do it; see ``KEEPS_LOW``."""
     if x.is_complex():
         x = torch.view_as_real(x)
     if not x.is_floating_point():
         x = x.view(torch.float32) if x.element_size() == 4 else x.float()
-    if x.element_size() != 4:
+    if x.element_size() != 4 and not (KEEPS_LOW and x.element_size() == 2):
         x = x.float()
     if x.shape == (ROWS, WIDTH):
         return x

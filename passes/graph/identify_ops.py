@@ -1,4 +1,4 @@
-"""Find the ATen operations that a node calls, by tracing that node alone.
+"""Find the ATen operations that a node calls, by calling that node alone on fake tensors.
 
 Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``aten.matmul``, ``aten.linear``,
 ``aten.mm`` in ``node.meta["amp_ops"]``, with each operation's arguments traced back to the node's inputs.
@@ -13,18 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
-from amp_graph.passes.graph.trace_node import trace_node
-from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data
+from amp_graph.passes.graph.trace_node import argument_leaves, call_node
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
 
 
 @dataclass(frozen=True)
@@ -209,57 +210,81 @@ def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
 
 
 _CACHE: dict[Any, Identity | str] = {}
+ABOUT_TENSORS = ("prim::", "aten::sym_")  # ask for a device or a size: no list speaks of them
 
 
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
-    """Trace ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
+    """Call ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
     with Attempt() as tried:  # a node may run any code: its error is the reason
-        return Identity(operations_of(trace_node(node, mode, decompose)))
+        return Identity(_operations(node, mode, decompose, symbolic=False))
     reason = f"cannot be traced alone: {tried.reason}"
     if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
         return reason
     with Attempt():  # concrete numbers for data-dependent sizes may not match each other
-        return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
+        return Identity(_operations(node, mode, decompose, symbolic=True))
     return reason
 
 
-def operations_of(small: GraphModule) -> tuple[Operation, ...]:
-    """Read the operations of a traced node."""
-    placeholders = [n for n in small.graph.nodes if n.op == "placeholder" and tensors(n.meta.get("val"))]
-    order = {node: i for i, node in enumerate(placeholders)}
+def _operations(
+    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool
+) -> tuple[Operation, ...]:
+    """Call ``node`` on detached fake tensors and return the operations that it calls.
 
-    def origin(leaf: Any) -> Any:
-        return _operand(leaf, order)
-
-    found = []
-    for node in small.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OpOverload):
-            args: Any = map_aggregate(node.args, origin)
-            kwargs: Any = map_aggregate(node.kwargs, origin)
-            arguments = node_info.schema_arguments(node.target, tuple(args), dict(kwargs))
-            carried = [*tensors(node.meta.get("val"))]
-            for source in node.all_input_nodes:
-                carried += tensors(source.meta.get("val"))
-            found.append(Operation(node.target, arguments, any(t.is_floating_point() for t in carried)))
-    return tuple(found)
+    In inference mode, as an operation reaches a dispatch mode whole there: with autograd, ``linear`` would arrive as
+    ``t`` and ``addmm``.
+    """
+    flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
+    with tracing_fake(mode, symbolic=symbolic):
+        once = {id(leaf): leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat}
+        given = [once[id(leaf)] for leaf in flat]
+        recorder = _Recorder([one for one in once.values() if isinstance(one, torch.Tensor)], decompose)
+        with torch.inference_mode(), recorder:
+            call_node(node, *tree_unflatten(given, spec))
+    return tuple(recorder.operations)
 
 
-def _operand(leaf: Any, order: dict[Node, int]) -> Any:
-    """Replace a placeholder, or a view of one, by its ``Operand``."""
-    if not isinstance(leaf, Node):
-        return leaf
-    root = leaf
-    while root not in order and _is_same_memory(root):
-        root = root.args[0]  # type: ignore[assignment]
-    if root in order:
-        return Operand(order[root])
-    made = leaf.meta.get("val")
-    return Inner(made.dtype) if isinstance(made, torch.Tensor) else Inner(None)
+class _Recorder(TorchDispatchMode):
+    """Notes each operation, with each argument as an ``Operand`` if it is one of ``inputs``, or a view of one."""
+
+    def __init__(self, inputs: list[torch.Tensor], decompose: frozenset[OpOverload]) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._origin = {id(tensor): Operand(i) for i, tensor in enumerate(inputs)}
+        self._alive: list[Any] = [inputs]  # an id stays that of one tensor
+        self._decompositions = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and note it, or what it is decomposed into."""
+        kwargs = kwargs or {}
+        if func in self._decompositions:
+            with self:
+                result = self._decompositions[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        given, named = (map_aggregate(part, self._operand) for part in (args, kwargs))
+        result = func(*args, **kwargs)
+        self._alive += [args, kwargs, result]
+        made = tensors(result)
+        if func._schema.name.startswith(ABOUT_TENSORS):
+            return result
+        if isinstance(result, torch.Tensor) and _returns_its_argument(func, args) and id(args[0]) in self._origin:
+            self._origin[id(result)] = self._origin[id(args[0])]
+        # A function that makes a tensor, as arange does, detaches it inside.
+        if func is not torch.ops.aten.detach.default or isinstance(given[0], Operand):
+            carried = made + tensors([*args, *kwargs.values()])
+            arguments = node_info.schema_arguments(func, given, named)
+            self.operations.append(Operation(func, arguments, any(t.is_floating_point() for t in carried)))
+        return result
+
+    def _operand(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._origin.get(id(leaf), Inner(leaf.dtype))
+        return Inner(None) if isinstance(leaf, torch.SymInt) else leaf
 
 
-def _is_same_memory(node: Node) -> bool:
-    """Say whether ``node`` returns its first argument, or a view of it."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return False
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.arguments) and schema.arguments[0].alias_info is not None
+def _returns_its_argument(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Say whether ``func`` returns its first argument, or a view of it."""
+    arguments = func._schema.arguments
+    return bool(arguments and args) and arguments[0].alias_info is not None

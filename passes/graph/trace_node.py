@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import argument_values, tensors, value
@@ -38,12 +38,7 @@ def trace_node(
     tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that will run; then a
     symbolic number is an input, like a tensor.
     """
-    args, kwargs = argument_values(node)
-    flat, spec = tree_flatten((args, kwargs))
-    if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
-        flat = [once[id(leaf)] for leaf in flat]
+    flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
     places: dict[int, list[int]] = {}
     for i, leaf in enumerate(flat):
         if isinstance(leaf, (torch.Tensor, torch.SymInt)):
@@ -54,16 +49,30 @@ def trace_node(
         for same, tensor in zip(places.values(), given, strict=True):
             for place in same:
                 leaves[place] = tensor
-        call_args, call_kwargs = tree_unflatten(leaves, spec)
-        if node.op == "call_method":
-            return getattr(call_args[0], str(node.target))(*call_args[1:], **call_kwargs)
-        return node.target(*call_args, **call_kwargs)  # type: ignore[operator]
+        return call_node(node, *tree_unflatten(leaves, spec))
 
     table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
     with tracing_fake(mode, symbolic=symbolic):
         # Detached: in the user's no_grad, an in-place operation on a leaf that requires a gradient is legal.
         given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
+
+
+def argument_leaves(node: Node, mode: FakeTensorMode, *, symbolic: bool) -> tuple[list[Any], TreeSpec, FakeTensorMode]:
+    """Return the leaves of the node's arguments, their structure, and the fake mode of their tensors."""
+    flat, spec = tree_flatten(argument_values(node))
+    if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        once = {id(leaf): _concrete(leaf, mode) for leaf in flat}
+        flat = [once[id(leaf)] for leaf in flat]
+    return flat, spec, mode
+
+
+def call_node(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function or the method of ``node``."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_symbolic(leaf: Any) -> bool:

@@ -55,7 +55,7 @@ def counted(monkeypatch, layers, policy):
     nodes = len(gm.graph.nodes)
     with monkeypatch.context() as patch:
         patch.setattr(identify_ops, "_CACHE", {})
-        patch.setattr(identify_ops, "trace_node", counting("trace", identify_ops.trace_node))
+        patch.setattr(identify_ops, "_operations", counting("trace", identify_ops._operations))
         patch.setattr(insert_casts, "run_node", counting("fake", insert_casts.run_node))
         run_passes(gm, standard_passes(policy), checked=False)
     return nodes, calls["trace"], calls["fake"]

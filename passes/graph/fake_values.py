@@ -6,6 +6,8 @@ Before: ``node.meta["example_value"]`` (Dynamo) or ``node.meta["val"]`` (export)
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,14 @@ from amp_graph.passes.torch_compat.fake import (
     with_sizes_of,
 )
 
-# Fake mode decomposes these into many operations, though the result is one new tensor.
-TAKEN_APART = frozenset({F.batch_norm, torch.batch_norm})
+_ATEN = torch.ops.aten
+# Fake mode decomposes these into many operations, though the results are new tensors.
+TAKEN_APART = frozenset(
+    {F.batch_norm, torch.batch_norm, F.linear, _ATEN.linear.default}
+    | {torch.matmul, operator.matmul, _ATEN.matmul.default}
+    | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+    | {_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input}
+)
 
 
 def value(node: Node) -> Any:
@@ -95,19 +103,33 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     those of the capture, as in the rest of the graph.
     """
     args, kwargs = argument_values(node)
-    given = [value(source) for source in node.all_input_nodes]
-    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
-    # Empty tensors too: the fake of upsample_nearest2d rejects them, its Python decomposition does not (torch 2.13).
-    symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
+    symbolic = has_no_meta_result([value(source) for source in node.all_input_nodes])
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
-        if node.target in TAKEN_APART and not symbolic:
-            return _on_meta(node.target, args, kwargs)
         if node.op == "call_method":
             made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            target: Any = node.target
-            made = target(*args, **kwargs)
+            made = fake_result(node.target, args, kwargs, symbolic=symbolic)
         return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
+
+
+def has_no_meta_result(given: Sequence[Any]) -> bool:
+    """Say whether an operation on these values needs torch's Python rules: for symbolic sizes, and for empty tensors.
+
+    The fake of upsample_nearest2d rejects those, its Python decomposition does not (torch 2.13).
+    """
+    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
+    return any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
+
+
+def fake_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, symbolic: bool) -> Any:
+    """Return what ``function`` makes of fake tensors, under their mode."""
+    if function in TAKEN_APART and not symbolic and all(map(_is_dense, tree_leaves((args, kwargs)))):
+        return _on_meta(function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _is_dense(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) or (leaf.layout == torch.strided and not leaf.is_nested)
 
 
 class _Layout(NamedTuple):
@@ -115,11 +137,8 @@ class _Layout(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def made(self, device: str | torch.device) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-
-def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute the result of ``target`` on the device of its first argument, inside a fake mode.
 
     A fake mode decomposes the operation and processes each of about twenty parts. The meta device does not: it gives
@@ -127,23 +146,27 @@ def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
     """
     first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
     with unset_fake_temporarily():
-        found = _result(target, tuple(map(_as_layout, args)), tuple((k, _as_layout(v)) for k, v in kwargs.items()))
-    return found.made(first.device)
+        found = _result(target, _as_layouts(args), tuple((k, _as_layouts(v)) for k, v in kwargs.items()))
+    return _made(found, first.device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _result(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> _Layout:
-    given = [_as_meta(a) for a in args], {name: _as_meta(a) for name, a in kwargs}
-    made: _Layout = _as_layout(target(*given[0], **given[1]))
-    return made
+def _result(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    return _as_layouts(target(*_made(args, "meta"), **{name: _made(a, "meta") for name, a in kwargs}))
 
 
-def _as_layout(leaf: Any) -> Any:
-    return _Layout(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+def _as_layouts(val: Any) -> Any:
+    """Replace tensors by their layouts, and lists by tuples."""
+    if isinstance(val, (tuple, list)):
+        return tuple(map(_as_layouts, val))
+    return _Layout(val.shape, val.stride(), val.dtype) if isinstance(val, torch.Tensor) else val
 
 
-def _as_meta(leaf: Any) -> Any:
-    return leaf.made("meta") if isinstance(leaf, _Layout) else leaf
+def _made(val: Any, device: str | torch.device) -> Any:
+    """Replace layouts by tensors."""
+    if isinstance(val, _Layout):
+        return torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device=device)
+    return tuple(_made(part, device) for part in val) if type(val) is tuple else val
 
 
 def argument_values(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

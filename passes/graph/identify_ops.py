@@ -20,11 +20,11 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
-from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
+from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, has_no_meta_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import argument_leaves, call_node
-from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, below_autograd
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
 
 
@@ -228,19 +228,24 @@ def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -
 def _operations(
     node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool
 ) -> tuple[Operation, ...]:
-    """Call ``node`` on detached fake tensors and return the operations that it calls.
-
-    In inference mode, as an operation reaches a dispatch mode whole there: with autograd, ``linear`` would arrive as
-    ``t`` and ``addmm``.
-    """
+    """Call ``node`` on its fake tensors and return the operations that it calls."""
     flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
     with tracing_fake(mode, symbolic=symbolic):
-        once = {id(leaf): leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat}
+        once = {id(leaf): leaf for leaf in flat}
+        if decompose or _may_change_sizes(node):  # the graph's values keep theirs; parts are fewer without gradients
+            once = {i: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for i, leaf in once.items()}
         given = [once[id(leaf)] for leaf in flat]
         recorder = _Recorder([one for one in once.values() if isinstance(one, torch.Tensor)], decompose)
-        with torch.inference_mode(), recorder:
+        with below_autograd(), recorder:
             call_node(node, *tree_unflatten(given, spec))
     return tuple(recorder.operations)
+
+
+def _may_change_sizes(node: Node) -> bool:
+    """Say whether ``node`` may change the sizes of an argument, as ``t_`` or ``resize_`` does, or code of a user."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "_")
+    home = getattr(node.target, "__module__", None) or "torch"
+    return name.endswith("_") or (node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator"))
 
 
 class _Recorder(TorchDispatchMode):
@@ -264,7 +269,7 @@ class _Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         given, named = (map_aggregate(part, self._operand) for part in (args, kwargs))
-        result = func(*args, **kwargs)
+        result = fake_result(func, args, kwargs, symbolic=has_no_meta_result([*args, *kwargs.values()]))
         self._alive += [args, kwargs, result]
         made = tensors(result)
         if func._schema.name.startswith(ABOUT_TENSORS):

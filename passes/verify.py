@@ -204,6 +204,5 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _message(node: Node, what: str) -> str:
-    where = node_info.source_line(node)
     inputs = ", ".join(type_text(value(s)) for s in node.all_input_nodes)
-    return f"verify: {node.name} = {target_text(node)}({inputs}): {what}" + (f"\n  at {where}" if where else "")
+    return f"verify: {node.name} = {target_text(node)}({inputs}): {what}{node_info.at_line(node)}"

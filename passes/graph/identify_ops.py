@@ -7,6 +7,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -34,18 +35,14 @@ class Operand:
     index: int
 
 
-@dataclass(frozen=True)
-class Inner:
-    """An argument of an operation that was computed inside the traced node."""
-
-    dtype: torch.dtype | None
+INNER = object()  # an argument of an operation that was computed inside the traced node
 
 
 @dataclass(frozen=True)
 class Operation:
     """One ATen operation inside a node: the overload, and its arguments by schema name.
 
-    An argument is an ``Operand`` (an input tensor of the node), an ``Inner``, a tuple of them, or a plain value.
+    An argument is an ``Operand`` (an input tensor of the node), ``INNER``, a tuple of them, or a plain value.
     ``floating`` is False if neither inputs nor outputs are floating point.
     """
 
@@ -117,12 +114,16 @@ def is_tensor_call(node: Node) -> bool:
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
 
+def operations_of(node: Node) -> tuple[Operation, ...]:
+    """Return the operations of ``node``, in order; () if it was not identified, or calls none."""
+    identity = node.meta.get(IDENTITY)
+    return identity.operations if isinstance(identity, Identity) else ()
+
+
 def only_views(node: Node) -> bool:
     """Say whether ``node`` is known to consist of views only."""
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or not identity.operations:
-        return False
-    return all(node_info.is_view(o.op) for o in identity.operations)
+    operations = operations_of(node)
+    return bool(operations) and all(node_info.is_view(o.op) for o in operations)
 
 
 def names_of(node: Node) -> tuple[str, ...]:
@@ -176,6 +177,23 @@ def identify_for(
     return _trace(node, mode, decompose) if asks else found
 
 
+def taken_apart(
+    look: Callable[[frozenset[OpOverload]], Identity | str],
+    further: Callable[[Operation], bool],
+    apart: frozenset[OpOverload] = frozenset(),
+) -> tuple[Identity | str, frozenset[OpOverload]]:
+    """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
+
+    ``look`` is ``identify``, or ``identify_for``, for one node; it takes the operations to decompose.
+    """
+    while True:
+        found = look(apart)
+        more = () if isinstance(found, str) else {o.op for o in found.operations if o.op not in apart and further(o)}
+        if not more:
+            return found, apart
+        apart |= frozenset(more)
+
+
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
     """Return the one operation of ``node`` with its own integers, which shared identities of ``identify`` lack."""
     found = _trace(node, mode, frozenset())
@@ -191,13 +209,13 @@ def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
     """
     names = [a.name for a in op._schema.arguments]
     kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+    operations = operations_of(node)
+    if len(operations) != 1:
         return None
     if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
         return None
     given = node_info.schema_arguments(op, node.args, kwargs)
-    seen, inputs = identity.operations[0], tensor_inputs(node)
+    seen, inputs = operations[0], tensor_inputs(node)
     for name in names:
         found = given.get(name)
         leaves = found if isinstance(found, (tuple, list)) else (found,)
@@ -214,16 +232,16 @@ _CACHE: dict[Any, Identity | str] = {}
 def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
     """Trace ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
     with Attempt() as tried:  # a node may run any code: its error is the reason
-        return Identity(operations_of(trace_node(node, mode, decompose)))
+        return Identity(_operations_in(trace_node(node, mode, decompose)))
     reason = f"cannot be traced alone: {tried.reason}"
     if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
         return reason
     with Attempt():  # concrete numbers for data-dependent sizes may not match each other
-        return Identity(operations_of(trace_node(node, mode, decompose, symbolic=True)))
+        return Identity(_operations_in(trace_node(node, mode, decompose, symbolic=True)))
     return reason
 
 
-def operations_of(small: GraphModule) -> tuple[Operation, ...]:
+def _operations_in(small: GraphModule) -> tuple[Operation, ...]:
     """Read the operations of a traced node."""
     placeholders = [n for n in small.graph.nodes if n.op == "placeholder" and tensors(n.meta.get("val"))]
     order = {node: i for i, node in enumerate(placeholders)}
@@ -251,10 +269,7 @@ def _operand(leaf: Any, order: dict[Node, int]) -> Any:
     root = leaf
     while root not in order and _is_same_memory(root):
         root = root.args[0]  # type: ignore[assignment]
-    if root in order:
-        return Operand(order[root])
-    made = leaf.meta.get("val")
-    return Inner(made.dtype) if isinstance(made, torch.Tensor) else Inner(None)
+    return Operand(order[root]) if root in order else INNER
 
 
 def _is_same_memory(node: Node) -> bool:

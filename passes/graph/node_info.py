@@ -148,6 +148,12 @@ def source_line(node: Node) -> str:
     return ""
 
 
+def at_line(node: Node) -> str:
+    """Return the last line of an error that is about ``node``: where the user made it; "" if that is not known."""
+    where = source_line(node)
+    return f"\n  at {where}" if where else ""
+
+
 def _short(line: str) -> str:
     """``File "/a/b.py", line 3, in f`` -> ``/a/b.py:3, in f``."""
     parts = line[len("File ") :].split(", ")

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from amp_graph.lists.path_pattern import matches
-
 PRECISIONS = ("full", "low")
 
 
@@ -77,10 +75,6 @@ class ModuleRule:
     why: str = ""
     origin: str = ""
 
-    def matches(self, path: str) -> bool:
-        """Whether the whole module path matches, as in ``re.fullmatch``."""
-        return matches(self.path, path)
-
 
 @dataclass(frozen=True)
 class OpList:
@@ -110,10 +104,6 @@ class OpList:
         """Say whether all of ``ops`` are of one class, or in no list."""
         rules = [self.lookup(op, {}) for op in ops]
         return len({None if rule is None else rule.cls for rule in rules}) == 1
-
-    def module_rule(self, path: str) -> ModuleRule | None:
-        """Return the first module rule that matches a module path."""
-        return next((rule for rule in self.modules if rule.matches(path)), None)
 
     def __iter__(self) -> Iterator[Rule]:
         return (rule for rules in self.rules.values() for rule in rules)

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from amp_graph.lists.errors import ListError, shortened
-from amp_graph.lists.operators import check_rules, general_names
+from amp_graph.lists.operators import check_rules
 from amp_graph.lists.parse import DEVICES, DTYPES, ListFile, normalise, parse
 from amp_graph.lists.read_toml import did_you_mean, read_text
-from amp_graph.lists.schema import OpClass, OpList, Rule
+from amp_graph.lists.schema import OpClass, OpList, Rule, general_names
 
 _Rules = dict[str, tuple[Rule, ...]]
 

@@ -114,10 +114,14 @@ class OpList:
 
 def lookup_keys(op: Operator) -> tuple[str, ...]:
     """Return the keys under which a rule for `op` may stand, most specific first."""
-    packet = op._schema.name.replace("::", ".")
-    overload = f"{packet}.{op._schema.overload_name or 'default'}"
+    return general_names(f"{op._schema.name.replace('::', '.')}.{op._schema.overload_name or 'default'}")
+
+
+def general_names(op: str) -> tuple[str, ...]:
+    """Return the entries that speak for `op`: itself, its packet, and the packet that it mutates for."""
+    packet = ".".join(op.split(".")[:2])
     functional = functional_packet(packet)
-    return (overload, packet) if functional is None else (overload, packet, functional)
+    return tuple(dict.fromkeys((op, packet) if functional is None else (op, packet, functional)))
 
 
 def functional_packet(packet: str) -> str | None:

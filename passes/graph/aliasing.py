@@ -88,10 +88,6 @@ class Memory:
         """Say whether the storage of the value of ``node`` is written anywhere in the graph."""
         return any(key in self.writers for key in self.storages.get(node, ()))
 
-    def is_written_after(self, node: Node) -> bool:
-        """Say whether the storage of the value of ``node`` is written after ``node``."""
-        return bool(self.written_after(node))
-
     def written_after(self, node: Node) -> frozenset[int]:
         """Return the storages of the value of ``node`` that are written after it."""
         at = self.order[node]

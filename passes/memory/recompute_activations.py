@@ -135,7 +135,7 @@ class _Work:
     def _why_not(self, node: Node, kind: str, found: Readers) -> str:
         if found.reason:
             return found.reason
-        if self.memory.is_written_after(node):
+        if self.memory.written_after(node):
             return "it is written to later"
         if self.options.recompute != "all":
             if self.options.accuracy != "fast" and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from amp_graph.errors import PolicyError
-from amp_graph.passes.backends.inductor.user_options import DEFAULT, RECORDS, resolved, why_not
+from amp_graph.passes.backends.inductor.compile import DEFAULT, RECORDS, resolved, why_not
 
 Options = Mapping[str, Any]
 

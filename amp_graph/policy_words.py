@@ -93,7 +93,7 @@ def skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
     if not words:
         return ()
     # This import loads every pass.
-    from amp_graph.passes.pipeline import GROUPS, is_legal, is_pass, nearest
+    from amp_graph.passes.pipeline_table import GROUPS, is_legal, is_pass, nearest
 
     found = tuple(word.replace("-", "_") for word in words)
     for word, given in zip(found, words, strict=True):
@@ -111,7 +111,7 @@ def passes_of(words: tuple[str, ...]) -> dict[str, str]:
     """Return the passes that the words of ``skip=`` name, each with its word."""
     if not words:
         return {}
-    from amp_graph.passes.pipeline import passes_named  # loads every pass
+    from amp_graph.passes.pipeline_table import passes_named  # loads every pass
 
     return passes_named(words)
 

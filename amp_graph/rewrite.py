@@ -37,8 +37,8 @@ from amp_graph.passes.graph.meta_keys import (
     UNPLANNED,
 )
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.precision.sensitivity import Measured

@@ -34,9 +34,8 @@ from variants import Prepared, Setup, Variant, inference_call, training_step
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.passes.native.output_file import write_atomically
-from amp_graph.passes.pipeline import GROUPS
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.pipeline_table import GROUPS, TABLE
 
 RESULTS = Path(__file__).parent / "results" / "ablation"
 WAYS = ("convert", "TrainStep", "inference")

@@ -26,8 +26,8 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
 

@@ -16,7 +16,7 @@ from interleaved import interleaved, parser_of, quartiles, spread
 from torch import Tensor, nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
+from amp_graph.passes.backends.cpu.convolution.conv_functions import OPS
 
 IMAGES, PIXELS = 8, 224
 # Of ConvNeXt-T, EfficientNet-B0 and MobileNetV2 at 224 px: channels, side, kernel, stride.

@@ -33,9 +33,8 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline import why_off
 from amp_graph.passes.pipeline_row import Phase
-from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.pipeline_table import TABLE, why_off
 from amp_graph.passes.torch_compat.fake import make_fx
 
 RESULTS = Path(__file__).parent / "results" / "launch_counts"

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from interleaved import interleaved, parser_of, spread
 from torch import Tensor
 
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
+from amp_graph.passes.backends.cpu.linear.lower_linears import linear_low
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library, linear_by_panels, panels_of
 from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, pack_linear_weight
 

@@ -17,8 +17,8 @@ from torch import nn
 from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.precision.min_cut_planner import mincut

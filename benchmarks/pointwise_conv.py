@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from interleaved import interleaved, parser_of, spread
 
 import amp_graph
-from amp_graph.passes.backends.cpu.convolution import pointwise_conv_functions as ours
+from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv as ours
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 
 LOW, LAST = torch.bfloat16, torch.channels_last

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from amp_graph.passes.pipeline import GROUPS
 from amp_graph.passes.pipeline_row import Phase, Row
+from amp_graph.passes.pipeline_table import GROUPS
 from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
@@ -68,7 +68,7 @@ def _cells(row: Row, gain: str) -> tuple[str, ...]:
     phases = ", ".join(phase.value for phase in row.phases)
     needs = ", ".join([*(need.word for need in row.needs), *(f"with `{name}`" for name in row.joins)])
     law = row.law.replace("``", "`").replace("|", "\\|")
-    return name, row.stage.value, phases, ", ".join(row.devices), needs or "always", str(row.grade), gain, law
+    return name, row.stage.value, phases, ", ".join(row.devices), needs or "always", row.grade, gain, law
 
 
 def groups() -> str:

@@ -7,7 +7,7 @@ from amp_graph.lists.errors import warn as warn
 from amp_graph.lists.load import builtin_names as builtin_names
 from amp_graph.lists.load import effective as effective
 from amp_graph.lists.load import load as load
-from amp_graph.lists.merge import merge as merge
+from amp_graph.lists.load import merge as merge
 from amp_graph.lists.operators import check_op_exists as check_op_exists
 from amp_graph.lists.schema import ModuleRule as ModuleRule
 from amp_graph.lists.schema import OpClass as OpClass

@@ -1,8 +1,10 @@
-"""Finds and loads lists: the default for bfloat16 on CPU is ``bf16_cpu.toml`` over what it extends.
+"""Finds and loads lists, and lays one over another: built-in < file < argument, the later wins.
 
-Built-in files are found by name and trusted at run time (the tests check every entry); a user's file is found by path
-and always checked. Each is read once, and laid over what it extends; of `effective`'s later names, only what the file
-itself says.
+The default for bfloat16 on CPU is ``bf16_cpu.toml`` over what it extends. Built-in files are found by name and trusted
+at run time (the tests check every entry); a user's file is found by path and always checked. Each is read once, and
+laid over what it extends; of `effective`'s later names, only what the file itself says. An unconditional entry replaces
+all that earlier lists said of the operator, its overloads and its in-place form; a conditional one is asked before
+them.
 """
 
 from __future__ import annotations
@@ -15,11 +17,107 @@ from pathlib import Path
 import torch
 
 from amp_graph.lists.errors import ListError, shortened
-from amp_graph.lists.merge import lay_over, merge
 from amp_graph.lists.operators import check_rules
-from amp_graph.lists.parse import DEVICES, DTYPES, ListFile, parse
+from amp_graph.lists.parse import DEVICES, DTYPES, ListFile, normalise, parse
 from amp_graph.lists.read_toml import did_you_mean, read_text
-from amp_graph.lists.schema import OpList, Rule
+from amp_graph.lists.schema import OpClass, OpList, Rule, general_names
+
+_Rules = dict[str, tuple[Rule, ...]]
+
+
+def lay_over(base: OpList, file: ListFile) -> OpList:
+    """Return `base` with a file's removals, rules and module rules applied."""
+    rules = dict(base.rules)
+    for op, origin in file.remove:
+        _remove(rules, op, origin)
+    _add(rules, file.rules)
+    return replace(
+        base,
+        name=file.name,
+        unlisted=file.unlisted or base.unlisted,
+        rules=rules,
+        modules=(*file.modules, *base.modules),
+        description=file.description,
+    )
+
+
+def merge(base: OpList, *, remove: Iterable[str] = (), **classes: Iterable[str]) -> OpList:
+    """Return `base` with operators put into other classes: ``deny=["gelu", "aten.tanh"]``."""
+    for argument, names in (*classes.items(), ("remove", remove)):
+        if isinstance(names, str):
+            where = f"argument {argument}="
+            raise ListError(f"{argument}={names!r} is a string", where=where, fix=f'{argument}=["{names}"]')
+    new = [_rule(OpClass(cls), name) for cls, names in classes.items() for name in names]
+    _check_contradictions(new)
+    check_rules(new)
+    rules = dict(base.rules)
+    for name in remove:
+        _remove(rules, normalise(name), "argument remove=")
+    _add(rules, new)
+    return replace(base, rules=rules)
+
+
+def _rule(cls: OpClass, name: str) -> Rule:
+    return Rule(op=normalise(name), cls=cls, why=f"you asked for it: {cls}={name!r}", origin=f"argument {cls}=")
+
+
+def _check_contradictions(rules: Sequence[Rule]) -> None:
+    seen: dict[str, Rule] = {}
+    for rule in rules:
+        first = seen.setdefault(rule.op, rule)
+        if first.cls is not rule.cls:
+            raise ListError(
+                f"{rule.op} is asked for twice: {first.cls} and {rule.cls}",
+                where=rule.origin,
+                legal="one class for an operator",
+                fix=f'{rule.cls}=["{rule.op}"]',
+            )
+
+
+def _remove(rules: _Rules, op: str, origin: str) -> None:
+    gone = [key for key in rules if op in general_names(key)]
+    if not gone:
+        near = did_you_mean(op, rules)
+        raise ListError(
+            f"nothing to remove: no entry for {op}{near}",
+            where=origin,
+            legal="an operator that the extended list names",
+            fix='[remove]\nops = ["aten.exp"]',
+        )
+    for key in gone:
+        del rules[key]
+
+
+def _add(rules: _Rules, new: Sequence[Rule]) -> None:
+    """Group by operator first: the entries of one list are laid over the earlier lists together."""
+    if not new:
+        return
+    groups: _Rules = {}
+    for rule in new:
+        groups[rule.op] = (*groups.get(rule.op, ()), rule)
+    covered: dict[str, list[str]] = {}
+    for key in rules:
+        for general in general_names(key):
+            covered.setdefault(general, []).append(key)
+    for op, group in groups.items():
+        is_whole = any(not rule.when for rule in group)
+        for key in covered.get(op, ()):
+            if key != op and key in groups:
+                continue  # a list's own overload and in-place entries stand beside its packet entry
+            if is_whole:
+                rules.pop(key, None)
+            elif key != op and key in rules:
+                rules[key] = _ordered((*group, *rules[key]))
+        rules[op] = _ordered((*group, *rules.get(op, ())))
+
+
+def _ordered(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Put conditional rules first, and drop a later repetition of one condition."""
+    first: dict[object, Rule] = {}
+    for rule in rules:
+        first.setdefault(rule.when, rule)
+    return tuple(sorted(first.values(), key=lambda rule: not rule.when))
+
 
 FOLDER = Path(__file__).parent
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}

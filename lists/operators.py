@@ -12,7 +12,7 @@ import torch
 
 from amp_graph.lists.errors import ListError, shortened
 from amp_graph.lists.read_toml import LONGEST_NAME, did_you_mean, nearest
-from amp_graph.lists.schema import Operator, Rule, functional_packet
+from amp_graph.lists.schema import Operator, Rule
 
 FOLDER = Path(__file__).parent
 
@@ -86,10 +86,3 @@ def check_rules(rules: Sequence[Rule]) -> None:
                     legal=", ".join(legal),
                     fix=f'inputs = ["{near}"]' if field == "inputs" else f"when = {{ {near} = ... }}",
                 )
-
-
-def general_names(op: str) -> tuple[str, ...]:
-    """Return the entries that speak for `op`: itself, its packet, and the packet that it mutates for."""
-    packet = ".".join(op.split(".")[:2])
-    functional = functional_packet(packet)
-    return tuple(dict.fromkeys((op, packet) if functional is None else (op, packet, functional)))

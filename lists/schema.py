@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from amp_graph.lists.path_pattern import matches
-
 PRECISIONS = ("full", "low")
 
 
@@ -77,10 +75,6 @@ class ModuleRule:
     why: str = ""
     origin: str = ""
 
-    def matches(self, path: str) -> bool:
-        """Whether the whole module path matches, as in ``re.fullmatch``."""
-        return matches(self.path, path)
-
 
 @dataclass(frozen=True)
 class OpList:
@@ -111,10 +105,6 @@ class OpList:
         rules = [self.lookup(op, {}) for op in ops]
         return len({None if rule is None else rule.cls for rule in rules}) == 1
 
-    def module_rule(self, path: str) -> ModuleRule | None:
-        """Return the first module rule that matches a module path."""
-        return next((rule for rule in self.modules if rule.matches(path)), None)
-
     def __iter__(self) -> Iterator[Rule]:
         return (rule for rules in self.rules.values() for rule in rules)
 
@@ -124,10 +114,14 @@ class OpList:
 
 def lookup_keys(op: Operator) -> tuple[str, ...]:
     """Return the keys under which a rule for `op` may stand, most specific first."""
-    packet = op._schema.name.replace("::", ".")
-    overload = f"{packet}.{op._schema.overload_name or 'default'}"
+    return general_names(f"{op._schema.name.replace('::', '.')}.{op._schema.overload_name or 'default'}")
+
+
+def general_names(op: str) -> tuple[str, ...]:
+    """Return the entries that speak for `op`: itself, its packet, and the packet that it mutates for."""
+    packet = ".".join(op.split(".")[:2])
     functional = functional_packet(packet)
-    return (overload, packet) if functional is None else (overload, packet, functional)
+    return tuple(dict.fromkeys((op, packet) if functional is None else (op, packet, functional)))
 
 
 def functional_packet(packet: str) -> str | None:

@@ -147,7 +147,4 @@ def _at_node(error: Exception) -> str:
     """Return the node that a pass was visiting when ``error`` was raised, and the user's line, from the traceback."""
     nodes = [f.f_locals.get("node") for f, _ in traceback.walk_tb(error.__traceback__)]
     node = next((n for n in reversed(nodes) if isinstance(n, Node)), None)
-    if node is None:
-        return ""
-    where = node_info.source_line(node)
-    return f"\n  at {node.name} = {target_text(node)}" + (f"\n  {where}" if where else "")
+    return "" if node is None else f"\n  at {node.name} = {target_text(node)}{node_info.at_line(node)}"

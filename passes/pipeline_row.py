@@ -1,4 +1,4 @@
-"""What a row of the table of passes says: stage, phase, conditions, order, exactness. A test checks the order.
+"""What a row of the table of passes says: stage, phase, conditions, exactness.
 
 ``Row(RemoveNoOpDropout, Stage.RECOGNIZE, BIT_EXACT, needs=(OPAQUE,))``.
 """
@@ -43,25 +43,14 @@ class Phase(str, enum.Enum):
     JOINT = "joint"  # the joint graph of any training step, to which these append the rest
 
 
-@dataclass(frozen=True)
-class Grade:
-    """How exact a rewrite is: bit-exact, rounding-equal, or approximate, with the bound."""
-
-    word: str
-    bound: str = ""
-
-    def __str__(self) -> str:
-        """Return ``approximate (one rounding less)``."""
-        return f"{self.word} ({self.bound})" if self.bound else self.word
+# How exact a rewrite is.
+BIT_EXACT = "bit-exact"  # results and gradients have the same bits
+ROUNDING_EQUAL = "rounding-equal"  # as many roundings as before, of sums that may be in another order
 
 
-BIT_EXACT = Grade("bit-exact")  # results and gradients have the same bits
-ROUNDING_EQUAL = Grade("rounding-equal")  # as many roundings as before, of sums that may be in another order
-
-
-def approximate(bound: str) -> Grade:
+def approximate(bound: str) -> str:
     """Return the grade of a rewrite that rounds other values, or another number of times."""
-    return Grade("approximate", bound)
+    return f"approximate ({bound})"
 
 
 @dataclass(frozen=True)
@@ -110,12 +99,6 @@ NOT_EMULATING = Condition(
 PORTABLE_STAGES = (Stage.GRAPH, Stage.RECOGNIZE, Stage.PRECISION, Stage.CASTS)
 # Stages whose passes are for speed or memory of the device that runs the graph: of none while another is emulated.
 OF_THE_CPU = (Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.BACKEND)
-# What every pass of a stage stands behind, or before, whatever else its row says.
-STAGE_AFTER = dict.fromkeys(
-    (Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS, Stage.CASTS, Stage.EMULATION, Stage.BACKEND), "insert-casts"
-)
-STAGE_BEFORE = {Stage.RECOGNIZE: "decompose-composites"}
-FIRST = "identify-ops"  # marks the nodes with the operations that they call, which every other pass reads
 
 
 @dataclass(frozen=True)
@@ -126,7 +109,6 @@ class Row:
     phases: the graphs that it runs over; in ``JOINT``, ``amp_graph.step.step_table.appended_passes`` builds it.
     devices: those for which it changes anything; it asks by itself, of each node.
     needs: what must hold for it to be in a pipeline. joins: names of passes without which it is left out.
-    after, before: names of passes that it must stand behind, or before.
     skippable: whether ``skip=`` may name it; the others make the plan and its casts, are parts of a training step, or
     have an option of their own.
     worth: what it is needed for besides speed and memory, which ``benchmarks/ablation.py`` measures.
@@ -134,13 +116,11 @@ class Row:
 
     cls: type[Pass]
     stage: Stage
-    grade: Grade
+    grade: str
     phases: tuple[Phase, ...] = (Phase.CAPTURED,)
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs: tuple[Condition, ...] = ()
     joins: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
     skippable: bool = True
     worth: str | None = None
 
@@ -175,18 +155,6 @@ class Row:
     def by_step(self) -> bool:
         """Whether a training step builds the pass from its parts, and no pipeline from its options."""
         return self.phases == (Phase.JOINT,)
-
-    @property
-    def all_after(self) -> tuple[str, ...]:
-        """The passes that this one stands behind: by its row, and by its stage."""
-        always = () if self.name == FIRST or self.by_step else (FIRST,)
-        of_stage = STAGE_AFTER.get(self.stage, self.name)
-        return (*always, *(() if of_stage == self.name else (of_stage,)), *self.after)
-
-    @property
-    def all_before(self) -> tuple[str, ...]:
-        """The passes that this one stands before: by its row, and by its stage."""
-        return (*((STAGE_BEFORE[self.stage],) if self.stage in STAGE_BEFORE else ()), *self.before)
 
     def built(self, options: PipelineOptions) -> Pass:
         """Return the pass, with ``options`` if it has that field; PassError for one that a training step builds."""

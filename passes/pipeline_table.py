@@ -1,9 +1,14 @@
-"""The table of all passes, in the order in which they run: a row a pass.
+"""The table of all passes, in the order in which they run: a row a pass; and which of them run over a graph.
 
-Before: ``PipelineOptions``. After: ``[row.built(options) for row in TABLE if ...]``, see ``pipeline.py``.
+Before: ``Policy.parse("bf16").pipeline_options("cpu")``. After: ``pipeline(Phase.CAPTURED, options)``, which is
+``[IdentifyOps(), ..., PlanPrecision(...), ...]``. ``passes_named(["fuse_gelu", "backend"])`` is what
+``skip=fuse-gelu|backend`` leaves out.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import Depthwise
@@ -17,6 +22,7 @@ from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGr
 from amp_graph.passes.backends.cpu.norm.fuse_batch_norm_relu import FuseBatchNormRelu
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
 from amp_graph.passes.backends.recurrent.lower_rnn import CudnnRnn, GruState, LowerRnn, LstmBackward
+from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
@@ -32,6 +38,7 @@ from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradie
 from amp_graph.passes.memory.max_pool import MaxPoolByHalves
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations
 from amp_graph.passes.memory.reuse_embedding_gradients import ReuseEmbeddingGradients
+from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import (
     BIT_EXACT,
     EAGER,
@@ -80,7 +87,6 @@ TABLE = (
     Row(RemoveNoOpDropout, RECOGNIZE, BIT_EXACT, skippable=False,
         worth="exactness: a value read before and after a write through the dropout, which is 1.0 off without it"),
     Row(EinsumToMatmul, RECOGNIZE, ROUNDING_EQUAL, needs=OURS,
-        before=("fuse-attention",),
         worth="exactness: attention written with einsums has 1.9 times the error in bf16"),
     Row(FuseGelu, RECOGNIZE, approximate("rounds once, where the formula rounds after each operation"), needs=OURS,
         worth="exactness: the formula has 1.4 times the error in bf16"),
@@ -91,18 +97,17 @@ TABLE = (
         joins=("attention",),  # without which torch's kernel takes longer than the formula
         worth="exactness: the formula has 1.9 times the error in bf16"),
     Row(DecomposeComposites, PRECISION, approximate("a mask is added to scores after their product"), skippable=False),
-    Row(PlanPrecision, PRECISION, BIT_EXACT, after=("decompose-composites",), skippable=False),
+    Row(PlanPrecision, PRECISION, BIT_EXACT, skippable=False),
     Row(InsertCasts, CASTS, approximate("the rounding of the low dtype, where the plan lowers a value"),
-        after=("plan-precision",), skippable=False),
+        skippable=False),
     Row(EliminateCasts, CASTS, BIT_EXACT,
         worth="capability: casts that the user's own code makes twice, or back and forth"),
     Row(ShareCasts, CASTS, ROUNDING_EQUAL, needs=(SUMS,),
-        after=("eliminate-casts",),
         worth="exactness: 2e-10 instead of 2e-3 in a sum of three gradients"),
     Row(Fp32NormGradients, CASTS, approximate("the parameters' gradients are closer to the exact ones"), devices=CPU,
         needs=(NOT_PORTABLE, NOT_EMULATING),
         worth="exactness: 1e-7 instead of 5e-2 in the gradients of the weight and bias of a norm"),
-    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS, after=("fuse-attention",)),
+    Row(Attention, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
     Row(GruState, BACKEND, approximate("the state is fp32 between steps, where torch's kernel rounds it"), devices=CPU,
         needs=OURS, skippable=False),
     Row(LstmBackward, BACKEND, approximate("gates and cells are fp32, where oneDNN rounds more often"), devices=CPU,
@@ -110,9 +115,7 @@ TABLE = (
     Row(CudnnRnn, BACKEND, BIT_EXACT, devices=CUDA, needs=OURS,
         worth="not measured: CUDA"),
     Row(ContiguousLinearInput, LAYOUT, ROUNDING_EQUAL, needs=OURS),
-    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS, before=(
-        "lower-pointwise-conv", "depthwise",
-        "global-avg-pool-gradient", "pad-shapes", "pad-channels", "fuse-batch-norm-relu")),
+    Row(ChannelsLast, LAYOUT, ROUNDING_EQUAL, needs=OURS),
     Row(LowerPointwiseConv, BACKEND, ROUNDING_EQUAL, devices=CPU,
         needs=(OPAQUE, EAGER_OR_STEP)),
     Row(Depthwise, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=OURS),
@@ -124,29 +127,26 @@ TABLE = (
         joins=("pad-shapes",),
         worth="capability: 3 channels to 4"),  # once one pass
     Row(FuseBatchNormRelu, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=(OPAQUE, EAGER_OR_STEP),
-        before=("recompute-activations",),
         worth="capability: norm with activation, and with add and activation"),
     Row(FuseCrossEntropy, BACKEND, ROUNDING_EQUAL, needs=RUNS),
     Row(MaxPoolByHalves, MEMORY, approximate("a zero may have the other sign"), devices=CPU, needs=RUNS),
-    Row(RecomputeActivations, MEMORY, BIT_EXACT, needs=RUNS, before=("lower-linears",)),
+    Row(RecomputeActivations, MEMORY, BIT_EXACT, needs=RUNS),
     Row(LowerLinears, BACKEND, ROUNDING_EQUAL, devices=CPU, needs=RUNS),
     Row(EmulateCuda, Stage.EMULATION, approximate("sums in fp32, rounded once, where the CPU's kernel may round more"),
-        devices=CPU, needs=(EMULATES, NOT_PORTABLE), after=("share-casts",), skippable=False,
+        devices=CPU, needs=(EMULATES, NOT_PORTABLE), skippable=False,
         worth="emulate=cuda: what a GPU would compute, without one"),
     # Graphs that other programs load.
-    Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("share-casts",), skippable=False),
-    Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), after=("use-portable-ops",), skippable=False),
-    Row(CheckPortable, CASTS, BIT_EXACT, needs=(PORTABLE,), after=("uniform-operands",), skippable=False),
+    Row(UsePortableOps, CASTS, BIT_EXACT, needs=(PORTABLE,), skippable=False),
+    Row(UniformOperands, CASTS, ROUNDING_EQUAL, needs=(PORTABLE,), skippable=False),
+    Row(CheckPortable, CASTS, BIT_EXACT, needs=(PORTABLE,), skippable=False),
     # Graphs that run eagerly in calls of a model; a training step casts its weights inside.
     Row(FreezeWeights, WEIGHTS, BIT_EXACT, CALLS, needs=(FROZEN,),
         skippable=False),
-    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, CALLS, CUDA, after=("freeze-weights",),
+    Row(BatchWeightCasts, WEIGHTS, BIT_EXACT, CALLS, CUDA,
         worth="not measured: CUDA"),
     Row(ReuseEmbeddingGradients, MEMORY, ROUNDING_EQUAL, (*CALLS, *COMPILED), CPU, TRAINS),
-    Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"), CALLS, CPU, FREEZES,
-        after=("freeze-weights",)),
-    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, CALLS, CPU, FREEZES,
-        after=("freeze-weights", "fold-batch-norms")),
+    Row(FoldBatchNorms, BACKEND, approximate("no more roundings, of other values"), CALLS, CPU, FREEZES),
+    Row(PrepackWeights, BACKEND, ROUNDING_EQUAL, CALLS, CPU, FREEZES),
     Row(LowerRnn, BACKEND, ROUNDING_EQUAL, phases=HANDOVER,
         worth="capability: Inductor does not compile an LSTM of 64 steps within ten minutes"),
     # Flat graphs: those inside Inductor, and those of steps.
@@ -155,3 +155,53 @@ TABLE = (
     Row(LogitsGradientInPlace, BACKEND, BIT_EXACT, phases=STEP, needs=OURS),
     Row(RowGradients, MEMORY, ROUNDING_EQUAL, phases=STEP, devices=CPU, needs=OURS),
 )  # fmt: skip
+
+
+def pipeline(phase: Phase, options: PipelineOptions) -> list[Pass]:
+    """Return the passes of ``phase``, in order, built from ``options``."""
+    return [row.built(options) for row in TABLE if phase in row.phases and not why_off(row, phase, options)]
+
+
+def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
+    """Return why a pipeline of ``phase`` does not contain the pass of ``row``; "" if it does."""
+    for name in (row.name, *row.joins):
+        if name in options.skip:
+            return f"skip={options.skip[name]} in the policy"
+    return next((need.otherwise for need in row.conditions if not need.holds(options)), "")
+
+
+# -- the words of skip=: names of passes and groups of passes -----------------------------------------
+
+
+# The passes that a policy may skip; the others make the plan and its casts, or have their own option.
+SKIPPABLE = tuple(sorted(row.word for row in TABLE if row.skippable))
+# All skippable passes of a stage. "backend" is every backend pass, including those without their own word.
+GROUPS = {
+    stage.value: found
+    for stage in Stage
+    if (found := tuple(r.name for r in TABLE if r.stage is stage and (r.skippable or r.backend)))
+}
+
+
+def is_legal(word: str) -> bool:
+    """Say whether ``skip=`` accepts ``word``, a name with underscores."""
+    return word in SKIPPABLE or word in GROUPS
+
+
+def is_pass(word: str) -> bool:
+    """Say whether ``word``, a name with underscores, names a pass of the table, optional or not."""
+    return any(row.word == word for row in TABLE)
+
+
+def nearest(word: str) -> list[str]:
+    """Return the legal words closest to ``word``."""
+    return difflib.get_close_matches(word.replace("-", "_"), (*SKIPPABLE, *GROUPS), 3, 0.5)
+
+
+def passes_named(words: Iterable[str]) -> dict[str, str]:
+    """Return the names of the passes that ``words`` skip, each with the word that names it."""
+    found: dict[str, str] = {}
+    for word in words:
+        for name in GROUPS.get(word, (word.replace("_", "-"),)):
+            found.setdefault(name, word)
+    return found

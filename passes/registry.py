@@ -1,7 +1,7 @@
 """Traits of the functions that passes insert into graphs, declared by the module that defines each function.
 
 Before: a list in the core of every function and module of the backends. After: ``own_functions(__name__)`` at the top
-of a module, ``declare(norm_add_relu, saves=...)`` below a function; ``traits_of(node.target)``.
+of a module, ``declare(norm_add_relu, Traits(saves=...))`` below a function; ``traits_of(node.target)``.
 
 A function without a declaration has no traits: the core treats it like any operation that the user called.
 """
@@ -9,7 +9,7 @@ A function without a declaration has no traits: the core treats it like any oper
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
@@ -18,9 +18,10 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Recomputable:
-    """How ``RecomputeActivations`` treats a function.
+class Traits:
+    """The traits of a function: what autograd saves of a call, and how ``RecomputeActivations`` treats it.
 
+    saves: tells for a call and one of its inputs whether that input is saved for backward; None if unknown.
     kind: "relu", "gelu", ... if its result may be recomputed for its readers; "" if only the result of a relu after it
     may. norm: it saves only its input and statistics, from which that relu is recomputed. replacement: the function
     whose result can be recomputed; None if the function itself is one. keeps: the replacement if the result is saved
@@ -28,6 +29,7 @@ class Recomputable:
     added to the norm before the relu.
     """
 
+    saves: Callable[[Node, Node], bool] | None = None
     kind: str = ""
     norm: bool = False
     replacement: Function | None = None
@@ -35,19 +37,7 @@ class Recomputable:
     summand: int | None = None
 
 
-@dataclass(frozen=True)
-class Traits:
-    """The traits of a function.
-
-    saves: tells for a call and one of its inputs whether that input is saved for backward; None if unknown.
-    recomputable: how its result is recomputed in backward.
-    """
-
-    saves: Callable[[Node, Node], bool] | None = None
-    recomputable: Recomputable | None = None
-
-
-_NONE = Traits()
+NO_TRAITS = Traits()
 _traits: dict[Any, Traits] = {}
 _own: set[str] = set()  # modules whose functions are ours; by module, as closures are made for each model
 _frozen: set[str] = set()
@@ -63,14 +53,14 @@ def own_functions(module: str, *, frozen_weights: bool = False) -> None:
         _frozen.add(module)
 
 
-def declare(function: Function, **traits: Any) -> None:
-    """Add ``traits``, fields of ``Traits``, to those of ``function``."""
-    _traits[function] = replace(_traits.get(function, _NONE), **traits)
+def declare(function: Function, traits: Traits) -> None:
+    """Declare the traits of ``function``."""
+    _traits[function] = traits
 
 
 def traits_of(target: Any) -> Traits:
     """Return the traits of a node's target."""
-    return _traits.get(target, _NONE) if callable(target) else _NONE
+    return _traits.get(target, NO_TRAITS) if callable(target) else NO_TRAITS
 
 
 def is_own(target: Any) -> bool:

@@ -173,9 +173,8 @@ def _is_checked(node: Node, mode: FakeTensorMode) -> bool:
         return False
     # In-place reshapes and data-dependent shapes cannot be recomputed; a region's autocast is not active here.
     operations = _operations(node, mode)
-    return (bool(operations) or is_conversion_target(node)) and not any(
-        node_info.reshapes_in_place(o.op) or node_info.changes_shape_by_data(o.op) for o in operations
-    )
+    known = bool(operations) or is_conversion_target(node)
+    return known and not any(node_info.cannot_run_again(o.op) for o in operations)
 
 
 def _check_value(node: Node, mode: Any) -> None:
@@ -204,6 +203,5 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _message(node: Node, what: str) -> str:
-    where = node_info.source_line(node)
     inputs = ", ".join(type_text(value(s)) for s in node.all_input_nodes)
-    return f"verify: {node.name} = {target_text(node)}({inputs}): {what}" + (f"\n  at {where}" if where else "")
+    return f"verify: {node.name} = {target_text(node)}({inputs}): {what}{node_info.at_line(node)}"

@@ -6,7 +6,7 @@ from amp_graph import passes
 
 PREFIX = "amp_graph.passes.backends"
 # What puts the passes of all rooms together.
-COMPOSITION = frozenset(f"amp_graph.passes.{name}" for name in ("pipeline", "pipeline_table"))
+COMPOSITION = frozenset({"amp_graph.passes.pipeline_table"})
 MODULES = frozenset(module.name for module in pkgutil.walk_packages(passes.__path__, "amp_graph.passes."))
 BACKENDS = frozenset(name for name in MODULES if name.startswith(PREFIX))
 CORE = sorted(MODULES - BACKENDS - COMPOSITION)

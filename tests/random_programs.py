@@ -21,7 +21,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.diagnostics import CONVERSION
-from amp_graph.passes.graph.view_overlap import may_overlap
+from amp_graph.passes.graph.aliasing import may_overlap
 from tests import random_lines
 from tests.measure import ZERO_GRADIENT
 from tests.random_lines import CASTS, DATA_DEPENDENT, DTYPED, OPERATIONS, ROWS, VIEWS, WIDTH, WRITES, finite, fit, like

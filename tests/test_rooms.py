@@ -36,7 +36,6 @@ ROOMS = (
     ("passes/backends/cuda", "passes/backends/inductor", "passes/backends/recurrent"),
     ("passes/pipeline_row.py",),
     ("passes/pipeline_table.py",),
-    ("passes/pipeline.py",),
     ("amp_graph/errors.py",),
     ("amp_graph/policy_words.py",),
     (
@@ -82,7 +81,7 @@ HIDDEN = {
     " nothing was converted: what tells optimizers of masters imports their module",
     (
         "amp_graph/policy_words.py",
-        "amp_graph.passes.pipeline",
+        "amp_graph.passes.pipeline_table",
     ): "asked only of policies that skip passes: the table imports every pass",
     (
         "amp_graph/run/trained_models.py",

@@ -10,10 +10,9 @@ import torch
 
 import amp_graph
 from amp_graph import Policy
-from amp_graph.passes import pipeline as pipeline_module
 from amp_graph.passes import pipeline_table
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import TABLE, pipeline
 
 PAGE = Path(__file__).parent.parent / "docs" / "internals" / "writing-a-pass.md"
 PASS, IMPORT, ROW, TEST = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -46,7 +45,7 @@ def followed(monkeypatch, tmp_path):
     """The page, followed; returns the table."""
     made(monkeypatch, tmp_path, re.search(r"from (\S+) import", IMPORT)[1], PASS)
     table = made(monkeypatch, tmp_path, "table_of_the_page", with_row("RemoveNoOpDropout")).TABLE
-    monkeypatch.setattr(pipeline_module, "TABLE", table)
+    monkeypatch.setattr(pipeline_table, "TABLE", table)
     return table
 
 
@@ -58,7 +57,7 @@ def test_the_page_is_as_short_as_it_says():
 
 def test_the_row_is_in_the_pipeline(followed):
     (row,) = (row for row in followed if row.name == NAME)
-    assert len(followed) == len(pipeline_table.TABLE) + 1
+    assert len(followed) == len(TABLE) + 1
     assert row.law.startswith("Replaces ``x.t().t()`` by ``x``")
     names = [one.name for one in pipeline(Phase.CAPTURED, Policy.parse("bf16").pipeline_options("cpu"))]
     assert names.index("remove-no-op-dropout") + 1 == names.index(NAME)
@@ -83,7 +82,7 @@ def test_the_test_of_the_page_fails_for_a_pass_that_is_wrong(followed, monkeypat
     assert "if is_trained(second) != is_trained(x):" in PASS
     made(monkeypatch, tmp_path, name, PASS.replace("if is_trained(second) != is_trained(x):", "if False:"))
     monkeypatch.setattr(
-        pipeline_module, "TABLE", made(monkeypatch, tmp_path, "table", with_row("RemoveNoOpDropout")).TABLE
+        pipeline_table, "TABLE", made(monkeypatch, tmp_path, "table", with_row("RemoveNoOpDropout")).TABLE
     )
     module = made(monkeypatch, tmp_path, "test_of_the_page", TEST)
     with pytest.raises(AssertionError):

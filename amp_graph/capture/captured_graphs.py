@@ -31,8 +31,8 @@ from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, capture_with_dynamo, ends_in_break

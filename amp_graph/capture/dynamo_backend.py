@@ -20,16 +20,15 @@ from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import Undo
-from amp_graph.passes.backends.inductor.compile import compile_with_inductor
-from amp_graph.passes.backends.inductor.user_options import DEFAULT, why_not
+from amp_graph.passes.backends.inductor.compile import DEFAULT, compile_with_inductor, why_not
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, tag_checkpoints
 from amp_graph.passes.graph.autograd_functions import call_custom_functions
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.graph.grad_regions import switches_modes
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, lookup_backend
 from amp_graph.policy import Policy

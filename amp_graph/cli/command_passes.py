@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from amp_graph.cli.terminal import write_json, write_table
-from amp_graph.passes.pipeline import GROUPS, why_off
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase, Row
+from amp_graph.passes.pipeline_table import GROUPS, why_off
 from amp_graph.policy import Policy
 from amp_graph.step.step_table import EVERY
 
@@ -64,7 +64,7 @@ def _cells(state: State) -> tuple[str, ...]:
     row = state.row
     phases = ", ".join(phase.value for phase in row.phases)
     told = ("on" if row.skippable else "on (not optional)") if state.phase else f"off: {state.why}"
-    return row.name, row.stage.value, phases, row.grade.word, told, row.law
+    return row.name, row.stage.value, phases, row.grade.partition(" ")[0], told, row.law
 
 
 def states(policy: Policy, device: str, mode: Mode) -> list[State]:

@@ -24,6 +24,7 @@ from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS
 from amp_graph.passes.precision.predict_time import prediction
+from amp_graph.passes.precision.rule_based_planner import operands
 from amp_graph.policy import Policy
 
 COLUMNS = ("plan", "predicted us", "speed to autocast", "predicted error", "low", "full", "casts")
@@ -146,11 +147,11 @@ def count_low(graph: ErrorBudget, plan: Point) -> int:
 def count_casts(graph: ErrorBudget, plan: Point) -> int:
     """Return the number of casts of a plan: one per cast value, and one per full operation with low operands only."""
     made, low = graph.made, plan.low
-    count = sum(cast.is_made(low) for _, cast in made.casts())
+    count = sum(cast.is_due(low) for _, cast in made.casts())
     promoting = {
         given.promoted[0]
         for node, i in made.of.items()
-        if i not in low and made.is_free(node) and (given := made.operands(node)).promoted
+        if i not in low and made.is_free(node) and (given := operands(node, made.problem.classes[node])).promoted
         if all(made.holds[n] in low for n in given.promoted)
     }
     return count + len(promoting)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import value

@@ -24,7 +24,7 @@ from amp_graph.passes.loss_scaling import (
 from amp_graph.passes.loss_scaling.append import StateInput
 from amp_graph.passes.loss_scaling.scale_loss import COUNTS, SCALE
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Grade, Phase, Row, Stage, approximate
+from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Phase, Row, Stage, approximate
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.step.lay_out_gradients import (
     AddGradients,
@@ -59,25 +59,23 @@ CLIPPED = _of_step("clip", "only with clip_norm or clip_value")
 MASTERS = _of_step("update targets", "only with fp32 masters (O2)")
 
 
-def _row(cls: type[Pass], stage: Stage, grade: Grade, *needs: Condition, after: tuple[type[Pass], ...] = ()) -> Row:
-    names = tuple(one.name for one in after)
-    return Row(cls, stage, grade, (Phase.JOINT,), ("cpu", "cuda"), needs, after=names, skippable=False)
+def _row(cls: type[Pass], stage: Stage, grade: str, *needs: Condition) -> Row:
+    return Row(cls, stage, grade, (Phase.JOINT,), ("cpu", "cuda"), needs, skippable=False)
 
 
 SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP
 STEP_TABLE = (
     _row(ScaleLoss, SCALING, BIT_EXACT, SCALED_OR_SPLIT),
     _row(AddUpdateTargets, STEP, BIT_EXACT, MASTERS),
-    _row(LayOutGradients, STEP, BIT_EXACT, after=(AddUpdateTargets,)),
-    _row(AddGradients, STEP, BIT_EXACT, SPLIT, after=(ScaleLoss, LayOutGradients)),
-    _row(AverageOverRanks, SCALING, approximate("the order of the sum is the network's"), RANKS, after=(AddGradients,)),
-    _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED,
-         after=(ScaleLoss, AverageOverRanks)),
-    _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED, after=(CheckFiniteAndUnscale,)),
-    _row(UpdateParameters, STEP, BIT_EXACT, after=(AddUpdateTargets, CheckFiniteAndUnscale, ClipGradients)),
-    _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED, after=(CheckFiniteAndUnscale,)),
-    _row(WriteLowCopies, STEP, BIT_EXACT, after=(UpdateParameters,)),
-    _row(ReturnOutputs, STEP, BIT_EXACT, after=(AddGradients, CheckFiniteAndUnscale)),
+    _row(LayOutGradients, STEP, BIT_EXACT),
+    _row(AddGradients, STEP, BIT_EXACT, SPLIT),
+    _row(AverageOverRanks, SCALING, approximate("the order of the sum is the network's"), RANKS),
+    _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED),
+    _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED),
+    _row(UpdateParameters, STEP, BIT_EXACT),
+    _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED),
+    _row(WriteLowCopies, STEP, BIT_EXACT),
+    _row(ReturnOutputs, STEP, BIT_EXACT),
 )  # fmt: skip
 EVERY: tuple[Row, ...] = (*TABLE, *STEP_TABLE)
 

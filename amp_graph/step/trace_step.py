@@ -26,8 +26,8 @@ from amp_graph.optim.optimizer_guards import WatchedOptimizer
 from amp_graph.optim.torch_fused_update import group_updates
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
 from amp_graph.passes.torch_compat.dynamo_entries import weakly
 from amp_graph.passes.torch_compat.dynamo_settings import collector_waits

@@ -41,6 +41,7 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 BY_COPY = torch.ops.aten.copy_.default  # of another dtype
 CONVERSIONS = frozenset((TO_COPY, torch.ops.prims.convert_element_type.default, BY_COPY))
+CONTAINERS = (tuple, list, dict)
 DATA = "its sizes depend on data"
 NOT_STRIDED = "it has inputs that are sparse, nested or of a tensor subclass"
 
@@ -143,42 +144,40 @@ def _found(
 def _counted(
     written: Written, device: str, dtype: torch.dtype, grad: bool, is_weight: Callable[[str, Any], bool]
 ) -> CastsUnderAutocast:
-    made = _Inputs(FakeTensorMode(allow_non_fake_inputs=True))
-    given = [made.of(value) for _, value in written.inputs]
-    held = {name: made.of(value) for name, value in written.held.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made = _inputs(mode)
+    given = [made(value) for _, value in written.inputs]
+    held = {name: made(value) for name, value in written.held.items()}
     read = zip((*written.inputs, *written.held.items()), (*given, *held.values()), strict=True)
     counter = _Counter(fake for (name, value), fake in read if is_weight(name, value))
-    with torch.random.fork_rng(devices=()), made.mode, torch.set_grad_enabled(grad), counter:
+    with torch.random.fork_rng(devices=()), mode, torch.set_grad_enabled(grad), counter:
         with Regions() as regions, torch.autocast(device, dtype):
             _Run(written, held, regions).run(*given)
     return CastsUnderAutocast(counter.activations, counter.weights)
 
 
-class _Inputs:
-    """Makes the inputs of a run: fake tensors of a mode of its own, with numbers for symbolic sizes."""
+def _inputs(mode: FakeTensorMode) -> Callable[[Any], Any]:
+    """Return what makes an input of a run: fake tensors of ``mode``, one for each, with numbers for symbolic sizes."""
+    made: dict[int, torch.Tensor] = {}
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode, self._made = mode, dict[int, Any]()
-
-    def of(self, value: Any) -> Any:
-        """Return ``value`` with its tensors made anew, one for each."""
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._made:
-                self._made[id(value)] = self._tensor(value)
-            return self._made[id(value)]
-        if isinstance(value, SYMBOLIC):
-            return concrete_number(value)
-        if isinstance(value, (tuple, list, dict)):
-            return tree_map_only((torch.Tensor, torch.SymInt), self.of, value)
-        return value
-
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def tensor(value: torch.Tensor) -> torch.Tensor:
         if value.layout is not torch.strided:
             raise NotImplementedError(NOT_STRIDED)
-        with self.mode, torch.enable_grad():
-            made = empty_of_numbers(value)
-            made.requires_grad_(value.requires_grad)
-            return made if value.is_leaf or not value.requires_grad else made.clone()  # autocast keeps casts of leaves
+        with mode, torch.enable_grad():
+            fake = empty_of_numbers(value)
+            fake.requires_grad_(value.requires_grad)
+            return fake if value.is_leaf or not value.requires_grad else fake.clone()  # autocast keeps casts of leaves
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in made:
+                made[id(value)] = tensor(value)
+            return made[id(value)]
+        if isinstance(value, SYMBOLIC):
+            return concrete_number(value)
+        return tree_map_only((torch.Tensor, torch.SymInt), of, value) if isinstance(value, CONTAINERS) else value
+
+    return of
 
 
 class _Run(Observer):

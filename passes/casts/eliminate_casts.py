@@ -7,7 +7,7 @@ Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -94,8 +94,7 @@ def _is_conversion(node: Node) -> bool:
 
 def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
     """Return the replacement of ``node`` and the reason; else the reason to keep it ("" for a plain cast)."""
-    source = node.args[0]
-    assert isinstance(source, Node), "a conversion without a source is not a conversion"
+    source: Any = node.args[0]
     if memory.is_written(source) or memory.is_written(node):
         return "the storage is written, so the copy is needed: kept"
     if value(source).dtype == value(node).dtype:
@@ -105,7 +104,6 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
     if not _is_conversion(source):
         return ""
     origin = source.args[0]
-    assert isinstance(origin, Node), "a conversion without a source is not a conversion"
     if value(origin).dtype != value(node).dtype or memory.is_written(origin):
         return ""
     if not _widens(value(origin).dtype, value(source).dtype):
@@ -144,10 +142,8 @@ def _caller_gets_both(made: Node, origin: Node, memory: Memory) -> bool:
 
 def _create_converted(node: Node) -> bool:
     """Create a constant that only ``node`` reads, and converts, in the dtype of ``node``; say whether that was done."""
-    source, dtype = node.args[0], value(node).dtype
-    assert isinstance(source, Node), "a conversion without a source is not a conversion"
-    names = names_of(source)
-    made = value(source)
+    source: Any = node.args[0]
+    dtype, names, made = value(node).dtype, names_of(source), value(source)
     if len(names) != 1 or names[0] not in CREATIONS or made.requires_grad or "out" in source.kwargs:
         return False
     if len(source.users) > 1:  # a write to it, or to a view of it, would be another reader

@@ -233,10 +233,8 @@ class _Insertion:
         try:
             set_value(node, run_node(node, self.mode))
         except Exception as error:
-            where = node_info.source_line(node)
-            raise PassError(
-                f"insert-casts: {node.name} cannot run in full precision either, at {where}: {error}"
-            ) from error
+            what = f"insert-casts: {node.name} cannot run in full precision either: {error}"
+            raise PassError(what + node_info.at_line(node)) from error
 
     def _convert_result(self, node: Node) -> None:
         readers = list(node.users)

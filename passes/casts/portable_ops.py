@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, VerifyError
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.edit import describe
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call, names_of
@@ -21,6 +22,7 @@ from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.operators import ASSERT_TENSOR_METADATA, TO_COPY
 
 CAST_OP = TO_COPY
@@ -89,9 +91,8 @@ class CheckPortable(Pass):
         """Visit every node; raise VerifyError at the first that is refused."""
         for node in gm.graph.nodes:
             if why := _not_portable(node):
-                where = node_info.source_line(node)
                 raise VerifyError(
-                    f"portable: {node.name} = {target_text(node)}: {why}" + (f"\n  at {where}" if where else "") + "\n"
+                    f"portable: {node.name} = {target_text(node)}: {why}{node_info.at_line(node)}\n"
                     "  legal: ATen operators and casts whose floating-point operands have one dtype\n"
                     "  fix:   rewrite(torch.export.export(model, args).module(), portable=True), or portable=False"
                 )
@@ -124,3 +125,9 @@ def _touches_tensors(node: Node) -> bool:
 def float_operands(node: Node) -> list[torch.Tensor]:
     """Return the floating-point tensors that ``node`` reads."""
     return [t for source in node.all_input_nodes for t in tensors(value(source)) if t.is_floating_point()]
+
+
+def put_cast(before: Node, source: Node, dtype: torch.dtype, mode: FakeTensorMode) -> Node:
+    """Insert a cast of ``source`` before a node, and return it."""
+    with before.graph.inserting_before(before):
+        return describe(before.graph.call_function(CAST_OP, (source,), {"dtype": dtype}), source, mode)

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from amp_graph.passes.graph.fake_values import argument_values, captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT
-from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY, LOW_DTYPE, MARK
+from amp_graph.passes.graph.identify_ops import Operation, is_part, operations_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import LOW_DTYPE, MARK
 from amp_graph.passes.graph.node_info import schema_arguments
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
@@ -111,10 +111,9 @@ def difference(
 def lost_in(gm: GraphModule) -> Iterator[Lost]:
     """Yield the products of a rewritten graph whose operands have another dtype than planned."""
     for node in gm.graph.nodes:
-        identity = node.meta.get(IDENTITY)
         meant = planned(node)
-        if isinstance(identity, Identity) and meant is not None:
-            yield from _lost_by(node, identity.operations, meant)
+        if meant is not None:
+            yield from _lost_by(node, operations_of(node), meant)
 
 
 def _lost_by(node: Node, operations: Sequence[Operation], meant: torch.dtype) -> Iterator[Lost]:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY, MARK
+from amp_graph.passes.graph.identify_ops import operations_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import MARK
 from amp_graph.passes.precision.conditioning import SOFTMAX
 from amp_graph.passes.precision.plan_precision import marks
 
@@ -58,18 +58,17 @@ def out_of_range(gm: GraphModule, dtype: torch.dtype) -> set[Node]:
 
 def _is_allowed_by_a_user(node: Node) -> bool:
     """Say whether ``node`` is allowed, and no product: by lists of a user's own, or by ``amp_graph.precision``."""
-    mark, identity = node.meta[MARK], node.meta.get(IDENTITY)
-    operation = identity.operations[0] if isinstance(identity, Identity) else None
-    other = operation is not None and (Tag.pointwise in operation.op.tags or operation.packet in SOFTMAX)
-    return mark.cls is OpClass.ALLOW and other
+    first = operations_of(node)[:1]
+    other = any(Tag.pointwise in o.op.tags or o.packet in SOFTMAX for o in first)
+    return node.meta[MARK].cls is OpClass.ALLOW and other
 
 
 def is_added(source: Node, reader: Node) -> bool:
     """Say whether ``reader`` adds, compares or moves ``source``: False for factors of products."""
-    mark, identity = reader.meta.get(MARK), reader.meta.get(IDENTITY)
-    if mark is None or mark.cls is not OpClass.ALLOW or not isinstance(identity, Identity):
+    mark, operations = reader.meta.get(MARK), operations_of(reader)
+    if mark is None or mark.cls is not OpClass.ALLOW or not operations:
         return True
-    inputs, operation = tensor_inputs(reader), identity.operations[0]
+    inputs, operation = tensor_inputs(reader), operations[0]
     return _is_allowed_by_a_user(reader) or any(
         inputs[i] is source for i in operation.operands(ADDENDS.get(operation.packet, ""))
     )

@@ -7,18 +7,18 @@ After: ``layer_norm(x_fp16 -> fp32, weight_fp32, bias_fp32) -> fp16``, which rou
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
+from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.edit import set_identity, take_over
+from amp_graph.passes.graph.edit import set_identity
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST
+from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -109,14 +109,8 @@ class _Widening:
         return self.casts[key]
 
     def _new_cast(self, source: Node, before: Node, dtype: torch.dtype, why: str) -> Node:
-        with self.gm.graph.inserting_before(before):
-            cast = self.gm.graph.call_function(CAST_OP, (source,), {"dtype": dtype})
-        take_over(cast, source, None)
-        new: Any = run_node(cast, self.mode)
-        keep_trained(new, value(source))
-        cast.meta["val"] = cast.meta[CAPTURED] = new
+        cast = put_cast(before, source, dtype, self.mode)
         cast.meta[CAST] = why
-        set_identity(cast, self.mode)
         return cast
 
 

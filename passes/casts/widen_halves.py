@@ -7,6 +7,7 @@ in fp32 and can be planned. Under a list of autocast's own: ``mse_loss(x: f16, y
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,14 +15,14 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
 from amp_graph.passes.base import Change, Pass, PassResult
-from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
+from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
-from amp_graph.passes.graph.edit import describe, give_value, set_identity
+from amp_graph.passes.graph.edit import give_value, set_identity
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
-from amp_graph.passes.graph.identify_ops import identify, is_part, is_tensor_call
+from amp_graph.passes.graph.identify_ops import Operation, identify, is_part, is_tensor_call, taken_apart
 from amp_graph.passes.graph.meta_keys import INSIDE, REGION, WIDENED
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.graph.trace_node import DECOMPOSITIONS
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
@@ -60,7 +61,7 @@ class WidenHalves(Pass):
                 beside = torch.float32 in _dtypes(node)
                 halves = _to_widen(node, mode, lists)
                 for source in halves:
-                    node.replace_input_with(source, _cast(node, source, torch.float32, mode))
+                    node.replace_input_with(source, put_cast(node, source, torch.float32, mode))
                     changes.append(Change(self.name, "widened", source.name, f"{node.name} reads it beside fp32"))
                 if halves or narrowed:
                     _recompute(node, mode, captured)
@@ -73,7 +74,7 @@ class WidenHalves(Pass):
                     # A product beside fp32 only runs widened; the operator around a body knows its captured dtypes.
                     if node.op == "output" and INSIDE not in gm.meta and source not in restored:
                         continue
-                    node.replace_input_with(source, _cast(node, source, captured[source], mode))
+                    node.replace_input_with(source, put_cast(node, source, captured[source], mode))
         if changes:
             gm.meta[WIDENED] = True
         return PassResult(gm, tuple(changes))
@@ -113,21 +114,16 @@ def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
 
     It has no rule for ``einsum`` on the CPU, but has one for the ``bmm`` inside.
     """
-    apart: frozenset[OpOverload] = frozenset()
-    while True:
-        found = identify(node, mode, apart)
-        if isinstance(found, str) or any(node_info.autocast_has_rule(o.op, device) for o in found.operations):
-            return True
-        operators = {o.op for o in found.operations if not node_info.is_view(o.op)}
-        more = {op for op in operators if node_info.is_composite(op) or op in DECOMPOSITIONS} - apart
-        if not more:
-            return False
-        apart |= more
 
+    def has_rule(o: Operation) -> bool:
+        return node_info.autocast_has_rule(o.op, device)
 
-def _cast(reader: Node, source: Node, dtype: torch.dtype, mode: FakeTensorMode) -> Node:
-    with reader.graph.inserting_before(reader):
-        return describe(reader.graph.call_function(CAST_OP, (source,), {"dtype": dtype}), source, mode)
+    def is_composite(o: Operation) -> bool:
+        composite = node_info.is_composite(o.op) or o.op in DECOMPOSITIONS
+        return composite and not node_info.is_view(o.op) and not has_rule(o)
+
+    found, _ = taken_apart(partial(identify, node, mode), is_composite)
+    return isinstance(found, str) or any(map(has_rule, found.operations))
 
 
 def _recompute(node: Node, mode: FakeTensorMode, captured: dict[Node, torch.dtype]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.edit import inline
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, INPUT, MARK, REGION
@@ -51,21 +51,17 @@ def inline_checkpoints(gm: GraphModule) -> None:
 
 def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None:
     attribute: Any = node.args[0]
-    env: dict[Node, Any] = {}
-    operands = iter(node.args[1:])
-    with gm.graph.inserting_before(node):
-        for part in body.graph.nodes:
-            if part.op == "placeholder":
-                env[part] = next(operands)
-            elif part.op == "get_attr":
-                name = f"{attribute.target}_{part.target}".replace(".", "_")
-                setattr(gm, name, getattr(body, str(part.target)))
-                env[part] = gm.graph.get_attr(name)
-                env[part].meta = dict(part.meta)
-            elif part.op != "output":
-                env[part] = gm.graph.node_copy(part, lambda n: env[n])
-                env[part].meta[CHECKPOINT] = number
-    outputs: Any = map_arg(body.graph.output_node().args[0], lambda n: env[n])
+
+    def held(part: Node) -> Node:
+        name = f"{attribute.target}_{part.target}".replace(".", "_")
+        setattr(gm, name, getattr(body, str(part.target)))
+        found = gm.graph.get_attr(name)
+        found.meta = dict(part.meta)
+        return found
+
+    outputs, made = inline(gm, body.graph, node.args[1:], node, held)
+    for part in made:
+        part.meta[CHECKPOINT] = number
     for user in list(node.users):
         index: Any = user.args[1]
         user.replace_all_uses_with(outputs[index])

@@ -2,7 +2,8 @@
 
 Before: ``v = h[:, 0]; v += 1``. After: ``h`` and ``v`` share a storage with one write; a cast of ``h`` before the write
 must not be used by a reader after it. For operators of other libraries, schemas count too: their fake kernels may
-return new memory where the real ones return their argument's.
+return new memory where the real ones return their argument's. Views of one storage, such as those of
+``qkv.chunk(3, -1)``, may have no element in common: ``may_overlap(k, v)`` is False.
 """
 
 from __future__ import annotations
@@ -17,10 +18,54 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.bodies import graph_read
 from amp_graph.passes.graph.fake_values import adopt_values, captured, is_eligible, tensors
-from amp_graph.passes.graph.identify_ops import Identity, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY, RETURNED
-from amp_graph.passes.graph.view_overlap import may_overlap
+from amp_graph.passes.graph.identify_ops import operations_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import RETURNED
+from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import storage_key
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The bytes of a storage that a view reads: ``start``, and ``steps`` of (count, distance in bytes)."""
+
+    start: int
+    steps: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(view: torch.Tensor) -> _Place:
+        width = view.element_size()
+        steps = [(concrete_size(n), concrete_size(d) * width) for n, d in zip(view.shape, view.stride(), strict=True)]
+        return _Place(concrete_size(view.storage_offset()) * width, ((width, 1), *(s for s in steps if s[0] != 1)))
+
+    def length(self, below: int | None = None) -> int:
+        """Return the number of bytes from the first to the last, over the steps shorter than ``below``."""
+        return 1 + sum((count - 1) * step for count, step in self.steps if below is None or step < below)
+
+    def fits(self, row: int) -> bool:
+        """Say whether the view takes the same part of each of its rows of ``row`` bytes."""
+        whole = all(step < row or step % row == 0 for _, step in self.steps)
+        return whole and self.start % row + self.length(row) <= row
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Say whether two views of one storage may share an element; False only if they certainly do not."""
+    if 0 in (*map(concrete_size, a.shape), *map(concrete_size, b.shape)):
+        return False
+    one, other = _Place.of(a), _Place.of(b)
+    if _apart(one.start, one.length(), other.start, other.length()):
+        return False
+    rows = {step for place in (one, other) for _, step in place.steps if step > 1}
+    return not any(
+        one.fits(row)
+        and other.fits(row)
+        and _apart(one.start % row, one.length(row), other.start % row, other.length(row))
+        for row in rows
+    )
+
+
+def _apart(a: int, a_length: int, b: int, b_length: int) -> bool:
+    return a + a_length <= b or b + b_length <= a
+
 
 MANY = 64  # outputs of one storage up to which overlap is checked pair by pair; more are assumed to overlap
 OWN = ("aten", "prims")  # namespaces of torch, whose fake kernels alias as the real ones do
@@ -42,10 +87,6 @@ class Memory:
     def is_written(self, node: Node) -> bool:
         """Say whether the storage of the value of ``node`` is written anywhere in the graph."""
         return any(key in self.writers for key in self.storages.get(node, ()))
-
-    def is_written_after(self, node: Node) -> bool:
-        """Say whether the storage of the value of ``node`` is written after ``node``."""
-        return bool(self.written_after(node))
 
     def written_after(self, node: Node) -> frozenset[int]:
         """Return the storages of the value of ``node`` that are written after it."""
@@ -176,14 +217,6 @@ def _is_held(node: Node) -> bool:
 
 def _aliased_by_schema(node: Node) -> list[Node]:
     """Return the inputs that the value of ``node`` may alias, by schemas that are not torch's own."""
-    found = node.meta.get(IDENTITY)
-    if not isinstance(found, Identity) or all(o.op.namespace in OWN for o in found.operations):
-        return []
-    inputs = tensor_inputs(node)
-    return [
-        inputs[i]
-        for o in found.operations
-        if o.op.namespace not in OWN
-        for name in node_info.returned_arguments(o.op)
-        for i in o.operands(name)
-    ]
+    foreign = [o for o in operations_of(node) if o.op.namespace not in OWN]
+    inputs = tensor_inputs(node) if foreign else []
+    return [inputs[i] for o in foreign for name in node_info.returned_arguments(o.op) for i in o.operands(name)]

@@ -6,11 +6,12 @@ Before: ``gm.graph.call_function(F.gelu, (x,))``, a node without metadata. After
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.fake_values import captured, keep_trained, run_node, value
 from amp_graph.passes.graph.identify_ops import Identity, identify
@@ -108,3 +109,24 @@ def put_before(
         elsewhere = {key: mark for key, mark in made.meta.items() if key not in PLACE}
         made.meta = elsewhere | {key: like.meta[key] for key in PLACE if key in like.meta}
     return made
+
+
+def inline(
+    gm: GraphModule, part: Graph, given: Iterable[Any], before: Node, attribute: Callable[[Node], Node]
+) -> tuple[Any, list[Node]]:
+    """Copy the nodes of ``part`` before a node of ``gm``; return what ``part`` returns, and the copies.
+
+    ``given``: what its inputs are, in order. ``attribute``: inserts what ``gm`` has for an attribute of ``part``.
+    """
+    env: dict[Node, Any] = {}
+    operands, made = iter(given), []
+    with gm.graph.inserting_before(before):
+        for node in part.nodes:
+            if node.op == "placeholder":
+                env[node] = next(operands)
+            elif node.op == "get_attr":
+                env[node] = attribute(node)
+            elif node.op != "output":
+                env[node] = gm.graph.node_copy(node, lambda n: env[n])
+                made.append(env[node])
+    return map_arg(part.output_node().args[0], lambda n: env[n]), made

@@ -73,16 +73,12 @@ def _line(node: Node, names: dict[Node, str]) -> str:
     kind = type_text(value(node))
     typed = f"{names[node]}: {kind}" if kind else names[node]
     if node.op == "placeholder":
-        return f"{typed} = input {node_info.clean_path(_source_name(node))}"
+        shown = str(node.meta.get(INPUT, node.target))  # as the user wrote it, if Dynamo recorded it
+        return f"{typed} = input {node_info.clean_path(shown)}"
     if node.op == "get_attr":
         return f"{typed} = attribute {node.target}"
     path = node_info.module_path(node)
     return f"{typed} = {target_text(node)}({', '.join(args)})" + (f"  # {path}" if path else "")
-
-
-def _source_name(node: Node) -> str:
-    """Return an input's name as the user wrote it, if Dynamo recorded it."""
-    return str(node.meta.get(INPUT, node.target))
 
 
 class _Name(str):

@@ -7,6 +7,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,11 +20,10 @@ from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, has_no_meta_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
-from amp_graph.passes.graph.trace_node import argument_leaves, call_node
+from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, below_autograd
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
 
@@ -35,18 +35,14 @@ class Operand:
     index: int
 
 
-@dataclass(frozen=True)
-class Inner:
-    """An argument of an operation that was computed inside the traced node."""
-
-    dtype: torch.dtype | None
+INNER = object()  # an argument of an operation that was computed inside the traced node
 
 
 @dataclass(frozen=True)
 class Operation:
     """One ATen operation inside a node: the overload, and its arguments by schema name.
 
-    An argument is an ``Operand`` (an input tensor of the node), an ``Inner``, a tuple of them, or a plain value.
+    An argument is an ``Operand`` (an input tensor of the node), ``INNER``, a tuple of them, or a plain value.
     ``floating`` is False if neither inputs nor outputs are floating point.
     """
 
@@ -118,12 +114,16 @@ def is_tensor_call(node: Node) -> bool:
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
 
+def operations_of(node: Node) -> tuple[Operation, ...]:
+    """Return the operations of ``node``, in order; () if it was not identified, or calls none."""
+    identity = node.meta.get(IDENTITY)
+    return identity.operations if isinstance(identity, Identity) else ()
+
+
 def only_views(node: Node) -> bool:
     """Say whether ``node`` is known to consist of views only."""
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or not identity.operations:
-        return False
-    return all(node_info.is_view(o.op) for o in identity.operations)
+    operations = operations_of(node)
+    return bool(operations) and all(node_info.is_view(o.op) for o in operations)
 
 
 def names_of(node: Node) -> tuple[str, ...]:
@@ -177,6 +177,23 @@ def identify_for(
     return _trace(node, mode, decompose) if asks else found
 
 
+def taken_apart(
+    look: Callable[[frozenset[OpOverload]], Identity | str],
+    further: Callable[[Operation], bool],
+    apart: frozenset[OpOverload] = frozenset(),
+) -> tuple[Identity | str, frozenset[OpOverload]]:
+    """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
+
+    ``look`` is ``identify``, or ``identify_for``, for one node; it takes the operations to decompose.
+    """
+    while True:
+        found = look(apart)
+        more = () if isinstance(found, str) else {o.op for o in found.operations if o.op not in apart and further(o)}
+        if not more:
+            return found, apart
+        apart |= frozenset(more)
+
+
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
     """Return the one operation of ``node`` with its own integers, which shared identities of ``identify`` lack."""
     found = _trace(node, mode, frozenset())
@@ -192,13 +209,13 @@ def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
     """
     names = [a.name for a in op._schema.arguments]
     kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or len(identity.operations) != 1:
+    operations = operations_of(node)
+    if len(operations) != 1:
         return None
     if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
         return None
     given = node_info.schema_arguments(op, node.args, kwargs)
-    seen, inputs = identity.operations[0], tensor_inputs(node)
+    seen, inputs = operations[0], tensor_inputs(node)
     for name in names:
         found = given.get(name)
         leaves = found if isinstance(found, (tuple, list)) else (found,)
@@ -285,8 +302,8 @@ class _Recorder(TorchDispatchMode):
 
     def _operand(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return self._origin.get(id(leaf), Inner(leaf.dtype))
-        return Inner(None) if isinstance(leaf, torch.SymInt) else leaf
+            return self._origin.get(id(leaf), INNER)
+        return INNER if isinstance(leaf, torch.SymInt) else leaf
 
 
 def _returns_its_argument(func: OpOverload, args: tuple[Any, ...]) -> bool:

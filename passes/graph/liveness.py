@@ -26,7 +26,7 @@ UNSAID = (UNSAFE_VIEW,)
 
 @dataclass
 class Lifetimes:
-    """The nodes that allocated the memory of each value (its roots), its last reader, and its writes.
+    """The nodes that allocated the memory of each value (its ``roots``), its last reader, and its writes.
 
     Aliases come from the operators' schemas; a call without a schema may return any of its inputs.
     """
@@ -50,24 +50,20 @@ class Lifetimes:
                 found.writes.setdefault(root, []).append(place)
         return found
 
-    def memory(self, node: Node) -> frozenset[Node]:
-        """Return the nodes that allocated the memory of ``node``."""
-        return self.roots[node]
-
     def is_done_after(self, node: Node, place: Node, reader: Node) -> bool:
         """Say whether the graph allocated the memory of ``node``, and only ``reader`` reads it after ``place``."""
-        memory, end, one = self.memory(node), self.order[place], self.order[reader]
+        memory, end, one = self.roots[node], self.order[place], self.order[reader]
         made_here = len(memory) == 1 and all(m.op == "call_function" for m in memory)
         return made_here and all(p <= end or p == one for m in memory for p in self.reads[m])
 
     def is_written_between(self, node: Node, first: Node, last: Node) -> bool:
         """Say whether a node after ``first`` and before ``last`` writes to the memory of ``node``."""
         start, end = self.order[first], self.order[last]
-        return any(start < place < end for m in self.memory(node) for place in self.writes.get(m, ()))
+        return any(start < place < end for m in self.roots[node] for place in self.writes.get(m, ()))
 
     def memory_written_by(self, node: Node) -> frozenset[Node]:
         """Return the nodes that allocated the memory to which ``node`` writes."""
-        return frozenset(m for source in _written(node) for m in self.memory(source))
+        return self._of_all(_written(node))
 
     def _of_all(self, nodes: Iterable[Node]) -> frozenset[Node]:
         return frozenset().union(*(self.roots[n] for n in nodes))

@@ -12,8 +12,8 @@ from typing import Any
 from torch.fx import Node
 
 from amp_graph.passes.graph.fake_values import captured, value
-from amp_graph.passes.graph.identify_ops import Identity, names_of, tensor_inputs
-from amp_graph.passes.graph.meta_keys import CHECKPOINT, GRAD, IDENTITY, REGION
+from amp_graph.passes.graph.identify_ops import names_of, operations_of, tensor_inputs
+from amp_graph.passes.graph.meta_keys import CHECKPOINT, GRAD, REGION
 from amp_graph.passes.graph.node_info import calls_torch, is_mutable
 from amp_graph.passes.torch_compat.storage import storage_key
 
@@ -32,8 +32,8 @@ class Formula:
 
 def operation(node: Node) -> tuple[str, list[Any]]:
     """Return a node's one operation and its operands (nodes and numbers); ("", []) for other nodes."""
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or len(identity.operations) != 1 or not calls_torch(node):
+    operations = operations_of(node)
+    if len(operations) != 1 or not calls_torch(node):
         return "", []
     # Numbers come from the call: calls that differ in their integers share one identity.
     args = [*node.args, *node.kwargs.values()]
@@ -41,7 +41,7 @@ def operation(node: Node) -> tuple[str, list[Any]]:
         return "", []
     if not all(isinstance(a, (Node, int, float)) for a in args):
         return "", []
-    return identity.names[0], args
+    return operations[0].packet, args
 
 
 def only_reader(node: Node, *names: str) -> Node | None:
@@ -94,8 +94,7 @@ def is_written_meanwhile(found: Formula, operand: Node, apart_from: Collection[N
     """
     node, key = min(found.inside), storage_key(captured(operand))
     while node is not found.last:
-        identity = node.meta.get(IDENTITY)
-        writes = isinstance(identity, Identity) and any(is_mutable(o.op) for o in identity.operations)
+        writes = any(is_mutable(o.op) for o in operations_of(node))
         touched = [t for n in tensor_inputs(node) if (t := captured(n)) is not None] if writes else []
         if node not in apart_from and any(storage_key(t) == key for t in touched):
             return True

@@ -92,14 +92,12 @@ def is_composite(op: OpOverload) -> bool:
     return dispatch_has_kernel(op, "CompositeImplicitAutograd")
 
 
-def changes_shape_by_data(op: OpOverload) -> bool:
-    """Say whether the shape of the output depends on the values of the inputs (``nonzero``, ``unique``)."""
-    return torch.Tag.dynamic_output_shape in op.tags
+def cannot_run_again(op: OpOverload) -> bool:
+    """Say whether ``op`` gives another shape on the same fake operands.
 
-
-def reshapes_in_place(op: OpOverload) -> bool:
-    """Say whether ``op`` changes the metadata of its argument (``unsqueeze_``), so that it must not run twice."""
-    return torch.Tag.inplace_view in op.tags
+    That of ``nonzero`` depends on data, and ``unsqueeze_`` changes the metadata of its argument.
+    """
+    return torch.Tag.dynamic_output_shape in op.tags or torch.Tag.inplace_view in op.tags
 
 
 def schema_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +144,12 @@ def source_line(node: Node) -> str:
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{_short(lines[index])}: {code}" if code else _short(lines[index])
     return ""
+
+
+def at_line(node: Node) -> str:
+    """Return the last line of an error that is about ``node``: where the user made it; "" if that is not known."""
+    where = source_line(node)
+    return f"\n  at {where}" if where else ""
 
 
 def _short(line: str) -> str:

@@ -129,7 +129,7 @@ class Observer(Interpreter):
         super().__init__(gm, garbage_collect_values=True, graph=graph)
         self.memory, self.sink, self.bodies = memory, sink, bodies or {}
         self.leaves: list[torch.Tensor] = []
-        self._node: Node | None = None
+        self._node: Any = None
 
     def run(self, *args: Any, **_: Any) -> Any:
         """Run the graph once; torch's ``run`` starts a thread of tqdm, which stays in the process."""
@@ -154,7 +154,6 @@ class Observer(Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Note the inputs to differentiate for."""
-        assert self._node is not None, "set before a node runs"
         given = self.sink.given(self._node, super().placeholder(target, args, kwargs))
         if self.memory is not None and isinstance(given, torch.Tensor) and given.requires_grad:
             self.leaves.append(given)
@@ -162,7 +161,6 @@ class Observer(Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return what runs a body, or what the graph holds."""
-        assert self._node is not None, "set before a node runs"
         return self.bodies.get(str(target)) or self.sink.given(self._node, super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

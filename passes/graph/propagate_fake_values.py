@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node, Tracer
 from torch.utils._pytree import tree_map_only
 
 from amp_graph.lists.errors import Attempt
+from amp_graph.passes.graph.edit import inline
 from amp_graph.passes.graph.meta_keys import MODULE
 from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
@@ -103,18 +104,19 @@ def _inline(gm: GraphModule, node: Node) -> None:
     placeholders, result = inner.find_nodes(op="placeholder"), inner.output_node().args[0]
     if not isinstance(result, Node) or any(str(place.target).startswith("*") for place in placeholders):
         return
-    given: list[Any] = [*node.args]
-    env: dict[Node, Any] = {}
+    given = []
     for position, place in enumerate(placeholders):
         fallback = place.args[0] if place.args else None
-        env[place] = given[position] if position < len(given) else node.kwargs.get(str(place.target), fallback)
-    with gm.graph.inserting_before(node):
-        for part in inner.nodes:
-            if part.op == "get_attr":
-                env[part] = gm.graph.get_attr(f"{path}.{part.target}")
-            elif part.op not in ("placeholder", "output"):
-                env[part] = gm.graph.node_copy(part, lambda n: env[n])
-            if part.op not in ("placeholder", "output"):
-                env[part].meta[MODULE] = path
-    node.replace_all_uses_with(env[result])
+        named = node.kwargs.get(str(place.target), fallback)
+        given.append(node.args[position] if position < len(node.args) else named)
+
+    def held(part: Node) -> Node:
+        found = gm.graph.get_attr(f"{path}.{part.target}")
+        found.meta[MODULE] = path
+        return found
+
+    returned, made = inline(gm, inner, given, node, held)
+    for part in made:
+        part.meta[MODULE] = path
+    node.replace_all_uses_with(returned)
     gm.graph.erase_node(node)

@@ -14,8 +14,9 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.edit import give_value, set_value
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, keep_trained, run_node, value
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MODULE, REGION
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, MARK, MODULE, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import (
     CONVOLUTIONS,
@@ -98,21 +99,15 @@ class _Conversion:
             ):
                 self._give(node, source, False)
         if converts:
-            self._renew(node)
+            set_value(node, run_node(node, self.mode))  # from the current layouts of its inputs
             arrived = is_channels_last(value(node)) or not is_image(value(node))
             (self.last if arrived else self.late).add(node)
 
     def _show(self, node: Node) -> None:
         """Update a view of a part of an image that is channels_last now."""
         if self._has_channels_innermost(node.all_input_nodes[0]):
-            self._renew(node)
+            set_value(node, run_node(node, self.mode))
             (self.last if is_channels_last(value(node)) else self.parts).add(node)
-
-    def _renew(self, node: Node) -> None:
-        """Recompute the value of ``node`` from the current layouts of its inputs."""
-        node.meta["val"] = self._fresh(node, value(node))
-        if "example_value" in node.meta:
-            node.meta["example_value"] = node.meta["val"]
 
     def _has_channels_innermost(self, source: Node) -> bool:
         """Say whether the channels of ``source`` are innermost now."""
@@ -131,7 +126,8 @@ class _Conversion:
             return alone and value(source).dim() == 4 and channels_last_weights_are_profitable(value(node).device.type)
         if source in self.parts and not wants_dense(node):
             return False
-        return is_image(value(source)) and self.layouts.may_copy(source, node)
+        is_written = source in getattr(node.meta.get(MARK), "written", ())  # by ``node``, which a copy would hide
+        return is_image(value(source)) and not is_written
 
     def _give(self, node: Node, source: Node, channels_last: bool) -> None:
         """Make ``node`` read ``source`` in the other layout; a copy is shared until its storage is written."""
@@ -149,21 +145,17 @@ class _Conversion:
         if casts and (is_weight or casting_into_layout_is_profitable(value(source).device.type)):
             # A cast writes a copy anyway: make it write this layout.
             source.target, source.args, source.kwargs = "to", (source.args[0], value(source).dtype), options
-            source.meta["val"] = self._fresh(source, value(source))
+            set_value(source, run_node(source, self.mode))
             return source
         with self.gm.graph.inserting_before(node):
             made = self.gm.graph.call_method("contiguous", (source,), options)
         made.meta = {k: source.meta[k] for k in KEPT if k in source.meta}
-        made.meta["val"] = made.meta[CAPTURED] = self._fresh(made, captured(source))
         if "example_value" in source.meta:
-            made.meta["example_value"] = made.meta["val"]
+            made.meta["example_value"] = None
+        found = run_node(made, self.mode)
+        keep_trained(found, captured(source))
+        give_value(made, found)
         return made
-
-    def _fresh(self, node: Node, old: Any) -> Any:
-        """Return the value of ``node`` now; it requires gradients if ``old`` did."""
-        found = run_node(node, self.mode)
-        keep_trained(found, old)
-        return found
 
 
 def _is_convolution(node: Node) -> bool:

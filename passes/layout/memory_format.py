@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.graph.fake_values import captured, tensors, value
-from amp_graph.passes.graph.identify_ops import Identity, Operation, arguments_of, is_part, names_of
-from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
+from amp_graph.passes.graph.identify_ops import Operation, arguments_of, is_part, names_of, operations_of
+from amp_graph.passes.graph.meta_keys import CAST, MARK, REGION
 from amp_graph.passes.torch_compat.fake import concrete_size
 
 CONVOLUTIONS = frozenset(
@@ -80,11 +80,6 @@ class Layouts:
         keys = set(self.memory.storages.get(node, ()))
         return not keys & self.pinned and _is_contiguous(captured(node))
 
-    def may_copy(self, source: Node, reader: Node) -> bool:
-        """Say whether ``reader`` may read a copy of ``source``: not if it writes to ``source``."""
-        mark = reader.meta.get(MARK)
-        return source not in getattr(mark, "written", ())
-
 
 def _pinned(gm: GraphModule, memory: Memory, parts: frozenset[Node]) -> frozenset[int]:
     """Return storages that an operation which does not keep layouts writes, or aliases before a write.
@@ -114,16 +109,13 @@ def _shows_a_part(node: Node) -> bool:
 
 def wants_dense(node: Node) -> bool:
     """Say whether an operation that accepts any layout is slow on images that are not dense."""
-    identity = node.meta.get(IDENTITY)
-    if CAST in node.meta or not isinstance(identity, Identity):
-        return False
-    return not all(_is_pointwise_or_in(ANY_STRIDES, o) for o in identity.operations)
+    return CAST not in node.meta and not all(_is_pointwise_or_in(ANY_STRIDES, o) for o in operations_of(node))
 
 
 def keeps_layout(node: Node, names: Collection[str]) -> bool:
     """Say whether all operations of ``node`` are in ``names``."""
-    identity = node.meta.get(IDENTITY)
-    return isinstance(identity, Identity) and bool(identity.names) and set(identity.names) <= set(names)
+    found = names_of(node)
+    return bool(found) and set(found) <= set(names)
 
 
 def _any_layout(node: Node) -> bool:
@@ -132,11 +124,10 @@ def _any_layout(node: Node) -> bool:
         return False
     if CAST in node.meta and node.op == "call_method":
         return True
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or not identity.operations:
-        return False
+    operations = operations_of(node)
     # Random numbers are drawn in memory order: another layout would assign them to other elements.
-    return all(_is_pointwise_or_in(KEEP_LAYOUT, o) and not node_info.is_random(o.op) for o in identity.operations)
+    known = all(_is_pointwise_or_in(KEEP_LAYOUT, o) and not node_info.is_random(o.op) for o in operations)
+    return bool(operations) and known
 
 
 def _is_pointwise_or_in(names: Collection[str], operation: Operation) -> bool:

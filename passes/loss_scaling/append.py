@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.passes.base import PassError
+from amp_graph.passes.graph.edit import inline
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.loss_scaling.joint_graph import change_joint, joint_of, like_in
@@ -56,18 +57,14 @@ def append(gm: GraphModule, function: Callable[..., Any], *given: Any, before: N
 
 def _inline(gm: GraphModule, traced: GraphModule, sources: list[Node], before: Node) -> list[Node]:
     """Copy the nodes of ``traced`` before a node of ``gm``; return what it returns."""
-    names = {}
-    for node, source in zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True):
-        names[node] = source
-    with gm.graph.inserting_before(before):
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                names[node] = gm.graph.get_attr(_take_over(gm, traced, str(node.target)))
-                names[node].meta = dict(node.meta)
-            elif node.op not in ("placeholder", "output"):
-                names[node] = gm.graph.node_copy(node, lambda n: names[n])
-    found: Any = traced.graph.output_node().args[0]
-    return [names[node] for node in found]
+
+    def held(node: Node) -> Node:
+        found = gm.graph.get_attr(_take_over(gm, traced, str(node.target)))
+        found.meta = dict(node.meta)
+        return found
+
+    found, _ = inline(gm, traced.graph, sources, before, held)
+    return list(found)
 
 
 def _take_over(gm: GraphModule, traced: GraphModule, name: str) -> str:

@@ -6,7 +6,7 @@ is the number of the output that is the gradient of ``fc.bias``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -206,8 +206,9 @@ def shared_gradients(gm: GraphModule) -> list[bool]:
     own = gradient_nodes(gm)
     others = [n for n in outputs(gm) if isinstance(n, Node) and n not in own]
     others += gm.graph.find_nodes(op="placeholder")
-    memory = _by_schema(gm) if APART in gm.meta else _by_storage
-    known = set().union(*map(memory, others)) if others else set()
+    lives = Lifetimes.of(gm) if APART in gm.meta else None
+    memory: Callable[[Node], frozenset[Any]] = _storages if lives is None else lives.roots.__getitem__
+    known = set[Any]().union(*map(memory, others))
     found = []
     for node in own:
         keys = memory(node)
@@ -221,13 +222,8 @@ def _is_expanded(node: Node) -> bool:
     return any(step == 0 and size != 1 for step, size in steps)
 
 
-def _by_storage(node: Node) -> set[Any]:
-    return {key for t in tensors(value(node)) if (key := storage_key(t)) is not None}
-
-
-def _by_schema(gm: GraphModule) -> Any:
-    lives = Lifetimes.of(gm)
-    return lambda node: set(lives.memory(node))
+def _storages(node: Node) -> frozenset[Any]:
+    return frozenset(key for t in tensors(value(node)) if (key := storage_key(t)) is not None)
 
 
 def _number(outs: list[Any], given: int | str | Node, what: str) -> int:

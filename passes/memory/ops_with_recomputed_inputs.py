@@ -69,8 +69,7 @@ def _root_of(given: Tensor) -> _Root | None:
         return None
     if node.name() in CASTS and KEY not in node.metadata:
         _mark_cast(node, tensor)
-    known = KEY in node.metadata and tensor.output_nr >= node.metadata[KEY].first
-    return _Root(tensor, node) if known else None
+    return _Root(tensor, node) if KEY in node.metadata else None
 
 
 def _mark_cast(node: Any, made: Tensor) -> None:

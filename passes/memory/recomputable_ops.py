@@ -28,12 +28,12 @@ from amp_graph.passes.memory.recompute_functions import (
 from amp_graph.passes.torch_compat.autograd import outer_saved_tensors_hooks
 
 
-def marked(out: Tensor, given: tuple[Any, ...], extra: Any = None, first: int = 0) -> Tensor:
+def marked(out: Tensor, given: tuple[Any, ...], extra: Any = None) -> Tensor:
     """Record on the autograd node of ``out``, made from ``given``, that it is recomputable; see ``RecomputeRecipe``."""
     node: Any = out.grad_fn
     if node is not None and node.name() in COMPUTE:
         hooks = outer_saved_tensors_hooks()
-        node.metadata[KEY] = RecomputeRecipe(extra, None if hooks is None else _kept_by(hooks, given), first)
+        node.metadata[KEY] = RecomputeRecipe(extra, None if hooks is None else _kept_by(hooks, given))
     return out
 
 

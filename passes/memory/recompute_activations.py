@@ -36,7 +36,7 @@ from amp_graph.passes.memory.recomputable_ops import (
 from amp_graph.passes.memory.saved_tensors import Readers, readers_of
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
-from amp_graph.passes.registry import Recomputable, traits_of
+from amp_graph.passes.registry import NO_TRAITS, traits_of
 from amp_graph.passes.torch_compat.fake import numel
 
 LAYER_NORM = torch.ops.aten.layer_norm.default
@@ -65,7 +65,6 @@ LONGEST = 8  # relus in a row that are recomputed, each from the one before
 # everything recomputed, converted transformers took 1.15 to 1.25 of the time on an H200 (batches of 8, widths of 384
 # and 768). The graph of a whole step has no such calls: it took 0.92 to 1.06 of the time.
 FEWEST_BESIDE_PYTHON = 1 << 24
-_NOTHING = Recomputable()
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class _Work:
 
     def visit(self, node: Node, kind: str) -> None:
         """Make one value recomputable if the law allows it and it is profitable."""
-        made = self._makers(_before(node)) if kind == "relu" and not _known(node).norm else ()
+        made = self._makers(_before(node)) if kind == "relu" and not traits_of(node.target).norm else ()
         if made is None:
             return
         found = readers_of(node)
@@ -136,7 +135,7 @@ class _Work:
     def _why_not(self, node: Node, kind: str, found: Readers) -> str:
         if found.reason:
             return found.reason
-        if self.memory.is_written_after(node):
+        if self.memory.written_after(node):
             return "it is written to later"
         if self.options.recompute != "all":
             if self.options.accuracy != "fast" and (kind == "layer norm" or _cost(node, kind) == "gelu by tanh"):
@@ -166,11 +165,11 @@ class _Work:
         """Return the norms and saved relus from which a relu's input is computed; None if anything else contributes."""
         if not isinstance(source, Node) or REGION in source.meta or CHECKPOINT in source.meta:
             return None
-        if source.target is batch_norm_computed_again or _known(source).norm or _is_batch_norm(source):
+        if source.target is batch_norm_computed_again or traits_of(source.target).norm or _is_batch_norm(source):
             return (source,)
         if source in self.depths:
             return ()
-        if (_known(source).summand is not None or names_of(source) in RELUS) and is_trained(source):
+        if (traits_of(source.target).summand is not None or names_of(source) in RELUS) and is_trained(source):
             return (source,)
         if names_of(source) not in SUMS or len(source.args) != 2 or source.kwargs:
             return None
@@ -184,14 +183,9 @@ def is_seen(kind: str, products: float, elements: int) -> bool:
     return call + elements * element > MOST_AGAIN * elements * products * MULTIPLIED
 
 
-def _known(node: Node) -> Recomputable:
-    """Return what the function that ``node`` calls declares about recomputation; a default if nothing."""
-    return traits_of(node.target).recomputable or _NOTHING
-
-
 def _kind(node: Node) -> str:
     """Return the kind of value that ``node`` makes; "" if it is not recomputable."""
-    names, declared = names_of(node), _known(node).kind
+    names, declared = names_of(node), traits_of(node.target).kind
     kind = declared or (KINDS.get(names[0], "") if len(names) == 1 else "")
     if not kind or _is_recomputed(node) or not is_trained(node):
         return ""
@@ -202,18 +196,18 @@ def _kind(node: Node) -> str:
 
 def _is_recomputed(node: Node) -> bool:
     """Say whether ``node`` already calls a function whose value is recomputed."""
-    known = traits_of(node.target).recomputable
+    known = traits_of(node.target)
     ours = getattr(node.target, "__module__", "") == recomputable_ops.__name__
-    return ours or (known is not None and known.replacement is None)
+    return ours or (known is not NO_TRAITS and known.replacement is None)
 
 
 def _is_recomputed_relu(node: Node) -> bool:
-    return node.target is relu_computed_again or (_known(node).kind == "relu" and _is_recomputed(node))
+    return node.target is relu_computed_again or (traits_of(node.target).kind == "relu" and _is_recomputed(node))
 
 
 def _before(relu: Node) -> Any:
     """Return what a relu reads; for one that is fused with a norm and a sum, what is added to the norm."""
-    return relu.args[_known(relu).summand or 0]
+    return relu.args[traits_of(relu.target).summand or 0]
 
 
 def _dtype(node: Any) -> torch.dtype | None:
@@ -239,26 +233,30 @@ def _replace(node: Node, relu: Any) -> None:
     """Let ``node`` call the function with a recomputed value; for a relu, ``relu``."""
     if _is_recomputed(node):
         return
-    known = _known(node)
+    known = traits_of(node.target)
     if known.replacement is not None:
-        kept = known.keeps is not None and relu is relu_kept
-        node.target = known.keeps if kept and known.keeps is not None else known.replacement
+        node.target = known.keeps if known.keeps is not None and relu is relu_kept else known.replacement
         return
-    kind, source = KINDS.get(names_of(node)[0], ""), node.args[0]
-    node.op, relu_in_place = "call_function", names_of(node) == ("aten.relu_",)
+    kind = KINDS.get(names_of(node)[0], "batch norm")
+    functions = {
+        "relu": relu,
+        "gelu": gelu_computed_again,
+        "silu": silu_computed_again,
+        "layer norm": layer_norm_low_computed_again if node.target is layer_norm_low else layer_norm_computed_again,
+        "batch norm": batch_norm_computed_again,
+    }
+    node.args = _arguments(node, kind)
+    node.op, node.target, node.kwargs = "call_function", functions[kind], {}
+
+
+def _arguments(node: Node, kind: str) -> tuple[Any, ...]:
+    """Return the arguments of a call, in the order in which the function with a recomputed value takes them."""
     if kind == "relu":
-        node.target, node.args, node.kwargs = relu, (source, relu_in_place), {}
-    elif kind == "silu":
-        node.target, node.args, node.kwargs = silu_computed_again, (source,), {}
-    elif kind == "gelu":
-        node.target = gelu_computed_again
-    elif node.target is layer_norm_low:
-        node.target = layer_norm_low_computed_again
-    elif kind == "layer norm":
+        return node.args[0], names_of(node) == ("aten.relu_",)
+    if kind == "layer norm":
         given = node_info.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
-        node.args = tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
-        node.target, node.kwargs = layer_norm_computed_again, {}
-    else:
+        return tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
+    if kind == "batch norm":
         given = batch_norm_arguments(node)
-        node.target, node.args = batch_norm_computed_again, tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
-        node.kwargs = {}
+        return tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
+    return (node.args[0], *node.kwargs.values()) if kind == "gelu" else node.args[:1]  # a GELU's form is a keyword

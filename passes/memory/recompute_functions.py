@@ -32,13 +32,12 @@ class RecomputeRecipe:
     """One recomputed value, shared by all operations that did not save it; the last reader in a backward frees it.
 
     extra: what the computation needs besides what autograd saved. inputs: returns the operation's inputs where hooks
-    save them; may be called only once per save, because checkpoints allow no more. first: the first of the operation's
-    results that holds the value; a later one may alias it. Holds no node, because the node of the value holds this.
+    save them; may be called only once per save, because checkpoints allow no more. Holds no node, because the node of
+    the value holds this.
     """
 
     extra: Any = None
     inputs: Callable[[], list[Any]] | None = None
-    first: int = 0
     readers: int = 0
     left: int = 0
     made: Tensor | None = None

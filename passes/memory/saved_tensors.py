@@ -8,7 +8,7 @@ the same time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, REGION
@@ -124,35 +124,28 @@ def _products(reader: Any) -> float:
     return numel(out) * concrete_size(wide.shape[-1])
 
 
-@dataclass
-class _Storage:
-    size: int
-    made: int  # position in the graph where it is made
-    read: int  # position of its last use
+def most_bytes(gm: GraphModule) -> int:
+    """Return the peak number of bytes alive at the same time among what ``gm`` makes.
 
-
-def most_bytes(gm: GraphModule, but: Callable[[Node], bool] = lambda node: False) -> int:
-    """Return the peak number of bytes alive at the same time among what ``gm`` makes, ``but`` some results."""
-    added: dict[int, int] = {}  # change at each position
-    for one in _storages(gm, but):
-        added[one.made] = added.get(one.made, 0) + one.size
-        added[one.read + 1] = added.get(one.read + 1, 0) - one.size
-    return max(accumulate(added[place] for place in sorted(added)), default=0)
-
-
-def _storages(gm: GraphModule, but: Callable[[Node], bool]) -> list[_Storage]:
-    """Return what ``gm`` makes: not its inputs, views of them, or values without storage (sparse, wrapped tensors)."""
+    Its inputs do not count, nor views of them, nor values without storage (sparse, wrapped tensors).
+    """
     given: set[int | None] = {None}
-    made: dict[int | None, _Storage] = {}
+    sizes: dict[int | None, int] = {}
+    first: dict[int | None, int] = {}  # the position in the graph where a storage is made
+    last: dict[int | None, int] = {}
     for place, node in enumerate(gm.graph.nodes):
         own = tensors(value(node))
-        if node.op in ("placeholder", "get_attr") or but(node):
+        if node.op in ("placeholder", "get_attr"):
             given |= {storage_key(t) for t in own}
             continue
         for t in own:
             if (key := storage_key(t)) not in given:
-                made.setdefault(key, _Storage(concrete_size(bytes_of(t)), place, place))
-        for t in (*own, *(t for source in node.all_input_nodes for t in tensors(value(source)))):
-            if (found := made.get(storage_key(t))) is not None:
-                found.read = place
-    return list(made.values())
+                sizes.setdefault(key, concrete_size(bytes_of(t)))
+                first.setdefault(key, place)
+        read = (t for source in node.all_input_nodes for t in tensors(value(source)))
+        last |= {key: place for t in (*own, *read) if (key := storage_key(t)) in sizes}
+    added = Counter[int]()  # change at each position
+    for key, size in sizes.items():
+        added[first[key]] += size
+        added[last[key] + 1] -= size
+    return max(accumulate(added[place] for place in sorted(added)), default=0)

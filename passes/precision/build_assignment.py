@@ -16,24 +16,12 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import WISH
 from amp_graph.passes.precision.classify import Classification
+from amp_graph.passes.precision.lookahead import is_leaf
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.op_cost import cast_picoseconds, kept_picoseconds, picoseconds, work_of
 from amp_graph.passes.precision.planning_problem import FREE, LOW, Choice, Problem
-from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Cast, Kept, Promotion, Task
-from amp_graph.passes.precision.rule_based_planner import RuleBasedPlan, without_scalars
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The inputs of a node, grouped by the precision in which the node reads them.
-
-    ``moved``: the node's own precision. ``promoted``: the same, but a full-precision node also accepts
-    low-precision operands without a cast. ``beside``: always full precision.
-    """
-
-    moved: tuple[Node, ...] = ()
-    promoted: tuple[Node, ...] = ()
-    beside: tuple[Node, ...] = ()
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term
+from amp_graph.passes.precision.rule_based_planner import Operands, RuleBasedPlan, operands
 
 
 @dataclass
@@ -60,33 +48,27 @@ class Formulation:
     lowers: dict[Node, list[int]] = field(default_factory=dict)
     widens: dict[Node, list[int]] = field(default_factory=dict)
     keepers: dict[Node, list[int]] = field(default_factory=dict)
-    promotions: list[Promotion] = field(default_factory=list)
+    promotions: list[Term] = field(default_factory=list)
 
     def task(self) -> Task:
         """Return the task as numbers."""
-        kept = []
+        terms = [term for _, term in self.casts()] + self.promotions
         for node, readers in self.keepers.items():
-            low = kept_picoseconds(node, self.machine, self.dtype)
-            leaf = node.op in ("placeholder", "get_attr")  # it stays in memory anyway
-            kept.append(Kept(_once(readers), low, 0 if leaf else kept_picoseconds(node, self.machine, "float32")))
-        return Task(
-            tuple(self.full),
-            tuple(self.low),
-            self.fixed,
-            tuple(self.limits),
-            tuple(cast for _, cast in self.casts()),
-            tuple(self.promotions),
-            tuple(kept),
-        )
+            terms.append(Term(_once(readers), (FULL_ALWAYS,), kept_picoseconds(node, self.machine, self.dtype)))
+            if not is_leaf(node):  # which stays in memory anyway
+                terms.append(Term((LOW_ALWAYS,), _once(readers), kept_picoseconds(node, self.machine, "float32")))
+        return Task(tuple(self.full), tuple(self.low), self.fixed, tuple(self.limits), tuple(terms))
 
-    def casts(self) -> list[tuple[Node, Cast]]:
-        """Return each value that may be cast, and the cost of that."""
-        readers = [(n, self.holds[n], self.lowers.get(n), self.widens.get(n)) for n in {**self.lowers, **self.widens}]
-        readers += [(n, i, None, [FULL_ALWAYS]) for n, i in self.of.items() if self.painted[n].converts_result]
+    def casts(self) -> list[tuple[Node, Term]]:
+        """Return each value that may be cast, down and up, and the cost of that."""
         found = []
-        for node, held, lowers, widens in readers:
-            price = self._cast_price(node)
-            found.append((node, Cast(held, _once(lowers), _once(widens), price, price)))
+        for node, readers in self.lowers.items():
+            found.append((node, Term(_once(readers), (self.holds[node],), self._cast_price(node))))
+        for node, readers in self.widens.items():
+            found.append((node, Term((self.holds[node],), _once(readers), self._cast_price(node))))
+        for node, i in self.of.items():
+            if self.painted[node].converts_result:
+                found.append((node, Term((i,), (FULL_ALWAYS,), self._cast_price(node))))
         return found
 
     def is_free(self, node: Node) -> bool:
@@ -97,20 +79,6 @@ class Formulation:
         if kind.cls is OpClass.ALLOW:
             return self.skip and WISH not in node.meta and kind.origin != "amp_graph.precision"
         return kind.cls in FREE or kind.cls is OpClass.PROMOTE
-
-    def operands(self, node: Node) -> Operands:
-        """Return the inputs of a free node, grouped by how the node reads them."""
-        kind = self.problem.classes[node]
-        inputs = tuple(n for n in node.all_input_nodes if is_eligible(captured(n)))
-        moved = tuple(n for n in inputs if n in kind.applies)
-        beside = tuple(n for n in inputs if n not in kind.applies)
-        if kind.cls in (OpClass.ALLOW, OpClass.PROMOTE):
-            return Operands(moved, (), beside if kind.cls is OpClass.ALLOW else ())
-        counted = tuple(without_scalars(list(moved)))
-        beside = () if kind.cls is OpClass.NEUTRAL else beside
-        if kind.mixed and len(counted) > 1:
-            return Operands((), counted, beside)
-        return Operands(counted if kind.mixed else moved, (), beside)
 
     def _cast_price(self, node: Node, within: bool = False) -> int:
         # A parameter always counts as trained. It gets a gradient only if one of its readers is trained too.
@@ -193,7 +161,7 @@ class Formulation:
             self.widens.setdefault(source, []).append(FULL_ALWAYS)
 
     def _read_freely(self, node: Node, kind: Classification) -> None:
-        i, given = self.of[node], self.operands(node)
+        i, given = self.of[node], operands(node, kind)
         self._move(i, given.moved)
         self._widen(given.beside)
         for source in given.promoted:
@@ -211,7 +179,8 @@ class Formulation:
         for position, source in enumerate(sources):
             is_cast = can_be_low and position == 0
             if is_cast or self.machine.promotes_by_copy:
-                self.promotions.append(Promotion(i, self.holds[source], self._cast_price(source, not is_cast)))
+                price = self._cast_price(source, not is_cast)
+                self.promotions.append(Term((self.holds[source],), (i,), price))
 
     def _limit(self, node: Node, kind: Classification, given: Operands) -> None:
         """Add the limits of the accuracy: round nothing that the rule-based planner would not round."""
@@ -229,8 +198,8 @@ class Formulation:
         """Say whether no operand of ``node`` may be rounded for it."""
         if self.problem.accuracy == "autocast":
             return node not in self.permitted.ahead.early
-        operands = (*given.moved, *given.promoted)
-        return self.problem.accuracy != "fast" and not self.permitted.may_round(node, kind, operands)
+        read = (*given.moved, *given.promoted)
+        return self.problem.accuracy != "fast" and not self.permitted.may_round(node, kind, read)
 
     def _shares(self, node: Node, source: Node) -> bool:
         storages = self.problem.memory.storages
@@ -242,8 +211,7 @@ class Formulation:
             which = self.lowers if want == LOW else self.widens
             which.setdefault(source, []).append(LOW_ALWAYS if want == LOW else FULL_ALWAYS)
         if kind.cls in FREE and kind.mixed and choice.precision != LOW and not choice.wants:
-            given = self.operands(node)
-            self._promote(FULL_ALWAYS, given.promoted)
+            self._promote(FULL_ALWAYS, operands(node, kind).promoted)
 
     def _read_as_captured(self, node: Node) -> None:
         if is_part(node) or (node.op == "output" and not self.problem.keep_outputs):
@@ -251,8 +219,8 @@ class Formulation:
         self._widen(n for n in node.all_input_nodes if is_eligible(captured(n)))
 
 
-def _once(variables: list[int] | None) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(variables or ()))
+def _once(variables: list[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(variables))
 
 
 def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> Formulation:
@@ -260,7 +228,7 @@ def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False
 
     ``skip``: an ``allow`` operation may also stay in full precision where low precision is not profitable.
     """
-    permitted = RuleBasedPlan(problem, widest=True)
+    permitted = RuleBasedPlan(problem)
     return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
 
 

@@ -6,6 +6,7 @@ Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.decompositions import DECOMPOSITIONS
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, tensor_inputs
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, taken_apart, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
+from amp_graph.passes.graph.trace_node import DECOMPOSITIONS
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
 from amp_graph.passes.torch_compat.devices import ONEDNN_RNN, onednn_takes_bf16
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -203,30 +204,22 @@ def is_conversion_target(node: Node) -> bool:
 
 def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Identify ``node``; decompose composites that no list names until the list names their operations."""
-    apart: frozenset[OpOverload] = frozenset()
     whole = identify_for(node, lists, mode)
-    while True:
-        found = identify_for(node, lists, mode, apart)
-        if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
-            return whole, frozenset()
-        more = {
-            o.op
-            for o in found.operations
-            if o.floating
-            and o.op not in apart
-            and (node_info.is_composite(o.op) or o.op in DECOMPOSITIONS)
-            and not node_info.is_view(o.op)
-            and "dropout" not in str(o.op)  # tracing decomposes it differently, which draws other random bits
-            and o.packet not in CONVERSIONS
-            and lists.lookup(o.op, o.arguments) is None
-        }
-        if not more:
-            rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
-            told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
-            if told or isinstance(whole, str):
-                return without_false_products(node, lists, mode, found, apart)
-            return without_false_products(node, lists, mode, whole, frozenset())
-        apart = apart | frozenset(more)
+
+    def is_composite(o: Operation) -> bool:
+        known = node_info.is_view(o.op) or lists.lookup(o.op, o.arguments) is not None or o.packet in CONVERSIONS
+        # Tracing decomposes dropout differently, which draws other random bits.
+        composite = node_info.is_composite(o.op) or o.op in DECOMPOSITIONS
+        return o.floating and composite and not known and "dropout" not in str(o.op)
+
+    found, apart = taken_apart(partial(identify_for, node, lists, mode), is_composite)
+    if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
+        return whole, frozenset()
+    rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
+    told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
+    if told or isinstance(whole, str):
+        return without_false_products(node, lists, mode, found, apart)
+    return without_false_products(node, lists, mode, whole, frozenset())
 
 
 def _class_of(rule: Rule | None, operation: Operation, lists: OpList) -> OpClass:

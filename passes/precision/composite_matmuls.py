@@ -6,13 +6,13 @@ which ``torch.autocast`` sees. ``inner(a, b)`` of matrices stays a matmul.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, load
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, taken_apart
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -27,15 +27,11 @@ def without_false_products(
     left = [o for o in found.operations if _is_product_by_its_parts(o, lists)]
     if not left or len(left) < sum(_is_allowed(o, lists) for o in found.operations):
         return found, apart
-    more, parts = apart, found
-    while left:
-        more |= {o.op for o in left}
-        again = identify_for(node, lists, mode, more)
-        if isinstance(again, str):
-            return found, apart
-        parts = again
-        left = [o for o in parts.operations if o.op not in more and _is_decomposed(o, lists)]
-    return (found, apart) if any(_is_allowed(o, lists) for o in parts.operations) else (parts, more)
+    look = partial(identify_for, node, lists, mode)
+    parts, more = taken_apart(look, lambda o: _is_decomposed(o, lists), apart)
+    if isinstance(parts, str) or any(_is_allowed(o, lists) for o in parts.operations):
+        return found, apart
+    return parts, more
 
 
 def _is_decomposed(operation: Operation, lists: OpList) -> bool:

@@ -91,7 +91,7 @@ class Tradeoff:
     def _parts(self, differing: frozenset[int]) -> list[frozenset[int]]:
         """Split variables into groups that share no term and no limit: each group can change alone."""
         part = {i: {i} for i in sorted(differing)}
-        terms = (t.variables for task in (self.costs, self.harm) for t in task.terms)
+        terms = ((*t.lows, *t.fulls) for task in (self.costs, self.harm) for t in task.terms)
         for group in (*terms, *self.costs.limits):
             _join(part, [i for i in group if i in differing])
         return [frozenset(members) for members in {id(members): members for members in part.values()}.values()]
@@ -108,29 +108,15 @@ def _join(part: dict[int, set[int]], group: list[int]) -> None:
 
 def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:
     """Return the task whose costs are ``of_cost * costs + of_harm * harm``."""
-    a, b = _times(costs, of_cost), _times(harm, of_harm)
+    both = ((costs, of_cost), (harm, of_harm))
     return replace(
-        a,
-        full=tuple(x + y for x, y in zip(a.full, b.full, strict=True)),
-        low=tuple(x + y for x, y in zip(a.low, b.low, strict=True)),
-        casts=a.casts + b.casts,
-        promotions=a.promotions + b.promotions,
-        kept=a.kept + b.kept,
-    )
-
-
-def _times(task: Task, factor: int) -> Task:
-    return replace(
-        task,
-        full=tuple(factor * x for x in task.full),
-        low=tuple(factor * x for x in task.low),
-        casts=tuple(replace(c, down=factor * c.down, up=factor * c.up) for c in task.casts),
-        promotions=tuple(replace(p, price=factor * p.price) for p in task.promotions),
-        kept=tuple(replace(k, low=factor * k.low, full=factor * k.full) for k in task.kept),
+        costs,
+        full=tuple(of_cost * x + of_harm * y for x, y in zip(costs.full, harm.full, strict=True)),
+        low=tuple(of_cost * x + of_harm * y for x, y in zip(costs.low, harm.low, strict=True)),
+        terms=tuple(replace(term, price=factor * term.price) for task, factor in both for term in task.terms),
     )
 
 
 def _most(task: Task) -> int:
     """Return an upper bound on the cost of any assignment."""
-    terms = [*(c.down + c.up for c in task.casts), *(p.price for p in task.promotions)]
-    return sum(map(max, task.full, task.low)) + sum(terms) + sum(k.low + k.full for k in task.kept)
+    return sum(map(max, task.full, task.low)) + sum(term.price for term in task.terms)

@@ -17,14 +17,13 @@ from torch.fx.node import map_arg
 from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.graph.decompositions import ADDING
-from amp_graph.passes.graph.edit import set_identity
+from amp_graph.passes.graph.edit import inline, set_identity
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
-from amp_graph.passes.graph.trace_node import trace_node, traced_inputs
+from amp_graph.passes.graph.trace_node import ADDING, trace_node, traced_inputs
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.classify import classified
 from amp_graph.passes.precision.conditioning import leads_to_softmax
@@ -96,20 +95,11 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
     result = small.graph.output_node().args[0]
     if not isinstance(result, Node) and not taken_apart:
         return None
-    env: dict[Node, Any] = {}
-    inputs = iter(traced_inputs(node))
-    made: list[Node] = []
-    with gm.graph.inserting_before(node):
-        for part in small.graph.nodes:
-            if part.op == "placeholder":
-                env[part] = next(inputs)
-            elif part.op == "get_attr":
-                env[part] = _constant(gm, getattr(small, str(part.target)), part)
-            elif part.op != "output":
-                env[part] = gm.graph.node_copy(part, lambda n: env[n])
-                _describe(env[part], part, node)
-                made.append(env[part])
-    _replace(gm, node, map_arg(result, lambda n: env[n]))
+    held = lambda part: _constant(gm, getattr(small, str(part.target)), part)  # noqa: E731
+    replacement, made = inline(gm, small.graph, traced_inputs(node), node, held)
+    for part in made:
+        _describe(part, node)
+    _replace(gm, node, replacement)
     mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
@@ -131,11 +121,12 @@ def _constant(gm: GraphModule, tensor: torch.Tensor, part: Node) -> Node:
     return made
 
 
-def _describe(made: Node, part: Node, origin: Node) -> None:
+def _describe(made: Node, origin: Node) -> None:
+    val = made.meta.get("val")
     made.meta = {key: origin.meta[key] for key in KEPT if key in origin.meta}
-    made.meta["val"] = made.meta[CAPTURED] = part.meta.get("val")
+    made.meta["val"] = made.meta[CAPTURED] = val
     if "example_value" in origin.meta:
-        made.meta["example_value"] = part.meta.get("val")
+        made.meta["example_value"] = val
     if made.meta.get(GRAD, True) and any(map(is_trained, made.all_input_nodes)):
         for tensor in tensors(made.meta["val"]):  # the trace was of detached inputs
             if tensor.is_floating_point():

@@ -20,7 +20,7 @@ from amp_graph.passes.precision.convex_hull import Point, Tradeoff
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.min_cut_planner import choices
 from amp_graph.passes.precision.planning_problem import LOW, Choice, Problem
-from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Cast, Task, cheapest
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, Term, cheapest
 from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from amp_graph.passes.torch_compat.fake import numel
@@ -41,7 +41,7 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
         if made.problem.classes[node].cls is not OpClass.NEUTRAL:
             low[i] = round(unit * influence.values.get(node, 0.0) * _roundings(node, made.problem.classes[node]))
     casts = [
-        Cast(made.holds[source], (reader,), (), round(unit * influence.readings.get((source, node), 0.0)), 0)
+        Term((reader,), (made.holds[source],), round(unit * influence.readings.get((source, node), 0.0)))
         for source, node, reader in _lowered(made)
     ]
     return Task((0,) * len(low), tuple(low), made.fixed, tuple(made.limits), tuple(casts))

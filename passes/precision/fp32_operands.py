@@ -14,8 +14,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Operation, is_part, tensor_inputs
-from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.graph.identify_ops import Operation, is_part, operations_of, tensor_inputs
 from amp_graph.passes.precision.classify import Classification
 
 # Tensor layouts whose kernels accept and return low precision as those of dense tensors do.
@@ -54,10 +53,7 @@ def left_full(node: Node, found: Classification) -> Classification:
 
 def trained_in_fp32(node: Node, found: Classification) -> Classification:
     """Return ``found``, or ``deny`` for a convolution of which torch's low-precision gradient is wrong on the CPU."""
-    identity = node.meta.get(IDENTITY)
-    if found.cls is not OpClass.ALLOW or not isinstance(identity, Identity):
-        return found
-    if any(_is_shallow(node, operation) for operation in identity.operations):
+    if found.cls is OpClass.ALLOW and any(_is_shallow(node, operation) for operation in operations_of(node)):
         return replace(found, cls=OpClass.DENY, why=SHALLOW)
     return found
 

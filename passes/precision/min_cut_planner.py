@@ -11,11 +11,12 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.precision.build_assignment import Formulation, Operands, formulate
+from amp_graph.passes.precision.build_assignment import Formulation, formulate
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.planning_problem import FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.precision_assignment import cheapest
+from amp_graph.passes.precision.rule_based_planner import Operands, operands
 
 BY_TIME = "at the least predicted time"
 
@@ -43,7 +44,7 @@ def _choice(node: Node, made: Formulation, low: frozenset[int]) -> Choice:
         return painted
     if i in low:
         return replace(painted, reason=f"{painted.reason}; {BY_TIME}")
-    given = made.operands(node)
+    given = operands(node, kind)
     wants = dict.fromkeys((*given.moved, *given.beside), FULL)
     if given.promoted and all(made.holds[n] in low for n in given.promoted):
         wants[given.promoted[0]] = FULL  # the kernel promotes the others

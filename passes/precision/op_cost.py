@@ -7,7 +7,6 @@ backward: 9.9 ms in bfloat16 at 1.8e11 FLOP/s.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +61,8 @@ class Work:
     sizes: tuple[int, int, int] | None = None
 
 
-def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = None) -> Work:
-    """Return the work of ``node``, classified as ``kind``; ``operands``: its inputs when it was classified."""
+def work_of(node: Node, kind: Classification) -> Work:
+    """Return the work of ``node``, classified as ``kind``."""
     if not tensors(captured(node)):
         return Work("")
     if _is_view(node, kind):
@@ -74,8 +73,7 @@ def work_of(node: Node, kind: Classification, operands: Iterable[Node] | None = 
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
     if family in COUNTED:
-        operands = node.all_input_nodes if operands is None else operands
-        factors = sum(is_trained(s) for s in operands if s in kind.applies and _is_matrix(s))
+        factors = sum(is_trained(s) for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
         backward = float(factors) if is_trained(node) else 0.0
         keeps, calls = "inputs" if backward else "", _calls(kind, given)
         return Work(family, _flops(kind, given, made), elements, backward, keeps, sums, calls, _sizes(kind, node))

@@ -113,7 +113,7 @@ class PlanPrecision(Pass):
         o = self.options
         assert mode is not None, "a graph without tensors has no plan"
         nodes = [node for node in gm.graph.nodes if is_tensor_call(node)]
-        classes = {node: left_full(node, _decided(classified(node, o.lists, mode))) for node in nodes}
+        classes = {node: left_full(node, classified(node, o.lists, mode)) for node in nodes}
         if not o.emulates:  # whose sums in fp32 have gradients of their own
             classes = {node: trained_in_fp32(node, found) for node, found in classes.items()}
         classes = self._constrained(gm, classes)
@@ -211,11 +211,6 @@ def _only_masks(node: Node, classes: Mapping[Node, Classification]) -> bool:
     """Say whether only softmax and attention read ``node``: for them, a mask constant just has to be very negative."""
     readers = [classes.get(user) for user in node.users]
     return bool(readers) and all(r is not None and set(r.names) <= MASKED for r in readers)
-
-
-def _decided(found: Classification) -> Classification:
-    """Make a node opaque if its operations have different classes and it could not be expanded."""
-    return replace(found, cls=OpClass.OPAQUE) if found.expand else found
 
 
 def _by_wish(found: Classification, precision: str, why: str) -> Classification:

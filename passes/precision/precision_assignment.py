@@ -1,81 +1,106 @@
 """Find the cheapest assignment of two precisions, by a minimum cut; works on numbers, without any torch graph.
 
 Before: operations with a cost in each precision, and casts with a cost. After: the operations that are low.
+The cut is found by Dinic's algorithm (E. A. Dinic, Soviet Mathematics Doklady 11, 1970). networkx has the same, but
+importing it takes longer than planning a model.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
-from amp_graph.passes.precision.max_flow import sink_side
+SOURCE, SINK = -1, -2
+Room = Mapping[int, dict[int, int]]  # the residual capacity of each edge, by its two ends
+
+
+def sink_side(gains: Mapping[int, int], edges: Mapping[tuple[int, int], int | None]) -> set[int]:
+    """Return the smallest sink side of a minimum cut.
+
+    ``gains[n]``: the extra cost of node ``n`` on the sink's side over the source's side. ``edges[a, b]``: the cost if
+    ``a`` is on the source's side and ``b`` on the sink's side; None: that is forbidden.
+    """
+    room: Room = defaultdict(dict)
+
+    def connect(a: int, b: int, capacity: int) -> None:
+        room[a][b] = room[a].get(b, 0) + capacity
+        room[b].setdefault(a, 0)
+
+    unbounded = sum(gain for gain in gains.values() if gain > 0) + 1
+    for node, gain in gains.items():
+        connect(*((SOURCE, node) if gain > 0 else (node, SINK)), abs(gain))
+    for (a, b), capacity in edges.items():
+        connect(a, b, unbounded if capacity is None else capacity)
+    _saturate(room)
+    found, queue = {SINK}, [SINK]
+    for node in queue:
+        before = [other for other in room[node] if room[other][node] and other not in found]
+        found.update(before)
+        queue.extend(before)
+    return found - {SINK}
+
+
+def _saturate(room: Room) -> None:
+    """Send the maximum flow from the source to the sink."""
+    while SINK in (level := _levels(room)):
+        untried = {node: list(ends) for node, ends in room.items()}
+        while path := _path(room, level, untried):
+            amount = min(room[a][b] for a, b in pairwise(path))
+            for a, b in pairwise(path):
+                room[a][b] -= amount
+                room[b][a] += amount
+
+
+def _levels(room: Room) -> dict[int, int]:
+    """Return the distance from the source of each node that it reaches."""
+    level, queue = {SOURCE: 0}, [SOURCE]
+    for node in queue:
+        for end, left in room[node].items():
+            if left and end not in level:
+                level[end] = level[node] + 1
+                queue.append(end)
+    return level
+
+
+def _path(room: Room, level: Mapping[int, int], untried: Mapping[int, list[int]]) -> list[int]:
+    """Return a path to the sink along growing distances, [] if none is left; never try a dead end twice."""
+    path = [SOURCE]
+    while path[-1] != SINK:
+        node = path[-1]
+        ends = untried[node]
+        while ends and not (room[node][ends[-1]] and level.get(ends[-1]) == level[node] + 1):
+            ends.pop()
+        if ends:
+            path.append(ends[-1])
+        elif node == SOURCE:
+            return []
+        else:
+            path.pop()
+            untried[path[-1]].pop()
+    return path
+
 
 FULL_ALWAYS, LOW_ALWAYS = 0, 1  # the first two variables of every task stand for the two precisions themselves
 
 
 @dataclass(frozen=True)
-class Cast:
-    """The cost of the casts of one value; each cast counts once, for any number of readers.
+class Term:
+    """A cost that arises once, if any variable of ``lows`` is low and any of ``fulls`` is full.
 
-    ``down``: the cost if the value is full and one of ``lowers`` is low. ``up``: the cost if the value is low and one
-    of ``widens`` is full.
+    A downcast: low readers of a full value; an upcast: full readers of a low value; each counts once for any number of
+    readers. A promotion: a full reader that widens a low operand itself. A value that is saved for backward: in low
+    precision for low readers (beside ``FULL_ALWAYS``), in full precision for full ones (beside ``LOW_ALWAYS``).
     """
 
-    value: int
-    lowers: tuple[int, ...]
-    widens: tuple[int, ...]
-    down: int
-    up: int
-
-    @property
-    def variables(self) -> tuple[int, ...]:
-        """The variables that this cost depends on."""
-        return (self.value, *self.lowers, *self.widens)
-
-    def cost(self, low: Container[int]) -> int:
-        """Return the cost where the variables in ``low`` are low."""
-        return (self.up if self.value in low else self.down) if self.is_made(low) else 0
-
-    def is_made(self, low: Container[int]) -> bool:
-        """Say whether a reader needs the other precision where the variables in ``low`` are low."""
-        return any(r not in low for r in self.widens) if self.value in low else any(r in low for r in self.lowers)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """The cost of saving one value for backward: ``low`` if one of ``readers`` is low, plus ``full`` if one is full."""
-
-    readers: tuple[int, ...]
-    low: int
-    full: int
-
-    @property
-    def variables(self) -> tuple[int, ...]:
-        """The variables that this cost depends on."""
-        return self.readers
-
-    def cost(self, low: Container[int]) -> int:
-        """Return the cost where the variables in ``low`` are low."""
-        lowered = self.low if any(r in low for r in self.readers) else 0
-        return lowered + (self.full if any(r not in low for r in self.readers) else 0)
-
-
-@dataclass(frozen=True)
-class Promotion:
-    """The cost if a full ``reader`` promotes a low ``operand`` itself."""
-
-    reader: int
-    operand: int
+    lows: tuple[int, ...]
+    fulls: tuple[int, ...]
     price: int
 
-    @property
-    def variables(self) -> tuple[int, ...]:
-        """The variables that this cost depends on."""
-        return (self.reader, self.operand)
-
-    def cost(self, low: Container[int]) -> int:
-        """Return the cost where the variables in ``low`` are low."""
-        return self.price if self.reader not in low and self.operand in low else 0
+    def is_due(self, low: Container[int]) -> bool:
+        """Say whether the cost arises where the variables in ``low`` are low."""
+        return any(i in low for i in self.lows) and any(i not in low for i in self.fulls)
 
 
 @dataclass(frozen=True)
@@ -83,28 +108,21 @@ class Task:
     """Variables that are full or low, and the costs of both, in integer picoseconds.
 
     ``full[i]`` and ``low[i]``: the cost of variable ``i`` alone. ``fixed``: variables with a fixed value (True: low).
-    ``limits``: pairs (a, b): ``a`` may be low only if ``b`` is low.
+    ``limits``: pairs (a, b): ``a`` may be low only if ``b`` is low. ``terms``: costs of several variables together.
     """
 
     full: tuple[int, ...]
     low: tuple[int, ...]
     fixed: Mapping[int, bool]
     limits: tuple[tuple[int, int], ...] = ()
-    casts: tuple[Cast, ...] = ()
-    promotions: tuple[Promotion, ...] = ()
-    kept: tuple[Kept, ...] = ()
-
-    @property
-    def terms(self) -> tuple[Cast | Promotion | Kept, ...]:
-        """All costs that depend on more than one variable."""
-        return (*self.casts, *self.promotions, *self.kept)
+    terms: tuple[Term, ...] = ()
 
 
 def cost(task: Task, low: Collection[int]) -> int:
     """Return the cost of the assignment in which the variables in ``low`` are low; ignores the limits."""
     low = frozenset(low)
     alone = sum(task.low[i] if i in low else task.full[i] for i in range(len(task.full)))
-    return alone + sum(term.cost(low) for term in task.terms)
+    return alone + sum(term.price for term in task.terms if term.is_due(low))
 
 
 def is_legal(task: Task, low: Collection[int]) -> bool:
@@ -164,14 +182,8 @@ class _CutNetwork:
             self._part(LOW_ALWAYS, i, full - low)
         for a, b in task.limits:
             self._part(a, b, None)
-        for promotion in task.promotions:
-            self._part(promotion.operand, promotion.reader, promotion.price)
-        for cast in task.casts:
-            self._part_any_low(cast.lowers, cast.value, cast.down)
-            self._part_any_full(cast.value, cast.widens, cast.up)
-        for kept in task.kept:
-            self._part_any_low(kept.readers, FULL_ALWAYS, kept.low)
-            self._part_any_full(LOW_ALWAYS, kept.readers, kept.full)
+        for term in task.terms:
+            self._draw(term)
         return self.gains, self.edges
 
     def _part(self, a: int, b: int, price: int | None) -> None:
@@ -188,24 +200,26 @@ class _CutNetwork:
         else:
             self.edges[a, b] = (self.edges.get((a, b)) or 0) + price
 
-    def _part_any_low(self, readers: tuple[int, ...], value: int, price: int) -> None:
-        """Add the cost ``price``, once, if any reader is low and ``value`` is full."""
-        inner = {self.place.get(r, r) for r in readers} - {FULL_ALWAYS}
-        if LOW_ALWAYS in inner or len(inner) == 1:
-            self._part(LOW_ALWAYS if LOW_ALWAYS in inner else inner.pop(), value, price)
-        elif inner and price and self.place.get(value) != LOW_ALWAYS:
-            for reader in sorted(inner):
-                self._part(reader, self.spare, None)
-            self._part(self.spare, value, price)
-            self.spare += 1
+    def _draw(self, term: Term) -> None:
+        """Add the cost of ``term``; an auxiliary node stands for several variables of one side."""
+        lows = self._side(term.lows, LOW_ALWAYS, FULL_ALWAYS)
+        fulls = self._side(term.fulls, FULL_ALWAYS, LOW_ALWAYS)
+        if not lows or not fulls or not term.price:
+            return
+        a, b = (self._one_for(side) for side in (lows, fulls))
+        for i in lows:
+            self._part(i, a, None)
+        for i in fulls:
+            self._part(b, i, None)
+        self._part(a, b, term.price)
 
-    def _part_any_full(self, value: int, readers: tuple[int, ...], price: int) -> None:
-        """Add the cost ``price``, once, if ``value`` is low and any reader is full."""
-        inner = {self.place.get(r, r) for r in readers} - {LOW_ALWAYS}
-        if FULL_ALWAYS in inner or len(inner) == 1:
-            self._part(value, FULL_ALWAYS if FULL_ALWAYS in inner else inner.pop(), price)
-        elif inner and price and self.place.get(value) != FULL_ALWAYS:
-            for reader in sorted(inner):
-                self._part(self.spare, reader, None)
-            self._part(value, self.spare, price)
-            self.spare += 1
+    def _side(self, variables: tuple[int, ...], enough: int, never: int) -> list[int]:
+        """Return the variables that decide a side of a term: ``enough`` alone if it is there, ``never`` not at all."""
+        found = {self.place.get(i, i) for i in variables} - {never}
+        return [enough] if enough in found else sorted(found)
+
+    def _one_for(self, side: list[int]) -> int:
+        if len(side) == 1:
+            return side[0]
+        self.spare += 1
+        return self.spare - 1

@@ -11,7 +11,7 @@ to the kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -35,6 +35,35 @@ GATHERS = frozenset(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Operands:
+    """The inputs of a node, grouped by the precision in which the node reads them.
+
+    ``moved``: the node's own precision. ``promoted``: the same, but a full-precision node also accepts
+    low-precision operands without a cast. ``beside``: always full precision.
+    """
+
+    moved: tuple[Node, ...] = ()
+    promoted: tuple[Node, ...] = ()
+    beside: tuple[Node, ...] = ()
+
+
+def operands(node: Node, kind: Classification) -> Operands:
+    """Return the inputs of a node whose precision is free, or allowed, grouped by how the node reads them.
+
+    A neutral operation reads only the shape of operands to which its class does not apply. A scalar beside larger
+    operands does not take part in promotion.
+    """
+    inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+    moved = tuple(n for n in inputs if n in kind.applies)
+    beside = tuple(n for n in inputs if n not in kind.applies)
+    if kind.cls in (OpClass.ALLOW, OpClass.PROMOTE):
+        return Operands(moved, (), beside if kind.cls is OpClass.ALLOW else ())
+    beside = () if kind.cls is OpClass.NEUTRAL else beside
+    counted = tuple(without_scalars(moved)) if kind.mixed else moved
+    return Operands((), counted, beside) if kind.mixed and len(counted) > 1 else Operands(counted, (), beside)
+
+
 def paint(problem: Problem) -> dict[Node, Choice]:
     """Choose a precision for every classified node of ``problem``."""
     return RuleBasedPlan(problem).run()
@@ -43,12 +72,11 @@ def paint(problem: Problem) -> dict[Node, Choice]:
 class RuleBasedPlan:
     """One run of the planner: the precision of each value so far, and the lookahead of each node.
 
-    ``widest``: make everything low that the accuracy permits, profitable or not; a planner by cost chooses from that.
+    Makes everything low that the accuracy permits, profitable or not; a planner by cost chooses from that.
     """
 
-    def __init__(self, problem: Problem, widest: bool = False) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.widest = widest
         self.classes = problem.classes
         self.fast = problem.accuracy == "fast"
         self.low: set[Node] = set()
@@ -92,9 +120,9 @@ class RuleBasedPlan:
             return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
         if kind.cls is OpClass.PROMOTE:
             return self._promote(node, kind, moved)
-        return self._free(node, kind, inputs, moved)
+        return self._free(node, kind, moved)
 
-    def _free(self, node: Node, kind: Classification, inputs: list[Node], moved: list[Node]) -> Choice:
+    def _free(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
         counted = without_scalars(moved)
         low = [n for n in counted if n in self.low]
         tainted = [n for n in counted if n in self.tainted]
@@ -102,18 +130,14 @@ class RuleBasedPlan:
             return self._set_full(kind, [], "the call asks for this dtype")
         if not counted:
             return Choice(AS_CAPTURED, "no fp32 operand")
-        # A neutral operation reads only the shape of operands to which the class does not apply. A scalar beside
-        # larger operands does not take part in promotion.
-        beside = [] if kind.cls is OpClass.NEUTRAL else [n for n in inputs if n not in kind.applies]
-        inputs = [*(counted if kind.mixed else moved), *beside]
+        given = operands(node, kind)
+        inputs = [*given.moved, *given.promoted, *given.beside]
         if len(low) == len(counted):
             if kind.cls is OpClass.FP32_INSIDE and self._returns_fp32(node, kind):
                 return Choice(FULL, f"{kind.why}; no low operation reads it: returns full precision", asks_dtype=True)
         if self.may_round(node, kind, counted):
             return self._set_low(node, kind, inputs, kind.why)
         if len(low) == len(counted):
-            if self._is_widened_anyway(node, kind, low):
-                return self._set_full(kind, inputs, "another reader needs the same value in full precision")
             if self._is_last_sum(node, kind):
                 return self._set_full(kind, counted[:1], "accuracy=fast: last sum of a low-precision stream, unrounded")
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
@@ -137,7 +161,7 @@ class RuleBasedPlan:
 
     def _kept(self) -> dict[Node, str]:
         """Return the nodes that what reads them keeps in full precision, each with the name of that reader."""
-        autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"), widest=self.widest)
+        autocast = RuleBasedPlan(replace(self.problem, accuracy="autocast"))
         autocast.run()
         unmeasured = dict.fromkeys(self.problem.unbounded, "a reader without a measured gradient")
         return {**unmeasured, **kept_as_in_autocast(self.problem, autocast.low)}
@@ -145,7 +169,7 @@ class RuleBasedPlan:
     def _why_kept(self, node: Node) -> str:
         return f", and {self.kept[node]} would magnify a rounding" if node in self.kept else ""
 
-    def may_round(self, node: Node, kind: Classification, operands: Sequence[Node]) -> bool:
+    def may_round(self, node: Node, kind: Classification, read: Sequence[Node]) -> bool:
         """Say whether an error budget may make a free operation low by casting its operands.
 
         It may not before what magnifies a rounding. It may not cast a whole input or parameter for a view of it or a
@@ -156,7 +180,7 @@ class RuleBasedPlan:
         if node in self.kept:
             return False
         moves = kind.cls is OpClass.NEUTRAL or not GATHERS.isdisjoint(kind.names)
-        return not moves or len(operands) != 1 or not is_leaf(operands[0])
+        return not moves or len(read) != 1 or not is_leaf(read[0])
 
     def _fast_reason(
         self, node: Node, kind: Classification, low: list[Node], tainted: list[Node], counted: list[Node]
@@ -188,15 +212,6 @@ class RuleBasedPlan:
         kind = self.classes.get(user)
         restored = user.op == "output" and self.problem.keep_outputs
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
-
-    def _is_widened_anyway(self, node: Node, kind: Classification, low: list[Node]) -> bool:
-        """Say whether ``node`` is neutral and another reader upcasts the same value: one cast then serves both."""
-        if kind.cls is not OpClass.NEUTRAL or len(low) != 1 or kind.written or not self._only_full_readers(node):
-            return False
-        if self.widest:
-            return False
-        ours = self.problem.lists.unlisted == "opaque"
-        return ours and any(user is not node and self._takes_full(user, low[0]) for user in low[0].users)
 
     def _is_last_sum(self, node: Node, kind: Classification) -> bool:
         """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
@@ -271,7 +286,7 @@ def _is_like(kind: Classification) -> bool:
     return all(name.endswith("_like") or name.startswith("aten.new_") for name in kind.names)
 
 
-def without_scalars(nodes: list[Node]) -> list[Node]:
+def without_scalars(nodes: Sequence[Node]) -> list[Node]:
     """Drop zero-dimensional operands, which do not take part in promotion beside larger ones."""
     large = [n for n in nodes if isinstance(value(n), torch.Tensor) and value(n).dim() > 0]
-    return large or nodes
+    return large or list(nodes)

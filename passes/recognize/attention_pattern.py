@@ -18,7 +18,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.call_arguments import given_to
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import Identity, names_of
+from amp_graph.passes.graph.identify_ops import Identity, names_of, operations_of
 from amp_graph.passes.graph.match import (
     Formula,
     constant_beside,
@@ -135,10 +135,8 @@ def _changes_nothing(node: Node, scores: Scores) -> bool:
 
 def _drops_nothing(node: Node) -> bool:
     """Say whether ``node`` is dropout in eval mode, or with probability 0."""
-    identity = node.meta.get(IDENTITY)
-    if names_of(node) != ("aten.dropout",) or not isinstance(identity, Identity):
-        return False
-    return not any(node_info.draws(o.op, o.arguments) for o in identity.operations)
+    drawn = any(node_info.draws(o.op, o.arguments) for o in operations_of(node))
+    return names_of(node) == ("aten.dropout",) and not drawn
 
 
 def _dropped_by(node: Node) -> float:

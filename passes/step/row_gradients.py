@@ -88,7 +88,7 @@ def _fits(total: Node, reads: Sequence[Any], dense: Node) -> bool:
 def _stay(gm: GraphModule, reads: Sequence[Any], dense: Node, lives: Lifetimes) -> bool:
     """Say whether what is read now can be read at the end: the graph made it, and does not write to it."""
     made = [dense, *(n.args[0] for n in reads)]
-    kept = all(root.op == "call_function" for n in made for root in lives.memory(n))
+    kept = all(root.op == "call_function" for n in made for root in lives.roots[n])
     end = gm.graph.output_node()
     return kept and not any(lives.is_written_between(n, n, end) for n in (*made, *(n.args[1] for n in reads)))
 

@@ -45,18 +45,8 @@ class GroupInputs:
     elementwise: bool = False
 
 
-@dataclass(frozen=True)
-class GroupNodes:
-    """The nodes of one group in a joint graph."""
-
-    parameters: list[Node]
-    grads: list[Node]
-    rate: Node
-    states: list[list[Node]]
-
-
-def nodes_of(gm: GraphModule, group: GroupInputs) -> GroupNodes:
-    """Return the nodes of a group; adds the inputs that it lacks."""
+def nodes_of(gm: GraphModule, group: GroupInputs) -> tuple[list[Node], list[Node], list[list[Node]], Node]:
+    """Return parameters, gradients, states by kind and learning rate of a group; adds the inputs that it lacks."""
     joint, outs = joint_of(gm), outputs(gm)
     if missing := next((name for name in group.parameters if name not in joint.gradients), None):
         raise PassError(
@@ -67,7 +57,7 @@ def nodes_of(gm: GraphModule, group: GroupInputs) -> GroupNodes:
     rate, *states = add_inputs(gm, [group.rate, *(given for kind in group.states for given in kind)])
     count = len(group.parameters)
     kinds = [states[start : start + count] for start in range(0, len(states), count)]
-    return GroupNodes(parameter_nodes(gm, group.parameters), grads, rate, kinds)
+    return parameter_nodes(gm, group.parameters), grads, kinds, rate
 
 
 def _is_unread_sum(grad: Node) -> bool:
@@ -106,14 +96,14 @@ class UpdateParameters(JointPass):
             )
         changes = []
         for group in self.groups:
-            own = nodes_of(gm, group)
-            sums = {n: g for n, g in enumerate(own.grads) if group.elementwise and _is_unread_sum(g)}
-            grads = [g.args[0] if n in sums else g for n, g in enumerate(own.grads)]
+            parameters, gradients, states, rate = nodes_of(gm, group)
+            sums = {n: g for n, g in enumerate(gradients) if group.elementwise and _is_unread_sum(g)}
+            grads = [g.args[0] if n in sums else g for n, g in enumerate(gradients)]
             apply, rows = by_rows(group.apply, list(sums)), [g.args[1:] for g in sums.values()]
-            append(gm, apply, own.parameters, grads, own.states, own.rate, found_inf_node(gm), rows)
+            append(gm, apply, parameters, grads, states, rate, found_inf_node(gm), rows)
             _remove(gm, [*sums.values()])
-            what = f"{len(own.parameters)} parameters"
-            changes.append(Change("update", "update a parameter group", own.parameters[0].name, what))
+            what = f"{len(parameters)} parameters"
+            changes.append(Change("update", "update a parameter group", parameters[0].name, what))
         record_done(gm, self.name)
         return PassResult(gm, tuple(changes))
 

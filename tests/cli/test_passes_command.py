@@ -11,8 +11,8 @@ from amp_graph import Policy
 from amp_graph.cli.command_passes import Mode, states
 from amp_graph.cli.main import main
 from amp_graph.lists.read_toml import tomllib
-from amp_graph.passes.pipeline import GROUPS, pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import GROUPS, pipeline
 from amp_graph.step.step_table import EVERY
 
 MODES = [Mode(), Mode(gradients=False), Mode(step=True), *(Mode(step, "inductor") for step in (False, True))]

@@ -16,7 +16,7 @@ from amp_graph.lists.load import FOLDER
 from amp_graph.lists.path_pattern import matches
 from amp_graph.lists.read_toml import read_text
 from amp_graph.passes.calibration.calibration import Calibration
-from amp_graph.passes.pipeline import GROUPS, SKIPPABLE
+from amp_graph.passes.pipeline_table import GROUPS, SKIPPABLE
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_text, read_machine
 from amp_graph.policy import Policy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_graph.passes.backends.cpu.linear import amx_gemm, linear_functions, panel_gemm
+from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears, panel_gemm
 from amp_graph.passes.native import kernel_table
 from amp_graph.passes.native.jit_compiler import CompilerError, load
 
@@ -33,7 +33,7 @@ def every_build(request, monkeypatch):
     """What small linears are multiplied by, in each of its builds."""
     if request.param == "amx product":
         found = amx_gemm.typed(built(amx_gemm.SOURCE, "matrix units"))
-        monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
+        monkeypatch.setattr(lower_linears, "MOST_OF_A_CALL", 0)
     else:
         library, found = panel_gemm.typed(built(panel_gemm.SOURCE, request.param)), None
         monkeypatch.setattr(panel_gemm, "library", lambda: library)

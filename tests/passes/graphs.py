@@ -17,9 +17,9 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.layout import channels_last
 from amp_graph.passes.manager import Timed, run_passes
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
 

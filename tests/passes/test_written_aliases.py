@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.graph.aliasing import observe
+from amp_graph.passes.graph.aliasing import may_overlap, observe
 from amp_graph.passes.graph.meta_keys import IDENTITY
-from amp_graph.passes.graph.view_overlap import may_overlap
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.lookahead import Lookahead
 from amp_graph.passes.precision.plan_precision import PlanPrecision, marks

@@ -10,8 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import amp_graph
 from amp_graph.passes.base import PassError
-from amp_graph.passes.pipeline import pipeline
 from amp_graph.passes.pipeline_row import Phase
+from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.step import step_graph, step_table
 from amp_graph.step.step_table import (
     CLIPPED,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear, missing, missing_channels
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
@@ -23,7 +24,57 @@ from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+
+own_functions(__name__)
+
+MULTIPLE = 8  # elements of 16 bits
+IMAGE = 4  # channels of a first convolution for which cuDNN has special kernels
+
+
+def missing(size: int) -> int:
+    """Return the padding of ``size`` to the next multiple of 8."""
+    return -size % MULTIPLE
+
+
+def missing_channels(channels: int) -> int:
+    """Return the channel padding of an image: 3 to 4, more than 4 to the next multiple of 8; 1 and 2 stay."""
+    return IMAGE - channels if channels == IMAGE - 1 else missing(channels) if channels > IMAGE else 0
+
+
+def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dense: bool) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, computed with both dimensions of ``weight`` padded to multiples of 8.
+
+    x [..., in], weight [out, in], bias [out], of one dtype. ``dense``: return the layout of ``linear``; else a view of
+    the padded result. Zeros do not change any sum: gradients are those of ``linear``.
+    """
+    columns, rows = missing(weight.shape[1]), missing(weight.shape[0])
+    if columns:
+        x = F.pad(x, (0, columns))
+    if rows and bias is not None:
+        bias = F.pad(bias, (0, rows))
+    out = F.linear(x, F.pad(weight, (0, columns, 0, rows)), bias)
+    if not rows:
+        return out
+    narrow = out[..., : weight.shape[0]]
+    return narrow.contiguous() if dense else narrow
+
+
+def aligned_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int] | str,
+    dilation: list[int],
+) -> Tensor:
+    """Return ``F.conv2d`` of x [batch, in, height, width], computed with zero-padded input channels."""
+    short = missing_channels(x.shape[1])
+    layout = torch.channels_last if x.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
+    x = F.pad(x, (0, 0, 0, 0, 0, short)).contiguous(memory_format=layout)
+    return F.conv2d(x, F.pad(weight, (0, 0, 0, 0, 0, short)), bias, stride, padding, dilation)
+
 
 LINEAR, CONVOLUTION = ("aten.linear",), ("aten.conv2d",)
 

@@ -20,8 +20,7 @@ from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import Identity
-from amp_graph.passes.graph.meta_keys import IDENTITY
+from amp_graph.passes.graph.identify_ops import operations_of
 from amp_graph.passes.torch_compat.devices import cpu_has_amx
 from amp_graph.passes.torch_compat.fake import concrete_size, same
 
@@ -123,7 +122,7 @@ class CudnnRnn(LowerRnn):
 
 def _recurrent(node: Node) -> Any:
     """Return the operator of a recurrent layer over a padded batch; None for any other node."""
-    found = node.meta.get(IDENTITY)
-    if node.op != "call_function" or node.target is recurrent_whole or not isinstance(found, Identity):
+    operations = operations_of(node)
+    if node.op != "call_function" or node.target is recurrent_whole or len(operations) != 1:
         return None
-    return next((o.op for o in found.operations if len(found.operations) == 1 and o.op in ATEN), None)
+    return operations[0].op if operations[0].op in ATEN else None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import amp_graph
 from amp_graph.passes.backends.cpu.inference.activations import relu_in_place
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 
 FAST = "bf16,accuracy=fast"
 

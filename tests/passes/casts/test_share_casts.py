@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients, layer_norm_low
-from amp_graph.passes.casts.share_casts import ShareCasts
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import ShareCasts, shared_cast
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.manager import run_passes

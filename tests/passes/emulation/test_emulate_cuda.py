@@ -8,8 +8,7 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import PolicyError
 from amp_graph.passes.base import PassResult
-from amp_graph.passes.emulation.emulate_cuda import EmulateCuda
-from amp_graph.passes.emulation.rounded_calls import emulated
+from amp_graph.passes.emulation.emulate_cuda import EmulateCuda, emulated
 from amp_graph.passes.graph.meta_keys import MARK
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline_row import Stage

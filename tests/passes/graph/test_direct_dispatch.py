@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_graph.passes.backends.cpu.linear.linear_functions import product_low
+from amp_graph.passes.backends.cpu.linear.lower_linears import product_low
 from amp_graph.passes.graph import direct_dispatch as module
 from amp_graph.passes.graph.direct_dispatch import direct_calls
 from amp_graph.passes.native.operator_library import OPS

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
-from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Cast, Task, cost, is_legal
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term, cost, is_legal
 from tests.passes.precision.test_precision_assignment import assignments, random_task
 
 SEEDS = range(120)
@@ -20,7 +20,7 @@ def random_harm(seed, task):
     n = len(task.full)
     size = lambda: draw.choice((0, 1, 3, 10, 40, 41))  # noqa: E731
     pairs = [draw.sample(range(2, n), 2) for _ in range(draw.randint(1, 6))]
-    casts = tuple(Cast(a, (draw.choice((b, LOW_ALWAYS)),), (), size(), 0) for a, b in pairs)
+    casts = tuple(Term((draw.choice((b, LOW_ALWAYS)),), (a,), size()) for a, b in pairs)
     return Task((0,) * n, (0, 0, *(size() for _ in range(n - 2))), task.fixed, task.limits, casts)
 
 
@@ -28,17 +28,12 @@ def twice(task):
     """Two of the same task in one: parts of it are on one edge of the hull."""
     n = len(task.full)
     other = lambda group: tuple(i if i < 2 else i + n - 2 for i in group)  # noqa: E731
-    both = lambda terms, copied: (*terms, *(replace(t, **copied(t)) for t in terms))  # noqa: E731
     return Task(
         task.full + task.full[2:],
         task.low + task.low[2:],
         {**task.fixed, **{i + n - 2: is_low for i, is_low in task.fixed.items() if i >= 2}},
         (*task.limits, *map(other, task.limits)),
-        both(
-            task.casts, lambda c: {"value": other((c.value,))[0], "lowers": other(c.lowers), "widens": other(c.widens)}
-        ),
-        both(task.promotions, lambda p: {"reader": other((p.reader,))[0], "operand": other((p.operand,))[0]}),
-        both(task.kept, lambda k: {"readers": other(k.readers)}),
+        (*task.terms, *(replace(t, lows=other(t.lows), fulls=other(t.fulls)) for t in task.terms)),
     )
 
 
@@ -121,7 +116,7 @@ BROKEN = {
     "only harm counts": lambda made, bound: made.safest(),
     "the bound is halved": lambda made, bound: made.within(bound // 2),
     "harm of casts is ignored": lambda made, bound: made.point(
-        Tradeoff(made.costs, replace(made.harm, casts=())).within(bound).low
+        Tradeoff(made.costs, replace(made.harm, terms=())).within(bound).low
     ),
     "harm of results is ignored": lambda made, bound: made.point(
         Tradeoff(made.costs, replace(made.harm, low=made.harm.full)).within(bound).low

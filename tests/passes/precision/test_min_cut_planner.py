@@ -16,7 +16,7 @@ from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_legal
-from amp_graph.passes.precision.rule_based_planner import paint
+from amp_graph.passes.precision.rule_based_planner import operands, paint
 from tests.corpus import CASES, make
 from tests.passes.golden_models import CASES as GOLDEN
 from tests.passes.graphs import FP32, capture, capture_function, passes_until, rewritten
@@ -102,7 +102,8 @@ def test_never_above_the_painting_on_the_corpus(name, policy):
 
 def counted(made, low):
     """(value, precision) of every cast that the cost counts."""
-    return {(n.name, FULL if cast.value in low else LOW) for n, cast in made.casts() if cast.is_made(low)}
+    held = {n: made.of.get(n, i) for n, i in made.holds.items()}
+    return {(n.name, FULL if held[n] in low else LOW) for n, cast in made.casts() if cast.is_due(low)}
 
 
 def inserted(seed, policy):
@@ -130,7 +131,9 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy):
         promoted = {
             (given.promoted[0].name, FULL)
             for node in made.of
-            if made.is_free(node) and made.of[node] not in low and (given := made.operands(node)).promoted
+            if made.is_free(node)
+            and made.of[node] not in low
+            and (given := operands(node, made.problem.classes[node])).promoted
             if all(made.holds[n] in low for n in given.promoted)
         }
         assert casts == counted(made, low) | promoted, seed

@@ -8,17 +8,15 @@ import networkx as nx
 import pytest
 
 from amp_graph.passes.precision import precision_assignment
-from amp_graph.passes.precision.max_flow import sink_side
 from amp_graph.passes.precision.precision_assignment import (
     FULL_ALWAYS,
     LOW_ALWAYS,
-    Cast,
-    Kept,
-    Promotion,
     Task,
+    Term,
     cheapest,
     cost,
     is_legal,
+    sink_side,
 )
 
 SEEDS = range(300)
@@ -40,10 +38,22 @@ def random_task(seed):
         low=(0, 0, *(price() for _ in range(n))),
         fixed=fixed,
         limits=tuple((a, b) for a, b in pairs if a != b and not (fixed.get(a) and fixed.get(b) is False)),
-        casts=tuple(Cast(one(), some(), some(), price(), price()) for _ in range(draw.randint(1, 6))),
-        promotions=tuple(Promotion(one(), one(), price()) for _ in range(draw.randint(0, 3))),
-        kept=tuple(Kept(some(), price(), price()) for _ in range(draw.randint(0, 3))),
+        terms=(
+            *(term for _ in range(draw.randint(1, 6)) for term in cast(one(), some(), some(), price(), price())),
+            *(Term((one(),), (one(),), price()) for _ in range(draw.randint(0, 3))),
+            *(term for _ in range(draw.randint(0, 3)) for term in kept(some(), price(), price())),
+        ),
     )
+
+
+def cast(value, lowers, widens, down, up):
+    """The costs of the casts of one value."""
+    return Term(lowers, (value,), down), Term((value,), widens, up)
+
+
+def kept(readers, low, full):
+    """The costs of saving one value for backward."""
+    return Term(readers, (FULL_ALWAYS,), low), Term((LOW_ALWAYS,), readers, full)
 
 
 def assignments(task):
@@ -89,7 +99,22 @@ def test_the_generator_makes_tasks_that_are_worth_solving():
     mixed = [task for task in legal if 2 < len(cheapest(task)) < len(task.full) - 1]
     assert len(legal) > 280
     assert len(mixed) > 150
-    assert all(any(getattr(task, name) for task in legal) for name in ("limits", "promotions", "kept"))
+    assert any(task.limits for task in legal)
+    terms = [term for task in legal for term in task.terms]
+    assert any(map(_is_kept, terms))
+    assert any(map(_is_promotion, terms))
+
+
+def _is_kept(term):
+    return term.fulls == (FULL_ALWAYS,) or term.lows == (LOW_ALWAYS,)
+
+
+def _is_promotion(term):
+    return len(term.lows) == len(term.fulls) == 1
+
+
+def _without(task, kind):
+    return replace(task, terms=tuple(term for term in task.terms if not kind(term)))
 
 
 def _all_low(task):
@@ -99,19 +124,18 @@ def _all_low(task):
 
 def _cast_each_reader(task):
     """Count a cast once a reader instead of once a value."""
-    casts = [Cast(c.value, (r,), (), c.down, 0) for c in task.casts for r in c.lowers]
-    casts += [Cast(c.value, (), (r,), 0, c.up) for c in task.casts for r in c.widens]
-    return cheapest(replace(task, casts=tuple(casts)))
+    terms = [replace(t, lows=(a,), fulls=(b,)) for t in task.terms for a in t.lows for b in t.fulls]
+    return cheapest(replace(task, terms=tuple(terms)))
 
 
 BROKEN = {
     "everything as low as may be": _all_low,
     "a cast for each reader": _cast_each_reader,
-    "what is kept is forgotten": lambda task: cheapest(replace(task, kept=())),
-    "promotions are forgotten": lambda task: cheapest(replace(task, promotions=())),
+    "what is kept is forgotten": lambda task: cheapest(_without(task, _is_kept)),
+    "promotions are forgotten": lambda task: cheapest(_without(task, _is_promotion)),
     "limits are forgotten": lambda task: cheapest(replace(task, limits=())),
     "casts the other way round": lambda task: cheapest(
-        replace(task, casts=tuple(replace(c, down=c.up, up=c.down) for c in task.casts))
+        replace(task, terms=tuple(replace(t, lows=t.fulls, fulls=t.lows) for t in task.terms))
     ),
 }
 

@@ -12,14 +12,14 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import (
     depthwise_low,
     depthwise_rows,
 )
-from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
+from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
+from amp_graph.passes.backends.cpu.linear.lower_linears import linear_low
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_low
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
-from amp_graph.passes.casts.shared_cast import shared_cast
+from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
 from amp_graph.passes.memory.gradient_buffers import table_rows
 

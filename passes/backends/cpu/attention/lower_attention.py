@@ -20,8 +20,8 @@ from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.call_arguments import ATTENTION_ARGUMENTS, SDPA, attention_kernel_is_profitable, keywords_of
 from amp_graph.passes.graph.fake_values import fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of
-from amp_graph.passes.graph.meta_keys import IDENTITY, MARK, REGION, WRITTEN_OUT
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of, operations_of
+from amp_graph.passes.graph.meta_keys import MARK, REGION, WRITTEN_OUT
 from amp_graph.passes.native.gemm_thresholds import LEAST_OF_LIBRARY
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.torch_compat.fake import concrete_size
@@ -69,10 +69,9 @@ class Attention(Pass):
 
 def _hides_attention(node: Node) -> bool:
     """Say whether ``node`` is fused attention with its projections, for which ours computes the dropout, too."""
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity) or len(identity.operations) < 2 or REGION in node.meta:
-        return False
-    return any(o.op is SDPA for o in identity.operations) and _by_ours(node)
+    operations = operations_of(node)
+    parts = len(operations) > 1 and any(o.op is SDPA for o in operations)
+    return parts and REGION not in node.meta and _by_ours(node)
 
 
 def _is_attention(node: Node) -> bool:

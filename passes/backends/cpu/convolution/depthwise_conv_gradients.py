@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
-from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import library
+from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows, library
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value

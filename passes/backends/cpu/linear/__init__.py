@@ -1,5 +1,5 @@
 """Linears and other matmuls: panel GEMM, AMX GEMM, grouped GEMM, and the passes that lower calls to them.
 
-``linear_functions`` has the backward of each; ``panel_gemm`` and ``amx_gemm`` are the kernels.
+``lower_linears`` has the backward of each; ``panel_gemm`` and ``amx_gemm`` are the kernels.
 Imports the core and ``backends/cpu/norm``.
 """

@@ -51,6 +51,6 @@ class LogitsGradientInPlace(Pass):
 
 
 def _may_go(node: Node, logits: Node, lives: Lifetimes) -> bool:
-    memory = lives.memory(logits)
-    apart = all(memory.isdisjoint(lives.memory(n)) for n in node.all_input_nodes if n is not logits)
+    memory = lives.roots[logits]
+    apart = all(memory.isdisjoint(lives.roots[n]) for n in node.all_input_nodes if n is not logits)
     return apart and is_contiguous(value(logits)) and lives.is_done_after(logits, node, node)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx import Node
 
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
     OPS,
@@ -20,8 +21,18 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
     batch_norm_relu_again,
     batch_norm_relu_backward,
 )
-from amp_graph.passes.registry import own_functions
-from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch
+from amp_graph.passes.memory.recomputable_ops import marked
+from amp_graph.passes.memory.recompute_functions import (
+    KEY,
+    computed,
+    is_known,
+    may_hook,
+    register_recompute,
+    sources_of,
+    value_of,
+)
+from amp_graph.passes.registry import Traits, declare, own_functions
+from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch, outer_saved_tensors_hooks
 from amp_graph.passes.torch_compat.dispatch import is_seen
 
 own_functions(__name__)
@@ -176,3 +187,74 @@ def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
     dx, dweight, dbias = [next(found) if needed else None for _, needed in inputs]
     return dx, grad if need[1] else None, dweight, dbias
+
+
+# -- recomputed in backward ----------------------------------------------------------------------------
+
+
+def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:
+    """``norm_and_relu`` whose result can be recomputed."""
+    return marked(norm_and_relu(x, *given), (x, *_parameters(given)))
+
+
+def norm_alone_computed_again(x: Tensor, *given: Any) -> Tensor:
+    """``norm_alone`` whose result can be recomputed."""
+    return marked(norm_alone(x, *given), (x, *_parameters(given)))
+
+
+def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tensor:
+    """``norm_add_relu`` that saves only ``x`` if ``other`` can be recomputed, or is saved by its producer."""
+    before = other.grad_fn
+    if not may_hook() or not is_known(before):
+        return norm_add_relu(x, other, *given)
+    out = norm_add_relu(x, other, *given, ask=_asked)
+    if getattr(out.grad_fn, "ask", None) is not _asked:  # torch's own, in a transform
+        return out
+    node: Any = marked(out, (x, *_parameters(given))).grad_fn
+    for source in (node.metadata[KEY], *sources_of(before)):
+        source.readers += 1
+    return out
+
+
+def norm_add_relu_kept(x: Tensor, other: Tensor, *given: Any) -> Tensor:
+    """``norm_add_relu`` whose saved result others can be recomputed from."""
+    out = norm_add_relu(x, other, *given)
+    return out if outer_saved_tensors_hooks() is None else marked(out, (out.detach(),))
+
+
+def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return weight and bias, which follow the running statistics."""
+    return given[2:4]
+
+
+def _asked(node: Any) -> Tensor:
+    return computed(lambda: value_of(node))
+
+
+def _norm_and_relu(node: Any) -> Tensor:
+    inputs = node.metadata[KEY].inputs
+    x, *given = inputs() if inputs else node.saved_tensors
+    if not given:  # its own result, saved by hooks
+        return x
+    weight, bias, stats = (*given, None)[:3]
+    other = value_of(node.next_functions[1][0]) if node.adds else None
+    return normed_again(x, other, weight, bias, node.eps, node.relu, stats)
+
+
+def _saves(call: Node, source: Node) -> bool:
+    return call.args[0] is source  # what it adds to the norm is not saved
+
+
+register_recompute(
+    "_NormAndReluBackward", _norm_and_relu, kept=lambda node: node.saved_tensors[4], keeps=lambda node: bool(node.adds)
+)
+declare(norm_alone, Traits(norm=True, replacement=norm_alone_computed_again))
+declare(norm_alone_computed_again, Traits(norm=True))
+declare(norm_and_relu, Traits(kind="relu", norm=True, replacement=norm_and_relu_computed_again))
+declare(norm_and_relu_computed_again, Traits(kind="relu", norm=True))
+declare(
+    norm_add_relu,
+    Traits(_saves, "relu", replacement=norm_add_relu_computed_again, keeps=norm_add_relu_kept, summand=1),
+)
+declare(norm_add_relu_computed_again, Traits(_saves, "relu", summand=1))
+declare(norm_add_relu_kept, Traits(_saves, summand=1))

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.backends.cpu.norm import batch_norm_recompute  # noqa: F401  declares how norms are computed again
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import library
 from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
@@ -60,7 +59,7 @@ class FuseBatchNormRelu(Pass):
                 continue
             found = _relu_behind(node)
             made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
-            parts = "norm" if found is None else f"norm{', sum' if found.other else ''} and relu"
+            parts = "norm" if found is None else f"norm{', sum' if found[2] else ''} and relu"
             changes.append(
                 Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
             )
@@ -94,13 +93,7 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Behind:
-    """What follows a norm: a relu, and before that perhaps a sum with ``other``."""
-
-    relu: Node
-    total: Node | None = None
-    other: Node | None = None
+Behind = tuple[Node, Node | None, Node | None]  # what follows a norm: a relu, and before it perhaps a sum with the last
 
 
 def _relu_behind(node: Node) -> Behind | None:
@@ -109,7 +102,7 @@ def _relu_behind(node: Node) -> Behind | None:
     if user is None:
         return None
     if names_of(user) in RELUS:
-        return Behind(user)
+        return user, None, None
     name, operands = operation(user)
     if name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
         return None
@@ -119,7 +112,7 @@ def _relu_behind(node: Node) -> Behind | None:
     whole, images = value(node), value(other)
     fits = isinstance(images, torch.Tensor) and same(images.shape, whole.shape) and images.dtype == whole.dtype
     between = Formula(node, relu, {node, user, relu})
-    return Behind(relu, user, other) if fits and not is_written_meanwhile(between, other, between.inside) else None
+    return (relu, user, other) if fits and not is_written_meanwhile(between, other, between.inside) else None
 
 
 def _only_reader(node: Node) -> Node | None:
@@ -142,14 +135,15 @@ def _alone(node: Node, given: dict[str, Any]) -> Node:
 
 def _rewrite(gm: GraphModule, node: Node, found: Behind, given: dict[str, Any]) -> Node:
     """Replace a norm and what follows it with one call; return it."""
+    relu, total, other = found
     x, *rest = (given[name] for name in BATCH_NORM_ARGUMENTS if name != "training")
-    args = (x, *rest) if found.other is None else (x, found.other, *rest)
-    with gm.graph.inserting_after(found.relu):
-        made = gm.graph.call_function(norm_and_relu if found.other is None else norm_add_relu, args)
-    made.meta = {k: v for k, v in found.relu.meta.items() if k not in (IDENTITY, CAST)}
+    args = (x, *rest) if other is None else (x, other, *rest)
+    with gm.graph.inserting_after(relu):
+        made = gm.graph.call_function(norm_and_relu if other is None else norm_add_relu, args)
+    made.meta = {k: v for k, v in relu.meta.items() if k not in (IDENTITY, CAST)}
     made.meta[MARK] = node.meta.get(MARK)
-    found.relu.replace_all_uses_with(made)
-    for gone in (found.relu, found.total, node):
+    relu.replace_all_uses_with(made)
+    for gone in (relu, total, node):
         if gone is not None:
             gm.graph.erase_node(gone)
     return made

@@ -9,9 +9,8 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cuda import pad_shapes, padded_ops
-from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes
-from amp_graph.passes.backends.cuda.padded_ops import aligned_conv2d, aligned_linear
+from amp_graph.passes.backends.cuda import pad_shapes
+from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes, aligned_conv2d, aligned_linear
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
 from tests.passes.drawn import drawn
@@ -70,7 +69,7 @@ def test_a_padded_convolution_is_the_convolution(dtype, channels, layout):
 def test_padding_with_ones_is_the_control(monkeypatch):
     given = [drawn(5, 13), drawn(21, 13, seed=1), drawn(21, seed=2)]
     pad = F.pad
-    monkeypatch.setattr(padded_ops.F, "pad", lambda x, sizes: pad(x, sizes, value=1.0))
+    monkeypatch.setattr(pad_shapes.F, "pad", lambda x, sizes: pad(x, sizes, value=1.0))
     ours = gradients(lambda x, w, b: aligned_linear(x, w, b, True), given, FP32)
     monkeypatch.undo()
     assert error(ours[0], gradients(F.linear, given, torch.float64)[0]) > 0.01

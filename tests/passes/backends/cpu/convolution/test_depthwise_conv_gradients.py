@@ -7,12 +7,11 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.convolution import depthwise_kernel
-from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows
+from amp_graph.passes.backends.cpu.convolution import conv_functions
+from amp_graph.passes.backends.cpu.convolution.conv_functions import OPS, depthwise_low, depthwise_rows
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
     Depthwise,
 )
-from amp_graph.passes.backends.cpu.convolution.depthwise_kernel import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native import jit_compiler
 from tests.passes.drawn import drawn
@@ -77,7 +76,7 @@ def test_forward_is_torchs_and_gradients_are_as_exact(form, low):
 @pytest.mark.parametrize("broken", ["padding", "stride"])
 @pytest.mark.compiled
 def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
-    real = depthwise_kernel._table
+    real = conv_functions._table
     at = {"padding": -6, "stride": -8}[broken]  # of the first number, from the end
 
     def table(*given, **kwargs):
@@ -85,7 +84,7 @@ def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
         made[at - 1] += 1
         return made
 
-    monkeypatch.setattr(depthwise_kernel, "_table", table)
+    monkeypatch.setattr(conv_functions, "_table", table)
     mine, exact = step(ours, "5x5 strided", BF16), step(torchs, "5x5 strided", torch.float64, BF16)
     assert max(error(a, b) for a, b in zip(mine[1:3], exact[1:3], strict=True)) > 0.1
 
@@ -94,7 +93,7 @@ def test_control_a_kernel_in_another_place_is_seen(broken, monkeypatch):
 @pytest.mark.compiled
 def test_the_same_bits_with_several_threads(form, monkeypatch):
     one = step(ours, form, BF16)
-    monkeypatch.setattr(depthwise_kernel, "threads_for", lambda elements: 3)
+    monkeypatch.setattr(conv_functions, "threads_for", lambda elements: 3)
     assert all(torch.equal(a, b) for a, b in zip(step(ours, form, BF16), one, strict=True))
 
 
@@ -208,10 +207,10 @@ def test_left_alone(name):
 def test_without_a_compiler_torchs_stay(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv(jit_compiler.FOLDER, "/nonexistent")
-    depthwise_kernel.library.cache_clear()
+    conv_functions.library.cache_clear()
     jit_compiler.load.cache_clear()
     *_, result = passed(block())
-    depthwise_kernel.library.cache_clear()
+    conv_functions.library.cache_clear()
     jit_compiler.load.cache_clear()
     assert "compiling for this CPU" in result.skips[0].reason
 

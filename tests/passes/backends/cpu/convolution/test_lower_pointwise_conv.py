@@ -9,8 +9,8 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv, pointwise_conv_functions
-from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv
+from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
 from tests.passes.drawn import drawn
 from tests.passes.graphs import multiply_bf16
 from tests.passes.whole_steps import stepped
@@ -50,8 +50,8 @@ def test_it_is_the_convolution(few, dtype, stride, size, bias):
 
 
 def test_rows_in_another_order_are_the_control(monkeypatch):
-    rows = pointwise_conv_functions.rows
-    monkeypatch.setattr(pointwise_conv_functions, "rows", lambda x: rows(x).flip(0))
+    rows = lower_pointwise_conv.rows
+    monkeypatch.setattr(lower_pointwise_conv, "rows", lambda x: rows(x).flip(0))
     exact = run(F.conv2d, BF16, (1, 1), exact=True)
     ours = run(lambda *a: pointwise_conv(*a, True), BF16, (1, 1))
     assert error(ours[0], exact[0]) > 0.1

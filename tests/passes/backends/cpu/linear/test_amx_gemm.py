@@ -8,13 +8,12 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.backends.cpu.linear import amx_gemm as kernel
 from amp_graph.passes.backends.cpu.linear import (
-    linear_functions,
     lower_linears,
     lower_weight_gradients,
     panel_gemm,
 )
 from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_product_and_sums, gradients_of_linear
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
+from amp_graph.passes.backends.cpu.linear.lower_linears import linear_low
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
@@ -184,7 +183,7 @@ def it_is_always_profitable(monkeypatch):
     for module in (kernel, lower_weight_gradients):
         monkeypatch.setattr(module, "amx_product_is_profitable", lambda device, dtype, *sizes: dtype == BF16)
     monkeypatch.setattr(lower_linears, "small_linear_is_profitable", lambda *form: False)
-    monkeypatch.setattr(linear_functions, "MOST_OF_A_CALL", 0)
+    monkeypatch.setattr(lower_linears, "MOST_OF_A_CALL", 0)
 
 
 def errors(weight_gradient, x, grad):

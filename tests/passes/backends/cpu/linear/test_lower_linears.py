@@ -9,10 +9,9 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.backends.cpu.linear import amx_gemm
-from amp_graph.passes.backends.cpu.linear import linear_functions as low
+from amp_graph.passes.backends.cpu.linear import lower_linears as low
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
-from amp_graph.passes.backends.cpu.linear.linear_functions import linear_low
-from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears
+from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears, linear_low
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401

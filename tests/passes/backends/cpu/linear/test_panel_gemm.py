@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes.backends.cpu.inference import prepacked_linear
+from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
@@ -132,9 +132,9 @@ def test_what_has_no_memory_to_read_is_multiplied_by_torch():
             Mode.calls += 1
             return func(*args, **(kwargs or {}))
 
-    plain = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    plain = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
     with Mode():
-        seen = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+        seen = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
     assert Mode.calls
     torch.testing.assert_close(seen, plain, rtol=2**-7, atol=2**-7)
 
@@ -142,9 +142,9 @@ def test_what_has_no_memory_to_read_is_multiplied_by_torch():
 def test_a_profile_shows_what_is_run():
     x, weight, bias = operands(4, 32, 48)
     panels = kernel.panels_of(weight)
-    plain = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    plain = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
     with torch.profiler.profile() as profile:
-        seen = prepacked_linear.linear_of_panels(x, panels, bias, "relu", outputs=48)
+        seen = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
     names = {event.key for event in profile.key_averages()}
     assert "amp_graph::linear_by_panels" in names
     assert not {"aten::addmm", "aten::linear"} & names

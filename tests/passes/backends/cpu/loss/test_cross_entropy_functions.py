@@ -6,21 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from amp_graph.passes.backends.cpu.loss import cross_entropy_functions
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
-from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
 from amp_graph.passes.native import jit_compiler
 from tests.passes.drawn import drawn
 from tests.relative_error import error
 
 ROWS, CLASSES = 37, 50
-LIBRARY = cross_entropy_kernel.library
+LIBRARY = cross_entropy_functions.library
 
 
 @pytest.fixture(autouse=True, params=[pytest.param("compiled C", marks=pytest.mark.compiled), "torch"])
 def kernel(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
+        monkeypatch.setattr(cross_entropy_functions, "library", lambda low: None)
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_torchs(form):
 
 
 def test_control_a_gradient_rounded_twice_is_seen(monkeypatch):
-    monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
+    monkeypatch.setattr(cross_entropy_functions, "library", lambda low: None)
     kernel = torch.softmax
     monkeypatch.setattr(runtime.torch, "softmax", lambda x, dim: kernel(x, dim).bfloat16().float())
     (_, grad), (_, expected), (_, exact) = both(("sum", -100))
@@ -118,8 +118,8 @@ def test_without_a_compiler_torch_computes_it(monkeypatch):
         raise jit_compiler.CompilerError("none")
 
     monkeypatch.setattr(jit_compiler, "load", refuse)
-    monkeypatch.setattr(cross_entropy_kernel, "library", LIBRARY.__wrapped__)
-    assert cross_entropy_kernel.losses_of_rows(LOGITS, TARGET, -100) is None
+    monkeypatch.setattr(cross_entropy_functions, "library", LIBRARY.__wrapped__)
+    assert cross_entropy_functions.losses_of_rows(LOGITS, TARGET, -100) is None
     test_loss_and_gradients_are_torchs(("mean", -100))
 
 

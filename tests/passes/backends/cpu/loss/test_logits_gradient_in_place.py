@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from amp_graph.passes.backends.cpu.loss import cross_entropy_kernel
+from amp_graph.passes.backends.cpu.loss import cross_entropy_functions
 from amp_graph.passes.backends.cpu.loss.logits_gradient_in_place import LogitsGradientInPlace
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.graph.liveness import Lifetimes
@@ -22,8 +22,8 @@ GRAD = torch.linspace(-1, 1, ROWS)
 @pytest.fixture(params=["compiled C", "torch"])
 def kernel(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(cross_entropy_kernel, "library", lambda low: None)
-    elif cross_entropy_kernel.library(torch.bfloat16) is None:
+        monkeypatch.setattr(cross_entropy_functions, "library", lambda low: None)
+    elif cross_entropy_functions.library(torch.bfloat16) is None:
         pytest.skip("no compiler")
     return request.param
 

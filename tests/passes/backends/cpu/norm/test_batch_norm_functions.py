@@ -8,15 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from amp_graph.passes.backends.cpu.convolution.pointwise_conv_functions import pointwise_conv
+from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
 from amp_graph.passes.backends.cpu.norm import batch_norm_kernel, fuse_batch_norm_relu
-from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
-from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import OPS
-from amp_graph.passes.backends.cpu.norm.batch_norm_recompute import (
+from amp_graph.passes.backends.cpu.norm.batch_norm_functions import (
+    norm_add_relu,
     norm_add_relu_computed_again,
     norm_add_relu_kept,
+    norm_and_relu,
     norm_and_relu_computed_again,
 )
+from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import recompute_activations
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again

@@ -230,12 +230,15 @@ def test_a_learning_rate_may_be_any_number_and_come_back():
     model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
     other, theirs = build(optimizer=torch.optim.SGD, lr=0.1, fused=True)
+    traced = []
     for rate, (x, y) in zip((0.1, 0.0, torch.tensor(0.2), 0.0, 0.1, 1), batches(6), strict=True):
         for one in (optimizer, theirs):
             one.param_groups[0]["lr"] = rate
         step(x, y)
         by_hand(other, theirs, "bf16", [(x, y)])
         assert same(parameters(model), parameters(other)), rate
+        traced.append(step.captured[0].step)
+    assert all(one is traced[0] for one in traced), "a schedule needs no other graph"
 
 
 @pytest.mark.sampled(3)

@@ -252,6 +252,24 @@ def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(gr
             assert error(*grads) < 0.02
 
 
+class Bootstraps(Listed):
+    """Reads its weight without gradients first: autocast keeps such casts."""
+
+    def forward(self, x, kinds):
+        with torch.no_grad():
+            target = self.layer(x)
+        return (self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0)) - target,)
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_weights_that_calls_without_graphs_read_without_gradients_first_get_theirs():
+    model = Bootstraps()
+    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    for batch in batches():
+        pairs = zip(results(ours, batch), results(model, batch), strict=True)
+        assert all(error(found, exact) < 0.03 for found, exact in pairs)
+
+
 class Halved(Listed):
     """Returns half precision in one mode alone."""
 

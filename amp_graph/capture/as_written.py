@@ -30,6 +30,7 @@ from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
 
 Region = tuple[str, torch.dtype]  # of autocast: device and dtype
+Mode = tuple[bool, bool, bool]  # training, gradients, half inputs
 MAKES = re.compile(r"to_sparse|sparse_\w+_tensor")  # functions that make sparse tensors from dense ones
 
 
@@ -37,6 +38,12 @@ def region_of(model: torch.nn.Module, policy: Policy) -> Region | None:
     """Return the region of autocast in which code of ``model`` without a graph runs; None: in fp32."""
     kind = device_of_model(model) or "cpu"
     return (kind, policy.torch_dtype(kind)) if policy.runs_under_autocast(kind) else None
+
+
+def mode_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
+    """Return what changes the code of a call more than its sizes do."""
+    halves = any(isinstance(t, Tensor) and t.dtype in HALVES for t in tree_leaves((args, kwargs)))
+    return model.training, torch.is_grad_enabled(), halves
 
 
 def in_words(region: Region | None) -> str:
@@ -52,7 +59,9 @@ class AsWritten:
     forward: Callable[..., Any]
     policy: Policy
     diagnostics: Diagnostics
-    dtypes: list[Any] = field(default_factory=list)  # of the values of a captured call's result, in order
+    # Of the values of a result, by mode (None: of the last call) and by the number of values: models return others in
+    # evaluation than in training.
+    dtypes: dict[tuple[Mode | None, int], list[Any]] = field(default_factory=dict)
     widens: bool = False  # whether half inputs are upcast in fp32, as no operation may take them beside fp32 weights
     in_fp32: bool = False  # whether all calls run in fp32: graphs are measured, in fp32 as well
     _works: bool = False  # whether a call has run under autocast
@@ -69,9 +78,10 @@ class AsWritten:
         """How calls run, in words."""
         return in_words(self.region)
 
-    def learn(self, result: Any) -> None:
+    def learn(self, mode: Mode, result: Any) -> None:
         """Note the dtypes of the result of a call in fp32, or of graphs, which restore those."""
-        self.dtypes = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
+        found = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
+        self.dtypes[mode, len(found)] = self.dtypes[None, len(found)] = found
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call. The first one that fails under autocast runs again in fp32, with the state of before.
@@ -107,9 +117,10 @@ class AsWritten:
             node.apply = _in_region(node, region)
         if not self.policy.keep_outputs:
             return result
-        known = self.dtypes if len(self.dtypes) == len(leaves) else [torch.float32] * len(leaves)
+        modes = (mode_of(self.model, args, kwargs), None)
+        known = next((self.dtypes[m, len(leaves)] for m in modes if (m, len(leaves)) in self.dtypes), None)
         own = set(map(id, (*given, *self.model.parameters(), *self.model.buffers())))
-        return tree_unflatten(_restored(leaves, known, own), spec)
+        return tree_unflatten(_restored(leaves, known or [torch.float32] * len(leaves), own), spec)
 
 
 @contextmanager

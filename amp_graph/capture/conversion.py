@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.as_written import AsWritten
+from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.capture_log import TwoDtypes
 from amp_graph.capture.captured_graphs import OWN, Captured, CapturedGraphs
 from amp_graph.capture.diagnostics import CONVERSION, Diagnostics
@@ -55,7 +54,7 @@ from amp_graph.passes.torch_compat.dynamo_entries import (
 )
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
 from amp_graph.policy import Policy
-from amp_graph.policy_words import HALVES, HELD_LOW
+from amp_graph.policy_words import HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -93,8 +92,8 @@ class Conversion:
         self.diagnostics = Diagnostics(self.model, self.strict)
         self.plain = AsWritten(self.model, self._wide, self.policy, self.diagnostics)  # runs calls without graphs
         self.captured = self._graphs(CapturedGraphs, options=self.options)
-        self._partial = set[tuple[bool, bool, bool]]()  # modes without graphs, or of graphs that leave out weights
-        self._missed = dict[tuple[bool, bool, bool], int]()  # calls since one had no graph, by mode
+        self._partial = set[Mode]()  # modes without graphs, or of graphs that leave out weights
+        self._missed = dict[Mode, int]()  # calls since one had no graph, by mode
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
@@ -220,7 +219,7 @@ class Conversion:
             return self.plain.run(args, kwargs)
         captured, self._ready = self.captured, None
         before, alone = captured.runs, captured.runs_left_alone
-        if (self._partial or self._missed) and self._has_no_graph(self._mode(args, kwargs)):
+        if (self._partial or self._missed) and self._has_no_graph(mode_of(self.model, args, kwargs)):
             return self.plain.run(args, kwargs)
         try:
             found = captured.find({"args": args, "kwargs": kwargs, "forward": self._wide})
@@ -238,7 +237,7 @@ class Conversion:
                 raise
             self._warn_of_what_varies()
         except TwoDtypes as stopped:
-            self._partial.add(self._mode(args, kwargs))
+            self._partial.add(mode_of(self.model, args, kwargs))
             self.plain.widens = True
             what = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
             self.diagnostics.warn(what, first_line(stopped.__cause__), only_note=self.plain.region is not None)
@@ -256,12 +255,7 @@ class Conversion:
             return self._ran(result, args, kwargs, before, alone)
         return self.plain.run(args, kwargs)
 
-    def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool, bool]:
-        """Return what changes the code of a call more than its sizes do: training, gradients, half inputs."""
-        halves = any(isinstance(t, Tensor) and t.dtype in HALVES for t in tree_leaves((args, kwargs)))
-        return self.model.training, is_grad_enabled(), halves
-
-    def _has_no_graph(self, mode: tuple[bool, bool, bool]) -> bool:
+    def _has_no_graph(self, mode: Mode) -> bool:
         """Say whether calls like this one run without graphs, as an earlier one has shown."""
         if mode in self._missed:
             self._missed[mode] += 1
@@ -278,11 +272,12 @@ class Conversion:
             captured.start_again(before)
             return result
         if self._missed:
-            self._missed.pop(self._mode(args, kwargs), None)
+            self._missed.pop(mode_of(self.model, args, kwargs), None)
         is_new = self.diagnostics.log.events > 0
         if is_new:
-            self.plain.learn(result)
-            self._report_parts(self._mode(args, kwargs))
+            mode = mode_of(self.model, args, kwargs)
+            self.plain.learn(mode, result)
+            self._report_parts(mode)
         captured.notes_reads = False
         if captured.runs_left_alone - alone == captured.runs - before:
             self._leave_alone(args, kwargs)
@@ -290,7 +285,7 @@ class Conversion:
             self._ready = captured.frames.fast_path()  # nothing is left to report of calls like this one
         return result
 
-    def _report_parts(self, mode: tuple[bool, bool, bool]) -> None:
+    def _report_parts(self, mode: Mode) -> None:
         """Report what no graph reads; where it has weights, further calls run without graphs, under autocast."""
         log = self.diagnostics.log
         log.events = 0
@@ -331,8 +326,9 @@ class Conversion:
         if self.policy.level == "O0":  # the original forward runs
             return
         if self.diagnostics.log.skips or self.diagnostics.log.breaks:  # else Dynamo was kept from this call
-            self.plain.learn(result)
-            self._missed.setdefault(self._mode(args, kwargs), 1)
+            mode = mode_of(self.model, args, kwargs)
+            self.plain.learn(mode, result)
+            self._missed.setdefault(mode, 1)
         self.diagnostics.uncaptured_call(self.forward, self.plain.how)
 
     @property

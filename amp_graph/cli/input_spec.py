@@ -85,9 +85,9 @@ def parse_inputs(text: str) -> list[InputSpec]:
         if found is None:
             raise pointed("--input", "no input can be read here", text, at, LEGAL, EXAMPLE)
         try:
-            sizes = tuple(map(int, filter(str.strip, found[3].split(","))))
+            sizes = tuple(map(int, found[3].split(","))) if found[3].strip() else ()
             low, high = (0, 1) if found[2] == "bool" else (int(found[4] or 0), int(found[5] or 9))
-        except ValueError as error:  # a number of thousands of digits, or no comma between two
+        except ValueError as error:  # thousands of digits, or a comma too many or too few
             raise pointed("--input", str(error)[:300], text, at, LEGAL, EXAMPLE) from error
         if found[4] and (found[2] not in INTEGERS or low > high):
             raise pointed("--input", f"{found[2]} takes no range {low}..{high}", text, at, LEGAL, EXAMPLE)

@@ -27,6 +27,7 @@ HOOKS = "in fp16 gradients are scaled within a backward, and a hook of the scrip
 FUNCTION = "in fp16 gradients are scaled within a backward, which may not be right for a custom autograd function"
 AUTOGRAD_GRAD = "torch.autograd.grad, whose gradients are not those that an optimizer would skip"
 OWN_SCALER = "the script has a GradScaler of its own; --replace-autocast leaves the scale to it, under fp16 autocast"
+STRICT = "in fp16 a gradient may overflow, which clip_grad_norm_(error_if_nonfinite=True) would raise"
 OVERFLOWS = "it overflows in fp16: its loss was infinite, or its gradients were at a scale of 1"
 COMM_HOOK = "in fp16 a gradient may overflow, and the communication hook of DistributedDataParallel may keep it"
 STATELESS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # communication hooks

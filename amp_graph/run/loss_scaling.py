@@ -163,27 +163,32 @@ class LossScaling:
             setattr(place, name, self._refused(getattr(place, name), reason, applies))
         on_every_optimizer_step(self._before_step, self._after_step)
 
-    def _refused(self, plain: Callable[..., Any], reason: str, applies: Callable[[Any], bool]) -> Callable[..., Any]:
+    def _refused(self, plain: Callable[..., Any], reason: str, applies: Callable[..., bool]) -> Callable[..., Any]:
         """Return ``plain``, whose call by the script ends all scaling."""
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.why and not in_backward() and called_by_script() and (not args or applies(args[0])):
+            if not self.why and not in_backward() and called_by_script() and applies(*args, **kwargs):
                 self.stand_aside(f"{reason}, at {site_of_call()}")
             return plain(*args, **kwargs)
 
         return call
 
 
-def _is_inner(tensor: Tensor) -> bool:
+def _is_inner(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     return not tensor.is_leaf  # hooks of leaves are looked for at each backward
 
 
-REFUSED: tuple[tuple[Any, str, str, Callable[[Any], bool]], ...] = (
-    (torch.autograd, "grad", why.AUTOGRAD_GRAD, lambda given: True),
+def _is_strict(*args: Any, **kwargs: Any) -> bool:
+    return bool(kwargs.get("error_if_nonfinite", len(args) > 3 and args[3]))
+
+
+REFUSED: tuple[tuple[Any, str, str, Callable[..., bool]], ...] = (
+    (torch.autograd, "grad", why.AUTOGRAD_GRAD, lambda *args, **kwargs: True),
     (torch.Tensor, "register_hook", why.HOOKS, _is_inner),
     (torch.Tensor, "retain_grad", why.HOOKS, _is_inner),
-    (torch.amp.GradScaler, "scale", why.OWN_SCALER, torch.amp.GradScaler.is_enabled),
+    (torch.amp.GradScaler, "scale", why.OWN_SCALER, lambda scaler, *args, **kwargs: scaler.is_enabled()),
+    (torch.nn.utils, "clip_grad_norm_", why.STRICT, _is_strict),
 )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.capture_log import break_at
 from amp_graph.capture.captured_graphs import Captured
-from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.conversion import TRIED_AGAIN, Conversion, conversion_of
 from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.capture.recapture_limits import NoGraph, Variants
 from amp_graph.errors import AmpGraphError, CaptureError, warn
@@ -71,7 +72,7 @@ class StepRuns:
         function: Any = own_code_object(_with_loss(forward, self.loss_fn, self.outputs))  # type: ignore[arg-type]
         self.find: Find = CompiledFrames(function, has_backward=False).find
         self.free = {"loss_fn": self.loss_fn, "outputs": self.outputs, "model": forward}  # the function's closure
-        self._failed: set[bool] = set()  # the modes, train or eval, in which a capture has failed
+        self._failed: dict[bool, int] = {}  # calls since a capture failed, by mode: train or eval
         most = min(TRACED, self.max_graphs) if self.alone else NO_LIMIT
         self._variants = Variants(OWN, most, False)
         self._conversion: Conversion | None = None
@@ -89,7 +90,7 @@ class StepRuns:
         """Run one step: traced whole, or through the model as it is converted."""
         mode, known = self.model.training, len(self.steps.captured)
         found = self.find({"batch": tuple(batch), **self.free})
-        if found is None and (mode in self._failed or self._variants.is_full):
+        if found is None and (self._stays_untraced(mode) or self._variants.is_full):
             return self._converted(batch)
         failed: Exception | None = None
         try:
@@ -105,6 +106,13 @@ class StepRuns:
         if failed is None or mode in self._failed:  # outside of the handler: the user's errors have no other's context
             return self._converted(batch)
         return self._after_failed_capture(failed, batch)
+
+    def _stays_untraced(self, mode: bool) -> bool:
+        """Say whether a capture has failed in this mode; one more is tried, as a first call may set a model up."""
+        if mode not in self._failed:
+            return False
+        self._failed[mode] += 1
+        return self._failed[mode] != TRIED_AGAIN
 
     def _warn_of_recaptures(self, known: int) -> None:
         count = len(self.steps.captured)
@@ -124,11 +132,11 @@ class StepRuns:
             self._refuse_with_ranks(failed, before, batch)
         with Undo(before.restore):
             result = self._converted(batch)
-        self._failed.add(self.model.training)
+        self._failed[self.model.training] = 1
         name = type(self.model).__name__
         self._diagnostics.warn(
             f"TrainStep: {name} and its loss are not one graph: the model runs as amp_graph.convert(model) runs it",
-            str(failed).strip(),
+            _cause_of(failed),
             fix="change that line, or amp_graph.convert(model) with amp_graph.GradScaler",
         )
         return result
@@ -141,7 +149,7 @@ class StepRuns:
             before.restore()
         raise CaptureError(
             f"TrainStep: {type(self.model).__name__} and its loss are not one graph, as they must be with several "
-            f"ranks: {str(failed).strip()}\n"
+            f"ranks: {_cause_of(failed)}\n"
             "  fix:   change that line, or use amp_graph.convert(model) with amp_graph.GradScaler"
         ) from failed
 
@@ -164,7 +172,7 @@ class StepRuns:
         held = self.model.__dict__.get("forward")
         if conversion_of(self.model) is None:
             if self._conversion is None:
-                policy, most = replace(self.policy, keep_outputs=True), max(self.max_graphs - TRACED, 1)
+                policy, most = replace(self.policy, keep_outputs=True), beside_traced(self.max_graphs)
                 self._conversion = Conversion(self.model, policy, wrapped=held, max_graphs=most)
                 self._conversion.captured.start()
             self.model.__dict__["forward"] = self._conversion
@@ -189,6 +197,17 @@ class StepRuns:
         """What was said of steps that are not traced."""
         found = conversion_of(self.model) or self._conversion
         return [*self._diagnostics.notes, *(() if found is None else found.diagnostics.notes)]
+
+
+def beside_traced(max_graphs: int) -> int:
+    """Return how many graphs a model's own calls may have, beside the whole steps."""
+    return max(max_graphs - TRACED, 1)
+
+
+def _cause_of(failed: Exception) -> str:
+    """Return why a capture failed, in a line that begins with the user's; Dynamo's text where it knows none."""
+    place = break_at(str(failed), getattr(failed, "real_stack", None))
+    return f"{place.where}: {place.reason}" if place.where else str(failed).strip()
 
 
 def _with_loss(model: Any, loss_fn: Callable[..., Any] | None, outputs: bool) -> Callable[..., Any]:

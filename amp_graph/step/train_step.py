@@ -32,7 +32,7 @@ from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import LossScale, check_at_floor
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.step.choose_step import StepRuns
+from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
 from amp_graph.step.step_arguments import (
     Ranks,
@@ -160,7 +160,7 @@ class TrainStep:
         """Create the parts that capture and run graphs; convert the model where its parameters change dtype."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self._converts and conversion_of(model) is None:
-            convert(model, self.policy)
+            convert(model, self.policy, max_graphs=beside_traced(self.max_graphs))
         else:
             warn_of_unmatched(model, self.policy)
         widen_states(optimizer)

@@ -30,8 +30,7 @@ class CompilerError(AmpGraphError):
 def refusal(what: str, fix: str = "another compiler: CC=gcc") -> CompilerError:
     """Return the error that says ``what`` went wrong."""
     return CompilerError(
-        f"compiling for this CPU: {what}\n  legal: a C compiler that makes shared libraries\n"
-        f"  fix:   {fix}; or TrainStep(..., update='torch')"
+        f"compiling for this CPU: {what}\n  legal: a C compiler that makes shared libraries\n  fix:   {fix}"
     )
 
 
@@ -47,20 +46,26 @@ def is_there(kept: Path) -> bool:
     """Say whether the directory exists. Raises CompilerError if others could have put code into it."""
     if not kept.is_dir():
         return False
-    found, wrong = kept.stat(), ""
-    if found.st_mode & 0o022:
-        wrong = "may be written to by others"
-    elif hasattr(os, "geteuid") and found.st_uid not in (os.geteuid(), 0):
-        wrong = f"belongs to another user ({found.st_uid})"
-    if wrong and os.name == "posix":
+    if wrong := _who_else_writes(kept):
         raise refusal(f"the directory {kept} {wrong}: its code is not loaded", f"chmod go-w {kept}, or {FIX}")
     return True
 
 
+def _who_else_writes(path: Path) -> str:
+    """Return what lets others than this user and root write to ``path``; "" if nothing does."""
+    found = path.stat()
+    if os.name != "posix":
+        return ""
+    if found.st_mode & 0o022:
+        return "may be written to by others"
+    return "" if found.st_uid in (os.geteuid(), 0) else f"belongs to another user ({found.st_uid})"
+
+
 def verified(kept: Path, key: str) -> Path | None:
-    """Return a library of ``key`` whose content is that of its name; None if there is none."""
+    """Return a library of ``key`` whose content is that of its name, and which only its user can write to; or None."""
     found = kept.glob(f"{key}.*.so") if is_there(kept) else ()
-    return next((one for one in found if one.name == _name(key, one.read_bytes())), None)
+    own = (one for one in found if one.is_file() and not _who_else_writes(one))
+    return next((one for one in own if one.name == _name(key, one.read_bytes())), None)
 
 
 def put(part: Path, key: str) -> None:

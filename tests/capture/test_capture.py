@@ -1,6 +1,7 @@
 """Capture: every call of a converted model runs converted, however often it is captured, or says that not."""
 
 import copy
+import inspect
 import logging
 import warnings
 
@@ -74,6 +75,21 @@ def test_modes_are_captured_apart_and_remembered():
     assert count(model) == seen
     found = amp_graph.report(model).graphs
     assert {(g.training, g.grad) for g in found} >= {(True, True), (True, False), (False, True)}
+
+
+def test_forward_itself_is_converted():
+    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
+    assert set(products(model.forward, x)) == {BF16}
+    assert inspect.signature(model.forward) == inspect.signature(Net().forward)
+
+
+def test_generate_of_transformers():
+    model, _, kwargs = make("gpt2")
+    given = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    plain = model.eval().generate(kwargs["input_ids"], **given)
+    amp_graph.convert(model, "bf16")
+    assert torch.equal(model.generate(kwargs["input_ids"], **given), plain)
+    assert conversion_of(model).runs == 2
 
 
 class Gather(nn.Module):

@@ -252,6 +252,48 @@ def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(gr
             assert error(*grads) < 0.02
 
 
+class Bootstraps(Listed):
+    """Reads its weight without gradients first: autocast keeps such casts."""
+
+    def forward(self, x, kinds):
+        with torch.no_grad():
+            target = self.layer(x)
+        return (self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0)) - target,)
+
+
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_weights_that_calls_without_graphs_read_without_gradients_first_get_theirs():
+    model = Bootstraps()
+    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    for batch in batches():
+        pairs = zip(results(ours, batch), results(model, batch), strict=True)
+        assert all(error(found, exact) < 0.03 for found, exact in pairs)
+
+
+class Halved(Listed):
+    """Returns half precision in one mode alone."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x, kinds):
+        h = self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0))
+        return h.half() if self.training is self.mode else h
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.filterwarnings("ignore:amp_graph")
+def test_results_of_later_calls_without_graphs_have_the_dtypes_of_their_mode(mode):
+    model = Halved(mode)
+    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    for training in (True, False, True, False):
+        for batch in batches()[:2]:
+            found, exact = ours.train(training)(*batch), model.train(training)(*batch)
+            assert found.dtype is exact.dtype
+            assert error(found, exact) < 0.02
+
+
 def symbolic(sizes, dynamic):
     """A fake tensor with a symbol for each of the ``dynamic`` dimensions, and what knows its guards."""
     env = ShapeEnv()

@@ -58,6 +58,8 @@ def test_o2_holds_all_but_norms_low_in_the_same_parameter_objects():
         "head.bias": BF16,
     }
     assert model.norm.running_mean.dtype is F32
+    kept = amp_graph.convert(Normalized(), "bf16-O2,keep_fp32=head")
+    assert dtypes(kept) == {**dtypes(model), "head.weight": F32, "head.bias": F32}
     model(torch.randn(IMAGES)).sum().backward()
     assert all(p.grad is None or p.grad.dtype is p.dtype for p in model.parameters())
 

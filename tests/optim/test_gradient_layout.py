@@ -84,6 +84,22 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
     assert distance(last, plain) > 1e-3
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name):
+    """The graph of the first layout is there at the end, and its states are no longer the optimizer's."""
+    plain, last, found = torch.contiguous_format, torch.channels_last, []
+    for layouts in ((plain, plain, plain), (plain, last, plain)):
+        model = images()
+        step = step_of(model, KINDS[name](model.parameters()))
+        for layout in layouts:
+            model.to(memory_format=layout)
+            for _ in range(2):
+                step(X, Y)
+        found.append(model)
+    assert distance(*found) <= 1e-5
+
+
 def looped(kind, order, layout, change_at):
     """Train at O2 in a loop by hand under a fused optimizer, and bring the model into ``layout`` before one step."""
     model = images()

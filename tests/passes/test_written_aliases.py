@@ -77,11 +77,12 @@ def check(model, policy="bf16"):
     assert error(got, want) < 0.012
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["bf16", "bf16,planner=paint", "fp16", "bf16,accuracy=fast"])
 @pytest.mark.parametrize("through_view", [True, False], ids=["write the view", "write the base"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_write_is_seen_through_every_alias(view, through_view):
-    check(Written(view, through_view))
+def test_a_write_is_seen_through_every_alias_by_every_planner(view, through_view, policy):
+    check(Written(view, through_view), policy)
 
 
 @pytest.mark.parametrize("view", [VIEWS[name] for name in ("as_strided", "sum_to_size", "real")])

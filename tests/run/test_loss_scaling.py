@@ -159,6 +159,13 @@ def with_penalty(model, optimizer, x, y):
     ordinary(optimizer, grad.square().mean() + (model(x) - y).square().mean())
 
 
+def with_strict_clipping(model, optimizer, x, y):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+
+
 def with_scaler(model, optimizer, x, y):
     scaler = torch.amp.GradScaler("cpu")
     optimizer.zero_grad()
@@ -179,6 +186,7 @@ REFUSED = {
     "hook": (with_hook, eligibility.HOOKS),
     "parameter hook": (with_parameter_hook, eligibility.HOOKS),
     "penalty": (with_penalty, eligibility.AUTOGRAD_GRAD),
+    "strict clipping": (with_strict_clipping, eligibility.STRICT),
     "scaler": (with_scaler, eligibility.OWN_SCALER),
     "no optimizer": (without_optimizer, eligibility.NO_STEP),
     "function": (lambda m, o, x, y: ordinary(o, (Clipped.apply(m(x)) - y).square().mean()), eligibility.FUNCTION),

@@ -250,6 +250,30 @@ def test_a_train_step_averages_gradients_and_ranks_stay_equal(ranks, tmp_path, s
         assert min(reduced) < backward, "the first bucket starts while backward runs"
 
 
+def _train_images_in_each_layout(rank, size, path):
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        model.to(memory_format=layout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = amp_graph.TrainStep(model, nn.functional.cross_entropy, optimizer, "bf16")
+        for i in range(5):
+            generator = torch.Generator().manual_seed(10 * i + rank)
+            step(torch.randn(4, 3, 8, 8, generator=generator), torch.arange(4) % 3)
+        found.append([p.detach() for p in model.parameters()])
+    torch.save(found, f"{path}/{rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.multiplied  # equal bits in both layouts are of oneDNN's kernels
+def test_averages_lie_as_their_parameters_do(ranks, tmp_path):
+    """In channels_last, where a fused kernel would otherwise take each number of a gradient for another."""
+    for plain, last in ranks(_train_images_in_each_layout, 2, tmp_path):
+        for a, b in zip(plain, last, strict=True):
+            assert (a - b).norm() <= 1e-5 * a.norm()
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_control_without_averaging_ranks_drift_apart(ranks, tmp_path, wrapped):
     first, second = ranks(_train_step, 2, tmp_path, "fp16", {"process_group": False, "wrapped": wrapped})

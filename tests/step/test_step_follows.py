@@ -280,6 +280,16 @@ def test_micro_batches_that_take_other_branches(make, clip, policy):
     compare(Branches, make, policy, steps=4, parts=2, clip=clip)
 
 
+def test_micro_batches_that_take_other_branches_at_o2():
+    """The loop adds up what it rounded to bf16: with one micro-batch a branch, it adds nothing up."""
+    one, two = Branches(), Branches()
+    loop(one, decayed(one.parameters()), 4, "bf16-O2", parts=2)
+    stepped(two, decayed(two.parameters()), 4, "bf16-O2", micro_batches=2)
+    ours, theirs = two.state_dict(), one.state_dict()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
 def test_an_old_gradient_of_what_is_not_used_is_not_taken(make):
     model = Branches(alternate=False)

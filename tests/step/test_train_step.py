@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_graph
+from amp_graph.capture.conversion import TRIED_AGAIN
 from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step import choose_step
@@ -230,12 +231,15 @@ def test_a_learning_rate_may_be_any_number_and_come_back():
     model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
     other, theirs = build(optimizer=torch.optim.SGD, lr=0.1, fused=True)
+    traced = []
     for rate, (x, y) in zip((0.1, 0.0, torch.tensor(0.2), 0.0, 0.1, 1), batches(6), strict=True):
         for one in (optimizer, theirs):
             one.param_groups[0]["lr"] = rate
         step(x, y)
         by_hand(other, theirs, "bf16", [(x, y)])
         assert same(parameters(model), parameters(other)), rate
+        traced.append(step.captured[0].step)
+    assert all(one is traced[0] for one in traced), "a schedule needs no other graph"
 
 
 @pytest.mark.sampled(3)
@@ -776,6 +780,31 @@ def test_what_is_not_one_graph_runs_as_converted_and_the_line_is_named_once(kind
         (p - q).norm() <= 1e-2 * q.norm() + 1e-4 for p, q in zip(parameters(model), parameters(other), strict=True)
     )
     assert not any(captured.step for captured in step.captured)
+
+
+class SetsUpOnce(Net):
+    ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            torch._dynamo.graph_break()
+            self.ready = True
+        return super().forward(x)
+
+
+def test_a_model_that_sets_itself_up_in_its_first_call_is_traced_later():
+    """As models of transformers hang hooks on themselves, where hidden states are asked for."""
+    (model, optimizer), (other, theirs) = build(SetsUpOnce), build(fused=True)
+    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    first, *later = batches(TRIED_AGAIN + 1)
+    with pytest.warns(AmpGraphWarning, match="not one graph"):
+        step(*first)
+    for x, y in later:
+        step(x, y)
+    assert step.captured[0].step is not None
+    by_hand(other, theirs, "bf16", [(x, y) for x, y in (first, *later)])
+    for p, q in zip(parameters(model), parameters(other), strict=True):
+        assert (p - q).norm() <= 1e-3 * q.norm()
 
 
 def test_a_dispatch_mode_is_refused_by_name_and_does_no_harm_for_later():

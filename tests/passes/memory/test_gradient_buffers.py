@@ -149,6 +149,19 @@ def test_a_gradient_whose_memory_is_held_without_a_tensor_is_left_alone(hold):
     del kept
 
 
+def test_shared_or_resized_memory_is_not_taken():
+    model = converted()
+    grad = step(model)[0]
+    grad.share_memory_()
+    shared = grad.data_ptr()
+    del grad
+    model.zero_grad()
+    assert step(model)[0].data_ptr() != shared
+    model.bag.weight.grad.untyped_storage().resize_(0)
+    model.zero_grad()
+    torch.testing.assert_close(step(model)[0], step(converted(OFF))[0])
+
+
 def test_control_memory_that_somebody_has_is_seen(monkeypatch):
     monkeypatch.setattr(gradient_buffers, "is_free", lambda own: True)
     model = converted()

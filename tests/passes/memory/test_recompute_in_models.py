@@ -126,6 +126,17 @@ def test_the_report_says_what_is_not_saved():
     assert saves["bf16"] == saves["bf16" + WITHOUT]
 
 
+def test_evaluation_with_gradients_leaves_statistics_alone():
+    results = []
+    for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
+        model = amp_graph.convert(made("resnet").eval(), policy)
+        x = IMAGES.clone().requires_grad_()
+        model(x).sum().backward()
+        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, made("resnet").buffers(), model.buffers()))
+
+
 def trained(name, policy, steps=2):
     """Return all that two steps leave, by ``convert``."""
     model = amp_graph.convert(made(name), policy)

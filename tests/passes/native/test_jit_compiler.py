@@ -125,6 +125,36 @@ def test_a_folder_of_another_user_is_refused(source):
         answer(source)
 
 
+HARMS = [pytest.param(lambda file: os.chown(file, NOBODY, NOBODY), marks=as_root), lambda file: file.chmod(0o666)]
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=["of another user", "written to by others"])
+def test_a_file_that_others_may_have_written_is_replaced(source, harm):
+    assert answer(source) == 42
+    (file,) = files("so")
+    harm(file)
+    assert answer(source) == 42
+    (state,) = [path.stat() for path in jit_compiler.folder().iterdir()]
+    assert state.st_uid == os.geteuid()
+    assert not state.st_mode & 0o022
+
+
+def test_a_pipe_in_the_place_of_a_library_blocks_nobody(source):
+    assert answer(source) == 42
+    (file,) = files("so")
+    file.unlink()
+    os.mkfifo(file)
+    assert answer(source) == 42
+
+
+@as_root
+def test_a_user_loads_what_root_made(source, monkeypatch):
+    assert answer(source) == 42
+    without_compiler(monkeypatch)
+    monkeypatch.setattr(code_cache.os, "geteuid", lambda: NOBODY)
+    assert answer(source) == 42
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_whatever_the_umask_nobody_else_writes(source, monkeypatch, umask):
     before = os.umask(umask)

@@ -81,9 +81,9 @@ def test_norms_are_low_and_mix_no_dtypes(norm, values, policy, low):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=1.5"])
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=1.5", f"{FAST},keep_fp32=norms.*"])
 @pytest.mark.parametrize(("norm", "values"), [(layer_norm, 4), (rms_norm, 3)])
-def test_other_accuracies_round_no_parameter(norm, values, policy):
+def test_other_accuracies_and_the_users_words_round_no_parameter(norm, values, policy):
     assert dtypes(planned(Stream(norm), policy)[0]) == [(FULL,) * values] * 3
 
 

@@ -86,6 +86,12 @@ def test_what_stays(name):
     assert not differences(run_step(gm, graph.given), run_step(graph.gm, graph.given))
 
 
+def test_images_whose_size_varies_are_left_alone():
+    model = amp_graph.convert(Function(lambda s, x: F.conv2d(x, s.w[:, :, : x.shape[2]]), w=W), "bf16", dynamic=True)
+    for height in (5, 4, 3):
+        assert model(drawn(3, 4, height, 6)).shape == (3, 7, 1, 1)
+
+
 class Head(nn.Module):
     """The end of VGG: images of one place behind a convolution that covers them."""
 

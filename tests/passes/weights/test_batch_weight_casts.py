@@ -89,6 +89,17 @@ def test_results_and_gradients_are_those_of_casts_alone(dtype):
     assert {c.source for c in casts} >= {"conv.weight", "last.bias", "frozen.weight"}
 
 
+def test_gradients_of_gradients_and_of_many_at_once():
+    found = []
+    for model in map(net, (TOGETHER, ALONE)):
+        weights = [model.conv.weight, model.first.weight, model.last.bias]
+        out = model(batch())[0].float()
+        (one,) = torch.autograd.grad(out.square().sum(), weights[1:2], create_graph=True)
+        many = torch.autograd.grad(model(batch())[0], weights, torch.eye(20).view(20, 5, 4), is_grads_batched=True)
+        found.append([one, *torch.autograd.grad(one.square().sum(), weights), *many])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
     found = []
     for model in map(net, (TOGETHER, ALONE)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_functions
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
@@ -224,6 +225,38 @@ def test_the_rule_is_about_the_machine(monkeypatch):
     assert not result.changes
     assert "no kernel of ours is faster" in result.skips[0].reason
     assert not differences(run_step(ours, given), run_step(plain, given))
+
+
+class Biased(torch.nn.Module):
+    """With a bias of scores that is learned, as Swin and T5 have."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.projected, self.bias = torch.nn.Linear(32, 96), torch.nn.Parameter(drawn(4, 16, 16, seed=3))
+
+    def forward(self, x):
+        q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, self.bias[None].to(q.dtype)).transpose(1, 2).flatten(2)
+
+
+def gradients_of(model):
+    model(X.to(model.bias.dtype)).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_models_whose_bias_is_learned():
+    """Called, and as a step, whose update shows its gradients."""
+    exact, plain = gradients_of(Biased().double()), amp_graph.convert(Biased(), "bf16,skip=attention")
+    found = gradients_of(amp_graph.convert(Biased(), "bf16"))
+    pairs = zip(errors(found, exact), errors(gradients_of(plain), exact), strict=True)
+    assert max(ours / theirs for ours, theirs in pairs) <= 1.1
+    model = Biased()
+    step = amp_graph.TrainStep(model, lambda y: y.square().sum(), torch.optim.SGD(model.parameters(), 1.0), "bf16")
+    step(X)
+    assert "attention_backward_with_mask" in step.graph_text()
+    for before, after, grad in zip(Biased().parameters(), model.parameters(), found, strict=True):
+        assert (before - after - grad).norm() <= 1e-4 * grad.norm()
 
 
 def test_the_whole_step_traces_it_as_one_node():

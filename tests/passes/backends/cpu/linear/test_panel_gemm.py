@@ -1,6 +1,8 @@
 """A linear over few rows in compiled C: any size and layout, sums in fp32 rounded once, NaN through the relu."""
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -119,6 +122,22 @@ def test_threads_have_memory_of_their_own():
     for thread in threads:
         thread.join()
     assert found == dict.fromkeys(range(len(sizes)), True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="asks Linux how much memory is held")
+def test_memory_of_threads_ends_with_them():
+    def held():  # bytes
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def multiply():
+        kernel.product(x, weight.t())
+
+    x, weight = torch.randn(64, 2047).to(BF16), torch.randn(64, 2047).to(BF16)  # which is laid out: 0.3 MB
+    multiply()
+    before = held()
+    for _ in range(200):
+        in_threads(multiply)
+    assert held() - before < 20e6
 
 
 def test_what_has_no_memory_to_read_is_multiplied_by_torch():

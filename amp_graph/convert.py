@@ -75,7 +75,7 @@ def convert(
         compiler: dict[str, Any] = {"compile": compile, "mode": mode, "options": options, "dynamic": dynamic}
         convert(model.module, policy, strict=strict, sample=sample, max_graphs=max_graphs, **compiler)
         return model
-    _refuse_what_is_no_model(model)
+    refuse_what_is_no_model("convert", model)
     wanted = Policy.parse(policy)
     check_compile("convert", compile)
     found = read_options("convert", compile, mode, options)
@@ -120,7 +120,7 @@ def _measured(
             f"convert: sample= is for an error budget, and accuracy={policy.accuracy} has none\n"
             "  legal: sample= with an error budget\n  fix:   amp_graph.convert(model, 'bf16,accuracy=1.5', sample=...)"
         )
-    return tuple(found.measured for found in measure(model, policy, sample, dynamic))
+    return tuple(measured for _, measured in measure(model, policy, sample, dynamic))
 
 
 def revert(model: Model) -> Model:
@@ -151,19 +151,30 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _refuse_what_is_no_model(model: Any) -> None:
+def refuse_what_is_no_model(caller: str, model: Any) -> None:
+    """Raise CaptureError for what is no model, or has no Python forward."""
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
-            f"convert: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
-            "  fix:   convert the original model: amp_graph.convert(model) before torch.jit.script(model)"
+            f"{caller}: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
+            f"  fix:   amp_graph.{caller} of the original model, before torch.jit.script(model)"
         )
     if isinstance(model, torch.nn.Module):
         return
-    example = "amp_graph.convert(model) with an instance" if isinstance(model, type) else "a torch.nn.Module around it"
+    example = f"amp_graph.{caller} of an instance" if isinstance(model, type) else "a torch.nn.Module around it"
     what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
     raise CaptureError(
-        f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
+        f"{caller}: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
     )
+
+
+def refuse_meta(caller: str, model: torch.nn.Module) -> None:
+    """Raise CaptureError for a model with tensors that hold no values."""
+    meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if meta:
+        raise CaptureError(
+            f"{caller}: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
+            f"  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.{caller}(model)"
+        )
 
 
 def _refuse_level_of_wrapped(model: torch.nn.Module, policy: Policy) -> None:
@@ -200,13 +211,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
             f"convert: {len(inside)} of its submodules are already converted: {_few(inside)}\n"
             f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); that converts its submodules, too"
         )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    meta = [name for name, t in named if t.is_meta]
-    if meta:
-        raise CaptureError(
-            f"convert: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
-            "  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.convert(model)"
-        )
+    refuse_meta("convert", model)
     lazy = uninitialized(model.named_parameters()) if policy.level in HELD_LOW else []
     if lazy:
         raise CaptureError(

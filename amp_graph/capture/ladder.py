@@ -58,7 +58,7 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
     run: Runner | None = None
     later: Callable[..., Any] | None = None
 
-    def descend(args: tuple[Any, ...], before: Before, error: Exception | None = None) -> Any:
+    def descend(args: tuple[Any, ...], before: Written | Copies, error: Exception | None = None) -> Any:
         """Run a call on the first rung that does not raise, below the one in use if that raised ``error``."""
         nonlocal run
         first = error
@@ -90,13 +90,13 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
             return later(*args)
         written = Written(range(len(args)), args)
         with Attempt() as copied:  # of a value that cannot be copied, or for which there is no memory
-            before: Before = Copies(args)
+            before = Copies(args)
         result = descend(args, written if copied.error is not None else before)
         later = partial(once, written.changed(), written.has_drawn())
         return result
 
     def once(places: Sequence[int], draws: bool, *args: Any) -> Any:
-        before = Written(places, args, draws=draws) if places or draws else Before()
+        before = Written(places, args, draws=draws) if places or draws else NOTHING
         try:
             return run(*args)  # type: ignore[misc]  # it is known by now
         except Exception as error:
@@ -105,15 +105,7 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
     return with_fast_path(call, lambda: later)
 
 
-class Before:
-    """The state before a call of a graph that neither writes to its inputs nor draws random numbers."""
-
-    def restore(self) -> bool:
-        """Restore the state; False if that is not possible."""
-        return True
-
-
-class Written(Before):
+class Written:
     """The state before a call of a graph that writes or draws: what it wrote cannot be undone, what it drew can."""
 
     def __init__(self, places: Iterable[int], args: Sequence[Any], *, draws: bool = True) -> None:
@@ -131,13 +123,16 @@ class Written(Before):
         return self.random is not None and not torch.equal(self.random, torch.get_rng_state())
 
     def restore(self) -> bool:
-        """Restore the random state, unless an input was written to."""
+        """Restore the random state; False if an input was written to."""
         if self.random is not None:
             torch.set_rng_state(self.random)
         return not self.changed()
 
 
-class Copies(Before):
+NOTHING = Written((), (), draws=False)  # before a call of a graph that neither writes to its inputs nor draws
+
+
+class Copies:
     """The state before the first call of a graph: copies of its inputs, parameters apart, and random states."""
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -145,7 +140,7 @@ class Copies(Before):
         self.random, self.contents = RandomState(), Contents(list(args), weights=False)
 
     def restore(self) -> bool:
-        """Restore inputs and random states."""
+        """Restore inputs and random states; False if that is not possible."""
         if self.contents.is_lost():
             return False
         self.contents.restore()

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import refuse_what_is_no_model
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.casts.portable_ops import CAST_OP
@@ -63,11 +64,7 @@ def export(
 
 def _refuse(model: Any) -> None:
     """Raise for what is not a model, and for one that amp_graph has converted already."""
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"export: {type(model).__name__} is not a torch.nn.Module\n  legal: a model, with example inputs\n"
-            "  fix:   export(model, (x,), policy='fp16')"
-        )
+    refuse_what_is_no_model("export", model)
     if conversion_of(model) is not None:
         raise CaptureError(
             f"export: {type(model).__name__} is converted by amp_graph.convert already\n"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of, whole_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.integrations import unscale_once
 from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -188,24 +188,18 @@ class ConvertsModules:
             optimizer.step(**kwargs)
             narrow_gradients(optimizer)
             return result
-        self._unscale(optimizer)
+        unscale_once(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
-
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients, once in a step: a clip in manual optimization may have done it."""
-        assert self.scaler is not None, "only called in fp16"
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip the unscaled fp32 gradients; also where ``training_step`` of manual optimization calls it."""
         inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds torch's
         if clip_val > 0:
             if self.scaler is not None:
-                self._unscale(inner)
+                unscale_once(self.scaler, inner)
             elif self._holds_low:
                 widen_gradients(inner)
         super().clip_gradients(inner, clip_val, gradient_clip_algorithm)  # type: ignore[misc]

@@ -16,8 +16,7 @@ import torch
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
-from amp_graph.integrations.accelerate_scaler import give_scaler
-from amp_graph.integrations.packages import missing
+from amp_graph.integrations import missing
 from amp_graph.optim.master_weight_updates import keep_loaded_states
 from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import Policy
@@ -61,6 +60,8 @@ class AmpGraphCallback(TrainerCallback):
 
     def add_to(self, trainer: Any) -> AmpGraphCallback:
         """Add this callback to ``trainer``, before all others, with a scaler if the policy needs one; return it."""
+        from amp_graph.integrations.accelerate import give_scaler
+
         self._refuse_autocast(trainer.args)
         if self._needs_scaler(trainer.args.device.type):
             self.scaler = give_scaler(trainer.accelerator, self.scaler)

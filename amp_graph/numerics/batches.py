@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.convert import refuse_meta, refuse_what_is_no_model
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.torch_compat.autograd import REENTRANT, nodes_behind
@@ -32,15 +33,7 @@ def plain_model(caller: str, model: Any) -> torch.nn.Module:
     Raises CaptureError for what is no model, cannot be run, or is converted already.
     """
     model = model.module if isinstance(model, WRAPPERS) else model
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   amp_graph.{caller}(model, batches)"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError(
-            f"{caller}: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
-            f"  fix:   amp_graph.{caller} of the model that torch.jit.script was given"
-        )
+    refuse_what_is_no_model(caller, model)
     refuse_what_cannot_run(caller, model)
     if conversion_of(model) is not None:
         raise CaptureError(
@@ -56,19 +49,13 @@ def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
         raise CaptureError(
             f"{caller}: called under torch.inference_mode(), which disables gradients\n  fix:   call it outside"
         )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    lazy = uninitialized(named)
+    lazy = uninitialized([*model.named_parameters(), *model.named_buffers()])
     if lazy:
         raise CaptureError(
             f"{caller}: {len(lazy)} parameters are not initialized, the first is {lazy[0]}; the call that initializes "
             "them would change the model\n  fix:   call the model once on a batch before"
         )
-    empty = [name for name, t in named if t.is_meta]
-    if empty:
-        raise CaptureError(
-            f"{caller}: {len(empty)} tensors are on the meta device and hold no values, the first is {empty[0]}\n"
-            "  fix:   model.to_empty(device='cpu'), then load its weights"
-        )
+    refuse_meta(caller, model)
 
 
 # -- batches --------------------------------------------------------------------------------------------------
@@ -127,16 +114,6 @@ def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = Calibr
             f"  fix:   {fix}"
         )
     return given
-
-
-def refuse_loss_fn(caller: str, loss_fn: Any, kind: type[AmpGraphError] = CalibrationError) -> None:
-    """Raise ``kind`` for what is no loss function: a class, or nothing that can be called."""
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise kind(
-            f"{caller}: loss_fn={shortened(loss_fn)} returns no loss\n  legal: a function, called as "
-            "loss_fn(outputs, *targets); None where the model returns its loss\n"
-            "  fix:   loss_fn=torch.nn.functional.cross_entropy"
-        )
 
 
 def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) -> tuple[Any, Tensor | None]:

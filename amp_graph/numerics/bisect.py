@@ -21,11 +21,11 @@ from amp_graph.capture.dynamo_backend import lower
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CalibrationError, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
-from amp_graph.numerics.batches import LossFn, checked, plain_model, refuse_loss_fn
+from amp_graph.numerics.batches import LossFn, checked, plain_model
 from amp_graph.numerics.differences import ErrorMetric
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph.bodies import bodies_of
@@ -36,6 +36,7 @@ from amp_graph.passes.precision.planning_problem import LOW
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, ready_to_plan, rewrite_in_place
+from amp_graph.step.step_arguments import refuse_loss_fn
 
 Metric = Callable[[torch.nn.Module, Sequence[Any]], float]
 ROUNDING = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE)
@@ -84,7 +85,7 @@ def bisect(
     CalibrationError (no batches, or batches of another structure), CaptureError.
     """
     model = plain_model("bisect", model)
-    refuse_loss_fn("bisect", loss_fn)
+    refuse_loss_fn("bisect", loss_fn, CalibrationError)
     _refuse_tolerance(tolerance)
     _refuse_search(metric, max_runs)
     asked = Policy.parse(policy)
@@ -160,14 +161,9 @@ class _Trials:
         Raises PolicyError if fp32 itself misses the tolerance, CaptureError if nothing was captured.
         """
         own, saved = copy.deepcopy(self.model), dict[str, int]()
-        with captured_by(own, self.asked, partial(_take, saved, self.asked, device_of_model(own))) as graphs:
-            found = self._run(own)
-        self._refuse(found)
-        if not graphs.runs:
-            raise CaptureError(
-                f"bisect: no graph of {type(own).__name__} was captured, so no operation can be kept by name\n"
-                "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-            )
+        take = partial(_take, saved, self.asked, device_of_model(own))
+        with captured_by(own, self.asked, take, caller="bisect"):
+            self._refuse(self._run(own))
         return sorted(saved, key=saved.__getitem__)
 
     def _refuse(self, found: float) -> None:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import CaptureError
+from amp_graph.errors import CalibrationError
 from amp_graph.lists import OpClass
 from amp_graph.model_state import unwritten
 from amp_graph.numerics.batches import (
@@ -26,7 +26,6 @@ from amp_graph.numerics.batches import (
     output_and_loss,
     plain_model,
     refuse_infinite,
-    refuse_loss_fn,
 )
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.calibration_file import NodeRange
@@ -39,6 +38,7 @@ from amp_graph.passes.graph.observe import GradientSink, Observer
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import has_values, ready_to_plan
+from amp_graph.step.step_arguments import refuse_loss_fn
 
 FREE = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE, OpClass.PROMOTE)
 
@@ -69,22 +69,17 @@ def calibrate(
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
     model = plain_model("calibrate", model)
-    refuse_loss_fn("calibrate", loss_fn)
+    refuse_loss_fn("calibrate", loss_fn, CalibrationError)
     asked = Policy.parse("fp16" if policy is None else policy)
     warn_of_unmatched(model, asked)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
-    with captured_by(model, asked, measuring.take):
+    with captured_by(model, asked, measuring.take, caller="calibrate"):
         for number, batch in checked("calibrate", batches, progress):
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)
                 measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
             measuring.end_batch()
-    if not measuring.values:
-        raise CaptureError(
-            f"calibrate: no graph of {type(model).__name__} was captured, so nothing was measured\n"
-            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-        )
     return Calibration(measuring.values, type(model).__name__, str(asked), measuring.batches, measuring.has_gradients)
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.capture.sensitivity_sample import captured_by
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import CalibrationError, CaptureError
+from amp_graph.errors import CalibrationError
 from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState, restored, unwritten
 from amp_graph.numerics.batches import (
@@ -30,7 +30,6 @@ from amp_graph.numerics.batches import (
     output_and_loss,
     plain_model,
     refuse_infinite,
-    refuse_loss_fn,
 )
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference, scale_for_fp16
@@ -43,6 +42,7 @@ from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
+from amp_graph.step.step_arguments import refuse_loss_fn
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
@@ -76,21 +76,16 @@ def compare(
     first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
     model = plain_model("compare", model)
-    refuse_loss_fn("compare", loss_fn)
+    refuse_loss_fn("compare", loss_fn, CalibrationError)
     asked = Policy.parse(policy)
     warn_of_unmatched(model, asked)
     comparing = _Comparing(asked, device_of_model(model) or "cpu")
     count = 0
-    with captured_by(model, asked, comparing.take) as graphs:
+    with captured_by(model, asked, comparing.take, caller="compare") as graphs:
         comparing.before = graphs.before
         for number, batch in checked("compare", batches, progress):
             _compare_batch(model, loss_fn, batch, number, comparing)
             count += 1
-    if not comparing.graphs:
-        raise CaptureError(
-            f"compare: no graph of {type(model).__name__} was captured, so nothing was compared\n"
-            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-        )
     found = comparing.operations()
     return Comparison(
         found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale, comparing.autocast_failed

@@ -21,7 +21,6 @@ from amp_graph.passes.loss_scaling.gradient_layout import lies_as
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.operators import (
     foreach_add_,
-    foreach_sub_,
     fused_adagrad_,
     fused_adam_,
     fused_adamw_,
@@ -119,7 +118,7 @@ class GroupUpdate:
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
             run(some, same, kinds)
         if steps and found_inf is not None:
-            foreach_sub_(steps, [found_inf] * len(steps))
+            foreach_add_(steps, [found_inf] * len(steps), alpha=-1)
 
     def _kernel(self, lr: Tensor, found_inf: Tensor | None) -> Kernel:
         """Return torch's kernel with its options."""

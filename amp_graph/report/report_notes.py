@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.casts.product_precision import lost_in
@@ -61,12 +60,10 @@ def notes_of_memory(found: Conversion) -> Iterator[str]:
     weights = found.captured.frozen
     if weights is not None:
         yield f"frozen: weights are cast, packed and folded once, {size_text(weights.bytes)} now"
-    elif found.compile == "eager" and any(not graph.grad and _casts_weights(graph) for graph in found.graphs):
+        return
+    nodes = (node for graph in found.graphs if not graph.grad for node in graph.rewritten.gm.graph.nodes)
+    if found.compile == "eager" and any(map(casts_weight, nodes)):
         yield "calls without gradients cast each weight; amp_graph.freeze(model) casts, packs and folds them once"
-
-
-def _casts_weights(graph: Captured) -> bool:
-    return any(map(casts_weight, graph.rewritten.gm.graph.nodes))
 
 
 def notes_of_replay(found: Conversion) -> Iterator[str]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.capture.diagnostics import Diagnostics
+from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.capture.recapture_limits import NoGraph, Variants
 from amp_graph.errors import AmpGraphError, CaptureError, warn
 from amp_graph.lists.errors import Undo

@@ -31,12 +31,7 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 class NoGradient(Exception):
-    """Raised during a trace if the loss does not depend on some trained inputs; holds their numbers."""
-
-    def __init__(self, inputs: Sequence[int]) -> None:
-        """Store the numbers."""
-        super().__init__(inputs)
-        self.inputs = frozenset(inputs)
+    """Raised during a trace if the loss does not depend on some trained inputs, with their numbers."""
 
 
 @dataclass

@@ -80,7 +80,7 @@ class StepBuilder:
         try:
             return self._traced(captured, args)
         except NoGradient as found:  # torch skips parameters whose gradient is None, including decay and momentum
-            unused = {id(args[i]): args[i] for i in found.inputs}
+            unused = {id(args[i]): args[i] for i in found.args[0]}
             captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
             for p in unused.values():
                 if id(p) not in stateful:

@@ -72,11 +72,6 @@ def in_transform() -> bool:
     return innermost_transform() is not None
 
 
-def in_backward() -> bool:
-    """Say whether this thread is running a backward pass, in which checkpoints call modules again; 2.11 - 2.13."""
-    return torch._C._current_graph_task_id() != -1
-
-
 # How many dispatch modes are active, the user's own among them, in one C call; 2.11 - 2.13.
 has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

@@ -28,14 +28,9 @@ def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
     return kind.__dict__[name]
 
 
-def is_uninitialized(tensor: Tensor) -> bool:
-    """Say whether ``tensor`` has no shape yet: a parameter or buffer of a lazy module before its first call."""
-    return is_lazy(tensor)
-
-
 def uninitialized(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the uninitialized parameters and buffers."""
-    return [name for name, tensor in named if is_uninitialized(tensor)]
+    """Return the names of parameters and buffers without a shape yet: those of lazy modules before their first call."""
+    return [name for name, tensor in named if is_lazy(tensor)]
 
 
 def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -> Any:

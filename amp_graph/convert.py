@@ -132,16 +132,8 @@ def revert(model: Model) -> Model:
     if isinstance(model, WRAPPERS):
         revert(model.module)
         return model
-    found = conversion_of(model)
-    if found is None:
-        raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
-    present: Any = model.__dict__.get("forward")
-    if present is not found:
-        raise CaptureError(
-            "revert: model.forward was replaced after amp_graph.convert, by "
-            f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted forward\n"
-            "  fix:   undo that replacement first, then amp_graph.revert(model)"
-        )
+    found = converted("revert", model)
+    refuse_replaced("revert", found)
     if isinstance(found, FrozenConversion):
         found.thaw()
         found = found.thawed
@@ -149,6 +141,26 @@ def revert(model: Model) -> Model:
         found.detach()
     narrow_parameters(model, found.narrows_to)
     return model
+
+
+def converted(caller: str, model: torch.nn.Module) -> Conversion:
+    """Return the conversion of ``model``; CaptureError if it has none."""
+    found = conversion_of(model)
+    if found is None:
+        kind = type(model.module if isinstance(model, WRAPPERS) else model).__name__
+        raise CaptureError(f"{caller}: the {kind} is not converted\n  fix:   amp_graph.convert(model) first")
+    return found
+
+
+def refuse_replaced(caller: str, found: Conversion) -> None:
+    """Raise CaptureError if other code has put its own forward over that of the conversion."""
+    present = found.model.__dict__.get("forward")
+    if present is not found:
+        raise CaptureError(
+            f"{caller}: model.forward was replaced after amp_graph.convert, by "
+            f"{getattr(present, '__qualname__', type(present))}, which may call the converted forward\n"
+            f"  fix:   undo that replacement first, then amp_graph.{caller}(model)"
+        )
 
 
 def refuse_what_is_no_model(caller: str, model: Any) -> None:
@@ -165,6 +177,15 @@ def refuse_what_is_no_model(caller: str, model: Any) -> None:
     raise CaptureError(
         f"{caller}: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
     )
+
+
+def refuse_converted(caller: str, model: torch.nn.Module) -> None:
+    """Raise CaptureError for a model that is converted, where it is taken as it was written."""
+    if conversion_of(model) is not None:
+        raise CaptureError(
+            f"{caller}: the {type(model).__name__} is converted already, and is taken as it was written\n"
+            f"  fix:   amp_graph.revert(model) first, and amp_graph.convert(model) again after {caller}"
+        )
 
 
 def refuse_meta(caller: str, model: torch.nn.Module) -> None:

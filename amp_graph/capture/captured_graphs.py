@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.diagnostics import Place, break_at, warn_of_missing_kernels
+from amp_graph.capture.diagnostics import Place, ScaleCheck, break_at, warn_of_missing_kernels
 from amp_graph.capture.dynamo_backend import Captured, lower, with_sums_in_fp32
 from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
-from amp_graph.capture.missing_loss_scale import ScaleCheck
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.recapture_limits import Variants
 from amp_graph.devices import device_of, device_of_model
@@ -113,7 +112,12 @@ class CapturedGraphs:
             collector_waits=eager,
             eager=eager,
         )
-        return with_parameters_as_inputs(run) if eager else run
+
+        def run_eagerly(*args: Any, **kwargs: Any) -> Any:
+            with parameters_as_inputs():  # so that their casts can be cached
+                return run(*args, **kwargs)
+
+        return run_eagerly if eager else run
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
@@ -156,11 +160,9 @@ class CapturedGraphs:
         return rewrite_in_place(gm, policy, device, last, measured=self.of.measured, strict=strict, **modes)
 
     def _record(self, rewritten: Rewritten) -> None:
-        record = Captured(rewritten, self.of.model.training, torch.is_grad_enabled())
-        broken = break_of(rewritten.gm)
-        if broken is not None:
-            record.break_reason, record.break_line = broken.reason, broken.where
-        self.graphs.append(record)
+        broken = break_of(rewritten.gm) or Place("", "")
+        mode = self.of.model.training, torch.is_grad_enabled()
+        self.graphs.append(Captured(rewritten, *mode, broken.reason, broken.where))
         self.notes_reads = True
 
     def _warn_of_failure(self, error: Exception) -> None:
@@ -215,16 +217,6 @@ class CapturedGraphs:
         made = FrozenWeights(self.of.model, self.of.policy.torch_dtype(device or "cpu"))
         weakref.finalize(self, made.drop).atexit = False
         return made
-
-
-def with_parameters_as_inputs(run: Runner) -> Runner:
-    """Let calls of ``run`` capture parameters as inputs, so that their casts can be cached."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with parameters_as_inputs():
-            return run(*args, **kwargs)
-
-    return call
 
 
 def _is_all_fp32(rewritten: Rewritten) -> bool:

@@ -8,6 +8,7 @@ note, with the place and the fix; ``Place("model.py:80, in forward: ...", why)``
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import types
@@ -23,9 +24,12 @@ from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
 from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.torch_compat.dispatch import is_batched
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
+from amp_graph.passes.torch_compat.optimizers import living
 from amp_graph.policy_words import word_of
+from amp_graph.scaling.loss_scale import LossScale
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
@@ -134,7 +138,9 @@ class Diagnostics(CaptureListener):
         """Report that no graph ran in a call of ``forward``, and ``how`` further ones run."""
         code = getattr(inspect.unwrap(forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
-        causes = _with_place(self._causes() or "no tensor operations", where)
+        causes = self._causes() or "no tensor operations"
+        if where and not re.search(r"\.py:\d+", causes):  # they name no line
+            causes = f"{where}: {causes}"
         then = "" if how == "in fp32" else f", and further ones run {how}"
         self.warn(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 
@@ -173,11 +179,6 @@ def fix_of(causes: str) -> str:
     return next((fix for pattern, fix in FIXES if re.search(pattern, causes)), ELSE)
 
 
-def _with_place(causes: str, where: str) -> str:
-    """Return ``causes`` with ``where``, the user's forward, if they name no line."""
-    return causes if re.search(r"\.py:\d+", causes) or not where else f"{where}: {causes}"
-
-
 def warn_of_missing_kernels() -> None:
     """Warn of each new reason for which kernels could not be compiled or loaded."""
     for why, names in why_refused().items():
@@ -188,3 +189,47 @@ def warn_of_missing_kernels() -> None:
                 f"{why}\n"
                 f"  fix:   install gcc or clang, or set CC; a folder that can be written: {OWN_FOLDER}"
             )
+
+
+# -- fp16 without a loss scale: gradients below 3.0e-08 become 0 ------------------------------------------
+
+
+# The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
+LARGEST_UNSCALED = 1.0
+SCALING = (  # the lines that scale the loss
+    "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
+    "or policy 'bf16'"
+)
+
+
+class ScaleCheck:
+    """Looks once at a gradient of a model in fp16; ``done``: whether it has."""
+
+    def __init__(self, diagnostics: Diagnostics) -> None:
+        self.diagnostics = diagnostics
+        self.done = False
+
+    def after(self, results: Any) -> None:
+        """Look at the backward of the call that returned ``results``."""
+        for one in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(self._at_output)
+
+    def _at_output(self, grad: torch.Tensor) -> None:
+        if self.done or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
+            return
+        if is_batched(grad) or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        largest = float(torch.linalg.vector_norm(grad.detach(), math.inf))
+        if not 0 < largest < math.inf:  # a masked loss, or an overflow
+            return
+        self.done = True
+        if largest <= LARGEST_UNSCALED and not has_scaler():
+            what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
+            self.diagnostics.note(f"{what}; scale the loss")
+            warn(f"amp_graph: {type(self.diagnostics.model).__name__} {what}\n  fix:   {SCALING}")
+
+
+def has_scaler() -> bool:
+    """Return whether a loss scale exists: a gradient scaler, ours or torch's, or that of a TrainStep."""
+    return bool(living(LossScale)) or any(one.is_enabled() for one in living(torch.amp.GradScaler))

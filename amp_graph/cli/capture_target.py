@@ -20,6 +20,7 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.cli.target import Target, load_target
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.numerics.compare import projected
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
@@ -84,12 +85,9 @@ def any_loss(out: Any) -> torch.Tensor:
 
 def loss_or_mixture(out: Any) -> torch.Tensor:
     """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
-    if (loss := _own_loss(out)) is not None:
-        return loss
-    drawn = torch.Generator().manual_seed(0)
-    parts = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
-    mixed = [(t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts]
-    return torch.stack(mixed).sum() if mixed else torch.zeros(())
+    loss = _own_loss(out)
+    found = projected(out) if loss is None else loss
+    return torch.zeros(()) if found is None else found
 
 
 def _own_loss(out: Any) -> Any:

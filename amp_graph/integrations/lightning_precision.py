@@ -112,7 +112,7 @@ class ConvertsModules:
                 f"  fix:   amp_graph.convert(self.net, '{self.policy}') in configure_model(), and no plugin"
             )
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and (self.scaler is not None or self._holds_low):
+            if isinstance(optimizer, torch.optim.LBFGS) and (self.scaler is not None or self.policy.level in HELD_LOW):
                 raise ScaleError(
                     f"AmpGraphPrecision: LBFGS calls its closure several times in a step, and policy '{self.policy}' "
                     "computes gradients once\n  legal: LBFGS at level O1 in bf16\n  fix:   AmpGraphPrecision('bf16')"
@@ -126,10 +126,6 @@ class ConvertsModules:
                 revert(module)
             del self.converted[path]
         self._module = None
-
-    @property
-    def _holds_low(self) -> bool:
-        return self.policy.level in HELD_LOW
 
     def _heard(self, module: Module) -> bool:
         """Convert a module that a step calls; return whether what it calls is not to be converted."""
@@ -176,7 +172,7 @@ class ConvertsModules:
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Run the closure once, clip the unscaled fp32 gradients, and step unless one is infinite."""
-        if self.scaler is None and not self._holds_low:
+        if self.scaler is None and self.policy.level not in HELD_LOW:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         if result is None and model.automatic_optimization:  # the step asked to be left out
@@ -200,7 +196,7 @@ class ConvertsModules:
         if clip_val > 0:
             if self.scaler is not None:
                 unscale_once(self.scaler, inner)
-            elif self._holds_low:
+            elif self.policy.level in HELD_LOW:
                 widen_gradients(inner)
         super().clip_gradients(inner, clip_val, gradient_clip_algorithm)  # type: ignore[misc]
 

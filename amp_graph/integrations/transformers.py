@@ -68,12 +68,10 @@ class AmpGraphCallback(TrainerCallback):
             self._ready = True
         trainer.callback_handler.callbacks.insert(0, self)
         if self.policy.widen:
-            self._convert_before_checkpoints(trainer)
+            _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
+            # Of an optimizer made in between.
+            _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)
         return self
-
-    def _convert_before_checkpoints(self, trainer: Any) -> None:
-        _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
-        _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)  # of an optimizer made in between
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert the model, unless it was converted before a checkpoint was loaded."""

@@ -15,32 +15,33 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from amp_graph.capture.conversion import WRAPPERS, conversion_of
-from amp_graph.convert import refuse_meta, refuse_what_is_no_model
+from amp_graph.capture.conversion import WRAPPERS
+from amp_graph.convert import refuse_converted, refuse_meta, refuse_what_is_no_model, warn_of_unmatched
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.torch_compat.autograd import REENTRANT, nodes_behind
 from amp_graph.passes.torch_compat.modules import uninitialized
-from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
+from amp_graph.policy import Policy
+from amp_graph.step.step_arguments import call_model, loss_of, refuse_loss_fn, refuse_what_is_no_loss
 
 LossFn = Callable[..., Any]
 PLAIN = (int, float, complex, str, bytes, type(None))  # what holds no tensor
 
 
-def plain_model(caller: str, model: Any) -> torch.nn.Module:
-    """Return the model to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own.
+def to_measure(caller: str, model: Any, loss_fn: Any, policy: Policy | str | None) -> tuple[torch.nn.Module, Policy]:
+    """Return what to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own; a policy.
 
-    Raises CaptureError for what is no model, cannot be run, or is converted already.
+    Raises CaptureError for what is no model, cannot be run, or is converted already; CalibrationError for what is no
+    loss function; PolicyError. Warns of modules that the policy names and the model does not have.
     """
     model = model.module if isinstance(model, WRAPPERS) else model
     refuse_what_is_no_model(caller, model)
     refuse_what_cannot_run(caller, model)
-    if conversion_of(model) is not None:
-        raise CaptureError(
-            f"{caller}: the model is converted, and is measured as it was written\n"
-            f"  fix:   amp_graph.revert(model), amp_graph.{caller}(model, batches), amp_graph.convert(model)"
-        )
-    return model
+    refuse_converted(caller, model)
+    refuse_loss_fn(caller, loss_fn, CalibrationError)
+    asked = Policy.parse(policy)
+    warn_of_unmatched(model, asked)
+    return model, asked
 
 
 def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
@@ -108,7 +109,8 @@ def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = Calibr
     An object of another class (PyTorch Geometric's ``Data``) may hold tensors.
     """
     given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(_plain(given))):
+    known = [dict(one) if isinstance(one, Mapping) else one for one in given]  # also mappings of other classes
+    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(known)):
         raise kind(
             f"{what} has no tensor: {shortened(batch, 80)}\n  legal: (inputs, *targets), a dict, or one tensor\n"
             f"  fix:   {fix}"
@@ -131,11 +133,6 @@ def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) 
         return out, None
     is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
     return out, found if is_loss else None
-
-
-def _plain(given: tuple[Any, ...]) -> list[Any]:
-    """Return the elements of a batch, mappings of other classes (``BatchEncoding``) as dicts."""
-    return [dict(one) if isinstance(one, Mapping) else one for one in given]
 
 
 def refuse_detached(

@@ -19,13 +19,13 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
-from amp_graph.convert import convert, warn_of_unmatched
+from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
-from amp_graph.errors import AmpGraphWarning, CalibrationError, PolicyError
+from amp_graph.errors import AmpGraphWarning, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
-from amp_graph.numerics.batches import LossFn, checked, plain_model
+from amp_graph.numerics.batches import LossFn, checked, to_measure
 from amp_graph.numerics.differences import ErrorMetric
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph.bodies import bodies_of
@@ -36,7 +36,6 @@ from amp_graph.passes.precision.planning_problem import LOW
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import Rewritten, copy_graph, ready_to_plan, rewrite_in_place
-from amp_graph.step.step_arguments import refuse_loss_fn
 
 Metric = Callable[[torch.nn.Module, Sequence[Any]], float]
 ROUNDING = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE)
@@ -84,12 +83,9 @@ def bisect(
     Raises PolicyError (a tolerance that is no number, or that fp32 itself misses; a metric that is no function),
     CalibrationError (no batches, or batches of another structure), CaptureError.
     """
-    model = plain_model("bisect", model)
-    refuse_loss_fn("bisect", loss_fn, CalibrationError)
     _refuse_tolerance(tolerance)
     _refuse_search(metric, max_runs)
-    asked = Policy.parse(policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("bisect", model, loss_fn, policy)
     given = [batch for _, batch in checked("bisect", batches)]
     trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
     candidates = trials.in_fp32()

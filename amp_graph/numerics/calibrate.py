@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
-from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError
 from amp_graph.lists import OpClass
@@ -24,8 +23,8 @@ from amp_graph.numerics.batches import (
     LossFn,
     checked,
     output_and_loss,
-    plain_model,
     refuse_infinite,
+    to_measure,
 )
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.calibration_file import NodeRange
@@ -38,7 +37,6 @@ from amp_graph.passes.graph.observe import GradientSink, Observer
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import has_values, ready_to_plan
-from amp_graph.step.step_arguments import refuse_loss_fn
 
 FREE = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.FP32_INSIDE, OpClass.PROMOTE)
 
@@ -68,10 +66,7 @@ def calibrate(
     model is converted, or nothing of it was captured), PolicyError, ListError. Source of the idea: the statistics of
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
-    model = plain_model("calibrate", model)
-    refuse_loss_fn("calibrate", loss_fn, CalibrationError)
-    asked = Policy.parse("fp16" if policy is None else policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("calibrate", model, loss_fn, "fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take, caller="calibrate"):
         for number, batch in checked("calibrate", batches, progress):
@@ -80,6 +75,8 @@ def calibrate(
                 refuse_infinite("calibrate", loss, number)
                 measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
             measuring.end_batch()
+    if not measuring.values:
+        raise CalibrationError("calibrate: no operation has a floating-point value\n  fix:   calibrate another model")
     return Calibration(measuring.values, type(model).__name__, str(asked), measuring.batches, measuring.has_gradients)
 
 

@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.sensitivity_sample import captured_by
-from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CalibrationError
 from amp_graph.lists.errors import first_line
@@ -28,8 +27,8 @@ from amp_graph.numerics.batches import (
     LossFn,
     checked,
     output_and_loss,
-    plain_model,
     refuse_infinite,
+    to_measure,
 )
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference, scale_for_fp16
@@ -42,7 +41,6 @@ from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
-from amp_graph.step.step_arguments import refuse_loss_fn
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
@@ -75,10 +73,7 @@ def compare(
     PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values unweighted; the
     first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
-    model = plain_model("compare", model)
-    refuse_loss_fn("compare", loss_fn, CalibrationError)
-    asked = Policy.parse(policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("compare", model, loss_fn, policy)
     comparing = _Comparing(asked, device_of_model(model) or "cpu")
     count = 0
     with captured_by(model, asked, comparing.take, caller="compare") as graphs:
@@ -128,11 +123,11 @@ def _run(
             out, loss = output_and_loss(model, loss_fn, batch)
             if mode in (FP64, FP32):
                 refuse_infinite("compare", loss, number)
-            loss = _projected(out) if loss is None else loss
+            loss = projected(out) if loss is None else loss
         comparing.leaves.differentiate(model, loss, comparing.loss_scale)
 
 
-def _projected(out: Any) -> torch.Tensor | None:
+def projected(out: Any) -> torch.Tensor | None:
     """Return a sum of outputs with fixed random weights; None if no output requires gradients."""
     leaves = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
     total: torch.Tensor | None = None

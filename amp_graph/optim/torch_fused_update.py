@@ -47,11 +47,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 def why_not_fused(optimizer: Optimizer) -> str:
     """Return why the update cannot be part of the graph, or "" if it can."""
-    return why_no_kernel(optimizer) or steps_otherwise(optimizer)
-
-
-def why_no_kernel(optimizer: Optimizer) -> str:
-    """Return why the rule of ``optimizer`` has no fused kernel, or "" if it has."""
     kind = type(optimizer)
     if kind not in (SGD, Adam, AdamW, Adagrad):
         return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
@@ -64,7 +59,7 @@ def why_no_kernel(optimizer: Optimizer) -> str:
             return "complex or sparse parameters"
         if any(isinstance(group.get(name), Tensor) for name in ("weight_decay", "eps")):
             return "options given as tensors"
-    return ""
+    return steps_otherwise(optimizer)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
@@ -98,7 +99,7 @@ class GuardSet:
             key = (*key, stream, *kernel_settings())
             found = self.entries.get(key)
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
-            self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
+            self.why = f"an input is no ordinary tensor or number: {first_line(error)}"
             return None
         if found is None and len(self.entries) < KINDS:
             found = self.entries[key] = Entry()
@@ -179,5 +180,4 @@ class GuardSet:
 
 def _told(error: Exception) -> str:
     """Return the first line of an error, with its type unless the text is a reason already."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, CannotRecord) else f"{type(error).__name__}: {line}"
+    return first_line(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first_line(error)}"

@@ -31,7 +31,6 @@ from amp_graph.report.report_notes import (
     notes_of_kernels,
     notes_of_memory,
     notes_of_passes,
-    notes_of_replay,
     notes_of_scale,
     precision_lines,
 )
@@ -165,7 +164,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.diagnostics.notes, *notes_of_memory(found), *notes_of_replay(found), *precision_lines(found)),
+        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found)),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),

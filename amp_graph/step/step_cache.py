@@ -23,11 +23,10 @@ from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.scaling.loss_scale import FloorWatch
-from amp_graph.step.step_graph import NoSize, StepGraph
+from amp_graph.step.step_graph import CapturedStep, NoSize, StepGraph, takes_symbols
 from amp_graph.step.step_parts import differentiate, refuse_sparse
 from amp_graph.step.step_state import Copy
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import CapturedStep, takes_symbols
 
 Key = tuple[tuple[Any, ...], ...]
 

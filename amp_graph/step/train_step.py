@@ -46,9 +46,9 @@ from amp_graph.step.step_arguments import (
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
+from amp_graph.step.step_graph import CapturedStep
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import CapturedStep
 
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
@@ -157,12 +157,24 @@ class TrainStep:
         self._scale_options: tuple[float, ...] | None = None
         self._state = StepState()
         self._watches: tuple[Any, ...] = ()
-        clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
-        how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
         self._watched = WatchedOptimizer(optimizer, self.forget)
-        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), floor)
-        own = (model, self.loss_fn, self.outputs, self._steps, self.policy, self.max_graphs)
-        self._runs = StepRuns(*own, alone=ranks is None, collector_waits=compile == "eager")
+        builder = StepBuilder(
+            model=model,
+            optimizer=optimizer,
+            policy=self.policy,
+            compile=compile,
+            options=self.compiler_options,
+            loss_scale=self.loss_scale,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            micro_batches=self.micro_batches,
+            ranks=ranks,
+            cuda_graph=self.cuda_graph,
+            state=self._state,
+            watched=self._watched,
+        )
+        self._steps = CapturedSteps(builder, floor)
+        self._runs = StepRuns(builder, self.loss_fn, self.outputs, self._steps, self.max_graphs)
 
     # -- the loop -------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import torch_version
 
 # Tensor types without a subclass's own handling.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))

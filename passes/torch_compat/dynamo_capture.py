@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.experimental.validator import ValidationException  # 2.11 - 2.13
 
 from amp_graph.lists.errors import Attempt
+from amp_graph.passes.torch_compat import torch_version
 from amp_graph.passes.torch_compat.dynamo_entries import compiled_entries, is_whole
 from amp_graph.passes.torch_compat.dynamo_patches import masks_heard, mended
 from amp_graph.passes.torch_compat.dynamo_settings import (
@@ -35,7 +36,6 @@ from amp_graph.passes.torch_compat.dynamo_settings import (
     ignored_logging,
 )
 from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
-from amp_graph.passes.torch_compat.versions import torch_version
 
 Runner = Callable[..., Any]  # runs what was captured
 dynamo_errors: Any = torch._dynamo.exc  # 2.11 - 2.13

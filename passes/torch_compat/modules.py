@@ -94,9 +94,6 @@ def registration_hooks_as_before() -> Iterator[None]:
         yield
     finally:
         for hooks, known in zip(every, before, strict=True):
-            for added in [key for key, hook in hooks.items() if key not in known and _is_of_torch(hook)]:
+            new = {key: getattr(hook, "__module__", "") for key, hook in hooks.items() if key not in known}
+            for added in (key for key, made_by in new.items() if made_by.startswith("torch.")):
                 del hooks[added]
-
-
-def _is_of_torch(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("torch.")

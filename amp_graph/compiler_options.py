@@ -42,14 +42,9 @@ def read_options(
     return resolved(mode, given)
 
 
-def records_itself(found: Options) -> bool:
-    """Say whether these options ask Inductor for CUDA graphs of its own."""
-    return bool(found.get(RECORDS))
-
-
 def refuse_recording(found: Options) -> None:
     """Raise PolicyError if a step's options ask Inductor for CUDA graphs: it records no graph that updates in place."""
-    if records_itself(found):
+    if found.get(RECORDS):
         raise PolicyError(
             "TrainStep: mode or options ask Inductor to record CUDA graphs, and it records no graph that writes to "
             "its inputs, as a step does to parameters\n"

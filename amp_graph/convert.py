@@ -75,7 +75,7 @@ def convert(
         compiler: dict[str, Any] = {"compile": compile, "mode": mode, "options": options, "dynamic": dynamic}
         convert(model.module, policy, strict=strict, sample=sample, max_graphs=max_graphs, **compiler)
         return model
-    _refuse_what_is_no_model(model)
+    refuse_what_is_no_model("convert", model)
     wanted = Policy.parse(policy)
     check_compile("convert", compile)
     found = read_options("convert", compile, mode, options)
@@ -120,7 +120,7 @@ def _measured(
             f"convert: sample= is for an error budget, and accuracy={policy.accuracy} has none\n"
             "  legal: sample= with an error budget\n  fix:   amp_graph.convert(model, 'bf16,accuracy=1.5', sample=...)"
         )
-    return tuple(found.measured for found in measure(model, policy, sample, dynamic))
+    return tuple(measured for _, measured in measure(model, policy, sample, dynamic))
 
 
 def revert(model: Model) -> Model:
@@ -132,16 +132,8 @@ def revert(model: Model) -> Model:
     if isinstance(model, WRAPPERS):
         revert(model.module)
         return model
-    found = conversion_of(model)
-    if found is None:
-        raise CaptureError("revert: the model is not converted\n  fix:   amp_graph.convert(model)")
-    present: Any = model.__dict__.get("forward")
-    if present is not found:
-        raise CaptureError(
-            "revert: model.forward was replaced after amp_graph.convert, by "
-            f"{getattr(model.forward, '__qualname__', type(model.forward))}, which may call the converted forward\n"
-            "  fix:   undo that replacement first, then amp_graph.revert(model)"
-        )
+    found = converted("revert", model)
+    refuse_replaced("revert", found)
     if isinstance(found, FrozenConversion):
         found.thaw()
         found = found.thawed
@@ -151,19 +143,59 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _refuse_what_is_no_model(model: Any) -> None:
+def converted(caller: str, model: torch.nn.Module) -> Conversion:
+    """Return the conversion of ``model``; CaptureError if it has none."""
+    found = conversion_of(model)
+    if found is None:
+        kind = type(model.module if isinstance(model, WRAPPERS) else model).__name__
+        raise CaptureError(f"{caller}: the {kind} is not converted\n  fix:   amp_graph.convert(model) first")
+    return found
+
+
+def refuse_replaced(caller: str, found: Conversion) -> None:
+    """Raise CaptureError if other code has put its own forward over that of the conversion."""
+    present = found.model.__dict__.get("forward")
+    if present is not found:
+        raise CaptureError(
+            f"{caller}: model.forward was replaced after amp_graph.convert, by "
+            f"{getattr(present, '__qualname__', type(present))}, which may call the converted forward\n"
+            f"  fix:   undo that replacement first, then amp_graph.{caller}(model)"
+        )
+
+
+def refuse_what_is_no_model(caller: str, model: Any) -> None:
+    """Raise CaptureError for what is no model, or has no Python forward."""
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
-            f"convert: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
-            "  fix:   convert the original model: amp_graph.convert(model) before torch.jit.script(model)"
+            f"{caller}: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
+            f"  fix:   amp_graph.{caller} of the original model, before torch.jit.script(model)"
         )
     if isinstance(model, torch.nn.Module):
         return
-    example = "amp_graph.convert(model) with an instance" if isinstance(model, type) else "a torch.nn.Module around it"
+    example = f"amp_graph.{caller} of an instance" if isinstance(model, type) else "a torch.nn.Module around it"
     what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
     raise CaptureError(
-        f"convert: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
+        f"{caller}: {what} is not a torch.nn.Module\n  legal: an instance of torch.nn.Module\n  fix:   {example}"
     )
+
+
+def refuse_converted(caller: str, model: torch.nn.Module) -> None:
+    """Raise CaptureError for a model that is converted, where it is taken as it was written."""
+    if conversion_of(model) is not None:
+        raise CaptureError(
+            f"{caller}: the {type(model).__name__} is converted already, and is taken as it was written\n"
+            f"  fix:   amp_graph.revert(model) first, and amp_graph.convert(model) again after {caller}"
+        )
+
+
+def refuse_meta(caller: str, model: torch.nn.Module) -> None:
+    """Raise CaptureError for a model with tensors that hold no values."""
+    meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if meta:
+        raise CaptureError(
+            f"{caller}: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
+            f"  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.{caller}(model)"
+        )
 
 
 def _refuse_level_of_wrapped(model: torch.nn.Module, policy: Policy) -> None:
@@ -200,13 +232,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
             f"convert: {len(inside)} of its submodules are already converted: {_few(inside)}\n"
             f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); that converts its submodules, too"
         )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    meta = [name for name, t in named if t.is_meta]
-    if meta:
-        raise CaptureError(
-            f"convert: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
-            "  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.convert(model)"
-        )
+    refuse_meta("convert", model)
     lazy = uninitialized(model.named_parameters()) if policy.level in HELD_LOW else []
     if lazy:
         raise CaptureError(

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import torch
 
-from amp_graph.capture.conversion import WRAPPERS, Conversion, conversion_of
+from amp_graph.capture.conversion import Conversion
 from amp_graph.capture.frozen_conversion import FrozenConversion
-from amp_graph.convert import convert, revert
+from amp_graph.convert import convert, converted, refuse_replaced, revert
 from amp_graph.errors import CaptureError, warn
 from amp_graph.optim.master_weights import master_of
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
@@ -41,10 +41,10 @@ def freeze(model: Model, *, keep_fp32_weights: bool = True) -> Model:
     or another compiler, which may freeze weights by itself (``torch._inductor.config.freezing``); and to free the
     weights of one in training mode, or of one with fp32 masters.
     """
-    found = _conversion("freeze", model)
+    found = converted("freeze", model)
     if not keep_fp32_weights:
         _free(found)
-        found = _conversion("freeze", model)
+        found = converted("freeze", model)
     if isinstance(found, FrozenConversion):
         return model
     if found.compile != "eager":
@@ -58,7 +58,7 @@ def freeze(model: Model, *, keep_fp32_weights: bool = True) -> Model:
             f"freeze: {sharded[0]} is sharded or a tensor subclass: its values are gathered at each call\n"
             "  legal: plain parameters\n  fix:   leave the model as it is: its weights are cast at each call"
         )
-    _refuse_replaced(found)
+    refuse_replaced("freeze", found)
     if found.frozen is None:
         found.frozen = FrozenConversion(found)
     found.frozen.put()
@@ -70,9 +70,9 @@ def thaw(model: Model) -> Model:
 
     Warns if its fp32 weights are gone: it then trains at level O2, from the rounded ones.
     """
-    found = _conversion("thaw", model)
+    found = converted("thaw", model)
     if isinstance(found, FrozenConversion):
-        _refuse_replaced(found)
+        refuse_replaced("thaw", found)
         found.thaw()
         if found.policy.level == "O2" and not _has_masters(found.model):
             warn(
@@ -108,27 +108,10 @@ def frozen(model: Model) -> Iterator[Model]:
     Its graphs are kept for the next block; weights are cast and packed once a block. A model that was frozen before
     stays so.
     """
-    before = isinstance(_conversion("frozen", model), FrozenConversion)
+    before = isinstance(converted("frozen", model), FrozenConversion)
     freeze(model)
     try:
         yield model
     finally:
         if not before:
             thaw(model)
-
-
-def _conversion(caller: str, model: torch.nn.Module) -> Conversion:
-    found = conversion_of(model)
-    if found is None:
-        kind = type(model.module if isinstance(model, WRAPPERS) else model).__name__
-        raise CaptureError(f"{caller}: the {kind} is not converted\n  fix:   amp_graph.convert(model) first")
-    return found
-
-
-def _refuse_replaced(found: Conversion) -> None:
-    """Raise CaptureError if other code has put its own forward over that of the conversion."""
-    if found.model.__dict__.get("forward") is not found:
-        raise CaptureError(
-            "freeze: model.forward was replaced after amp_graph.convert, by a function that calls the converted one\n"
-            "  fix:   undo that replacement first, then amp_graph.freeze(model) or amp_graph.thaw(model)"
-        )

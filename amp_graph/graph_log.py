@@ -42,14 +42,13 @@ def log_graph(gm: GraphModule, before: str, passes: Sequence[Timed], policy: str
 
 def plan_of(gm: GraphModule) -> list[dict[str, str]]:
     """Return a row for each node with a planned precision, and for each cast."""
-    return [_row(node, *told) for node, told in _planned(gm)]
-
-
-def _row(node: Node, precision: str, reason: str) -> dict[str, str]:
-    return {
-        "node": node.name, "operation": target_text(node), "precision": precision, "reason": reason,
-        "module": module_path(node), "line": source_line(node),
-    }  # fmt: skip
+    return [
+        {
+            "node": node.name, "operation": target_text(node), "precision": precision, "reason": reason,
+            "module": module_path(node), "line": source_line(node),
+        }
+        for node, (precision, reason) in _planned(gm)
+    ]  # fmt: skip
 
 
 def _planned(gm: GraphModule) -> Iterator[tuple[Node, tuple[str, str]]]:

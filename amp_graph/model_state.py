@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
-
-from amp_graph.passes.torch_compat.modules import is_uninitialized
 
 CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)  # those that forward may write to
 
@@ -103,7 +102,7 @@ class Contents:
         uncopied |= isinstance(tensor, Parameter) and not (self._weights or tensor.is_inference())
         if uncopied:
             self._uncopied.append((tensor, tensor._version))
-        if id(tensor) in self._tensors or uncopied or is_uninitialized(tensor):
+        if id(tensor) in self._tensors or uncopied or is_lazy(tensor):
             return
         own = tensor.detach()
         on_host = isinstance(tensor, Parameter) and tensor.is_cuda

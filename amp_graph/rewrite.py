@@ -28,7 +28,6 @@ from amp_graph.passes.graph.graph_snapshot import copied_graph
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import (
     CAPTURED,
-    CAST,
     CLASSIFIED,
     IDENTITY,
     LEFT_ALONE,
@@ -239,10 +238,3 @@ def _rewrite_bodies(
         for body in bodies_of(gm)
         if has_values(body.graph)
     }
-
-
-def forget(gm: GraphModule) -> None:
-    """Remove what the passes recorded on the nodes."""
-    for node in gm.graph.nodes:
-        for key in (MARK, IDENTITY, CAST, CAPTURED):
-            node.meta.pop(key, None)

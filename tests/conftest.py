@@ -134,7 +134,7 @@ def _all_is_worth_it(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _said_once_per_process(monkeypatch):
     """Keep quiet of what is said once in a process, or once a model; the tests of it turn it on."""
-    monkeypatch.setattr("amp_graph.capture.missing_loss_scale.LARGEST_UNSCALED", -1.0)
+    monkeypatch.setattr("amp_graph.capture.diagnostics.LARGEST_UNSCALED", -1.0)
     monkeypatch.setattr("amp_graph.capture.diagnostics.WARNS", False)
 
 

@@ -80,7 +80,7 @@ def test_a_scripted_module():
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(CaptureError, match="scripted module") as caught:
         amp_graph.convert(scripted)
-    assert "convert the original model" in str(caught.value)
+    assert "amp_graph.convert of the original model" in str(caught.value)
 
 
 def test_the_meta_device():

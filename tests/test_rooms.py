@@ -88,6 +88,10 @@ HIDDEN = {
         "amp_graph.run.conversions",
     ): "what converts imports Dynamo, which takes as long"
     " as torch: not before the first model is converted, and after Module.__call__ is replaced",
+    (
+        "amp_graph/integrations/transformers.py",
+        "amp_graph.integrations.accelerate",
+    ): "a Trainer, which add_to is given, has accelerate; the callback alone does not need it",
     ("amp_graph/cli/target.py", "a name"): "the user's module, which the command line names",
 }
 

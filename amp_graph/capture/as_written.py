@@ -11,14 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.devices import device_of_model
 from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState
@@ -28,6 +27,9 @@ from amp_graph.passes.torch_compat.modules import plain_attribute
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
+
+if TYPE_CHECKING:
+    from amp_graph.capture.conversion import Conversion
 
 Region = tuple[str, torch.dtype]  # of autocast: device and dtype
 Mode = tuple[bool, bool, bool]  # training, gradients, half inputs
@@ -53,12 +55,9 @@ def in_words(region: Region | None) -> str:
 
 @dataclass(eq=False)
 class AsWritten:
-    """Runs calls of ``model``, whose code is ``forward``."""
+    """Runs calls of the model that is converted by ``of``."""
 
-    model: torch.nn.Module
-    forward: Callable[..., Any]
-    policy: Policy
-    diagnostics: Diagnostics
+    of: Conversion
     # Of the values of a result, by mode (None: of the last call) and by the number of values: models return others in
     # evaluation than in training.
     dtypes: dict[tuple[Mode | None, int], list[Any]] = field(default_factory=dict)
@@ -70,8 +69,8 @@ class AsWritten:
     @property
     def region(self) -> Region | None:
         """The region of autocast of calls; None in fp32, as autocast does not know what modules ask for themselves."""
-        asks = any(plain_attribute(m, "amp_precision") for m in self.model.modules())
-        return None if self.in_fp32 or self._fails or asks else region_of(self.model, self.policy)
+        asks = any(plain_attribute(m, "amp_precision") for m in self.of.model.modules())
+        return None if self.in_fp32 or self._fails or asks else region_of(self.of.model, self.of.policy)
 
     @property
     def how(self) -> str:
@@ -92,34 +91,36 @@ class AsWritten:
         if region is None:
             if self.widens:
                 args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
-            return self.forward(*args, **kwargs)
-        before = ModelState(self.model, (args, kwargs), weights=not self._works)
+            return self.of.wide(*args, **kwargs)
+        before = ModelState(self.of.model, (args, kwargs), weights=not self._works)
         try:
             result = self._under_autocast(region, args, kwargs)
         except Exception as error:  # whatever an operation without a low kernel raises, or the user's code
             if before.is_lost():
                 raise
             before.restore()
-            result = self.forward(*args, **kwargs)
+            result = self.of.wide(*args, **kwargs)
             self._fails = True
             cause = f"{type(error).__name__}: {first_line(error)}"
-            self.diagnostics.warn(f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause)
+            self.of.diagnostics.warn(
+                f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause
+            )
             return result
         self._works = True
         return result
 
     def _under_autocast(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _autocast(*region), _SparseInFull():
-            result = self.forward(*args, **kwargs)
+            result = self.of.wide(*args, **kwargs)
         leaves, spec = tree_flatten(result)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for node in users_functions([t for t in leaves if isinstance(t, Tensor)], given):
             node.apply = _in_region(node, region)
-        if not self.policy.keep_outputs:
+        if not self.of.policy.keep_outputs:
             return result
-        modes = (mode_of(self.model, args, kwargs), None)
+        modes = (mode_of(self.of.model, args, kwargs), None)
         known = next((self.dtypes[m, len(leaves)] for m in modes if (m, len(leaves)) in self.dtypes), None)
-        own = set(map(id, (*given, *self.model.parameters(), *self.model.buffers())))
+        own = set(map(id, (*given, *self.of.model.parameters(), *self.of.model.buffers())))
         return tree_unflatten(_restored(leaves, known or [torch.float32] * len(leaves), own), spec)
 
 

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.capture_log import Place, break_at
-from amp_graph.capture.diagnostics import Diagnostics, warn_of_missing_kernels
-from amp_graph.capture.dynamo_backend import Compile, lower, with_sums_in_fp32
+from amp_graph.capture.diagnostics import Place, ScaleCheck, break_at, warn_of_missing_kernels
+from amp_graph.capture.dynamo_backend import Captured, lower, with_sums_in_fp32
 from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
-from amp_graph.capture.missing_loss_scale import ScaleCheck
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.recapture_limits import Variants
-from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
 from amp_graph.lists.errors import Attempt, first_line
@@ -33,51 +30,33 @@ from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
-from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, capture_with_dynamo, ends_in_break
-from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, has_compiled, own_code_object, weakly
+from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, compiled_entries, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import parameters_as_inputs
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
-from amp_graph.policy import Policy
 from amp_graph.replay.recorder import RECORDERS
 from amp_graph.replay.replays import Replays
 from amp_graph.rewrite import Rewritten, copy_graph, rewrite_in_place
+
+if TYPE_CHECKING:
+    from amp_graph.capture.conversion import Conversion
 
 OWN = "amp_graph_forward"  # the name of the function that is captured
 COMPILED = "compiled code is not recorded; mode='reduce-overhead' has Inductor record it"
 
 
-@dataclass
-class Captured:
-    """One captured graph of a converted model: its rewritten form, and the graph break that ended it, if any."""
-
-    rewritten: Rewritten
-    training: bool | None
-    grad: bool
-    break_reason: str = ""
-    break_line: str = ""
-
-
 @dataclass(eq=False)
 class CapturedGraphs:
-    """The graphs of ``model``, whose forward is ``forward``, the code that Dynamo compiled of them, and its guards.
+    """The graphs of the model that is converted by ``of``, the code that Dynamo compiled of them, and its guards.
 
-    Parameters are fp32 to ``wide``, the forward that is captured. ``find`` returns the compiled code whose guards hold
-    for a call, without Dynamo; ``frames`` has that code, and is None where another compiler keeps it. ``run`` runs a
-    call through Dynamo, which captures if no guard holds: into ``take``, a Dynamo backend.
+    ``find`` returns the compiled code whose guards hold for a call, without Dynamo; ``frames`` has that code, and is
+    None where another compiler keeps it. ``run`` runs a call through Dynamo, which captures if no guard holds: into
+    ``take``, a Dynamo backend.
     """
 
-    model: torch.nn.Module
-    forward: Callable[..., Any]
-    wide: Callable[..., Any]
-    policy: Policy
-    compile: Compile
-    dynamic: bool | None
-    measured: tuple[Measured, ...]
-    diagnostics: Diagnostics
+    of: Conversion
     variants: Variants
-    options: Options = field(default_factory=dict)  # Inductor's
     graphs: list[Captured] = field(default_factory=list)
     runs: int = 0
     runs_left_alone: int = 0  # of graphs all in fp32, under a policy that leaves graphs so
@@ -89,16 +68,16 @@ class CapturedGraphs:
 
     def __post_init__(self) -> None:
         """Set up the check for a loss scale; nothing is captured yet."""
-        self._scale_check = ScaleCheck(self.diagnostics)
-        if self.policy.replays != "false":
-            self.replays = Replays(self.model, self.policy.replays)
+        self._scale_check = ScaleCheck(self.of.diagnostics)
+        if self.of.policy.replays != "false":
+            self.replays = Replays(self.of.model, self.of.policy.replays)
 
     def start(self) -> None:
         """Capture from the beginning: Dynamo forgets earlier captures, and frames that it gave up."""
-        self.find: Find = _find_nothing
+        self.find: Find = lambda local: None  # nothing: every call goes through Dynamo
         self.frames: CompiledFrames | None = None
         self._code: types.CodeType | None = None
-        self.run: Runner = self.wide if self.policy.level == "O0" else self._first
+        self.run: Runner = self.of.wide if self.of.policy.level == "O0" else self._first
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first call, which knows the device of the model: it may have been moved since it was converted."""
@@ -107,44 +86,49 @@ class CapturedGraphs:
 
     def start_again(self, runs: int) -> None:
         """Start anew if no graph ran since there were ``runs``: Dynamo skips a frame without code for good."""
-        if self.runs == runs and self._code is not None and not has_compiled(self._code):
+        if self.runs == runs and self._code is not None and not compiled_entries(self._code):
             self.start()
 
     def _capturing(self) -> Runner:
-        forward = self.wide  # by which name guards read it
+        forward = self.of.wide  # by which name guards read it
 
         def amp_graph_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
         own = own_code_object(amp_graph_forward)  # type: ignore[arg-type]
         self._code = own.__code__
-        if self.compile in ("eager", "inductor"):
+        if self.of.compile in ("eager", "inductor"):
             self.frames = CompiledFrames(own)
             self.find = self.frames.find
         self.variants.forget()  # Dynamo dropped those
-        eager = self.compile == "eager"
+        eager = self.of.compile == "eager"
         run = capture_with_dynamo(
             own,
             weakly(self.take),  # Dynamo may keep compiled code, and all that it references, longer than the model lives
-            dynamic=self.dynamic,
+            dynamic=self.of.dynamic,
             fullgraph=False,
-            heard=self.diagnostics.log,
+            heard=self.of.diagnostics,
             choice=self.variants,
             collector_waits=eager,
             eager=eager,
         )
-        return with_parameters_as_inputs(run) if eager else run
+
+        def run_eagerly(*args: Any, **kwargs: Any) -> Any:
+            with parameters_as_inputs():  # so that their casts can be cached
+                return run(*args, **kwargs)
+
+        return run_eagerly if eager else run
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
         if is_autocast_on():
             return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
-        rungs = rungs_below(copy_graph(gm), self.policy, device_of(gm))
+        rungs = rungs_below(copy_graph(gm), self.of.policy, device_of(gm))
         rewritten: Rewritten | None = None
         with Attempt(ListError, PolicyError) as tried:
             rewritten = self._rewritten(gm)
             self._record(rewritten)
-            run = lower(gm, example_inputs, self.compile, rewritten.policy, options=self.options)
+            run = lower(gm, example_inputs, self.of.compile, rewritten.policy, options=self.of.options)
             rungs = [lambda: run, *rungs]
         if tried.error is not None:
             self._warn_of_failure(tried.error)
@@ -153,52 +137,50 @@ class CapturedGraphs:
             return self._counted(call)
         if self.replays is not None:
             summing = partial(with_sums_in_fp32, policy=rewritten.policy, device=device_of(gm))
-            call = self.replays.wrap(gm, call, summing, "" if self.compile == "eager" else COMPILED)
+            call = self.replays.wrap(gm, call, summing, "" if self.of.compile == "eager" else COMPILED)
         warn_of_missing_kernels()
         checked = rewritten.dtype == torch.float16 and self.graphs[-1].grad
         return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
-        name_nodes(gm, self.model, self.forward)
-        policy = self.policy
+        name_nodes(gm, self.of.model, self.of.forward)
+        policy = self.of.policy
         if break_of(gm) is not None:  # Python between graphs expects fp32
             policy = replace(policy, keep_outputs=True)
-        device, eager = device_of_model(self.model), self.compile == "eager"
+        device, eager = device_of_model(self.of.model), self.of.compile == "eager"
         self.frozen = self.frozen or self._new_frozen(device)  # not earlier: an unpickled model has no parameters yet
         modes: dict[str, Any] = {"eager": eager, "frozen": self.frozen}
         last: list[Pass] = []
-        if eager and self.policy.level != "O0" and not self._is_recorded(device):  # casts are recorded with the rest
+        if eager and self.of.policy.level != "O0" and not self._is_recorded(device):  # casts are recorded with the rest
             last = pipeline(Phase.CALLS, policy.pipeline_options(device or "cpu", user=self, **modes))
-        if self.compile == "inductor" and device is None:
+        if self.of.compile == "inductor" and device is None:
             last = pipeline(Phase.COMPILED, policy.pipeline_options("cpu", user=self))
-        modes["inductor"] = self.options if self.compile == "inductor" else None
-        strict = self.diagnostics.strict or None
-        return rewrite_in_place(gm, policy, device, last, measured=self.measured, strict=strict, **modes)
+        modes["inductor"] = self.of.options if self.of.compile == "inductor" else None
+        strict = self.of.diagnostics.strict or None
+        return rewrite_in_place(gm, policy, device, last, measured=self.of.measured, strict=strict, **modes)
 
     def _record(self, rewritten: Rewritten) -> None:
-        record = Captured(rewritten, self.model.training, torch.is_grad_enabled())
-        broken = break_of(rewritten.gm)
-        if broken is not None:
-            record.break_reason, record.break_line = broken.reason, broken.where
-        self.graphs.append(record)
+        broken = break_of(rewritten.gm) or Place("", "")
+        mode = self.of.model.training, torch.is_grad_enabled()
+        self.graphs.append(Captured(rewritten, *mode, broken.reason, broken.where))
         self.notes_reads = True
 
     def _warn_of_failure(self, error: Exception) -> None:
         """Report that a graph runs as captured; raises ``error`` if strict."""
-        if self.diagnostics.strict or is_strict():
+        if self.of.diagnostics.strict or is_strict():
             raise error
         cause = f"{type(error).__name__}: {first_line(error)}"
-        self.diagnostics.warn("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
+        self.of.diagnostics.warn("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 
     def unread(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that no graph run has read, by name."""
-        return {name: p for name, p in self.model.named_parameters() if id(p) not in self._read}
+        return {name: p for name, p in self.of.model.named_parameters() if id(p) not in self._read}
 
     def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
         """Run a graph as captured, under the autocast state of its capture."""
         where = next(filter(None, map(source_line, gm.graph.nodes)), "")
-        self.diagnostics.log.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
-        return self._counted(lower(gm, example_inputs, self.compile, self.policy, options=self.options))
+        self.of.diagnostics.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
+        return self._counted(lower(gm, example_inputs, self.of.compile, self.of.policy, options=self.of.options))
 
     def _counted(self, run: Runner, *, left_alone: bool = False, checked: bool = False) -> Runner:
         """Wrap ``run`` to count its runs, those of graphs left in fp32 (``left_alone``), and the parameters it reads.
@@ -226,29 +208,15 @@ class CapturedGraphs:
         return with_fast_path(counted, lambda: None if first or left_alone else fast_path_of(run))
 
     def _is_recorded(self, device: str | None) -> bool:
-        return self.replays is not None and self.compile == "eager" and device in RECORDERS
+        return self.replays is not None and self.of.compile == "eager" and device in RECORDERS
 
     def _new_frozen(self, device: str | None) -> FrozenWeights | None:
         """Return what a frozen model keeps; None for one that is not, and where recordings read weights unseen."""
-        if not self.freezes or self.policy.level == "O0" or self._is_recorded(device):
+        if not self.freezes or self.of.policy.level == "O0" or self._is_recorded(device):
             return None
-        made = FrozenWeights(self.model, self.policy.torch_dtype(device or "cpu"))
+        made = FrozenWeights(self.of.model, self.of.policy.torch_dtype(device or "cpu"))
         weakref.finalize(self, made.drop).atexit = False
         return made
-
-
-def _find_nothing(local: dict[str, Any]) -> None:
-    """Find no compiled code, so that every call goes through Dynamo."""
-
-
-def with_parameters_as_inputs(run: Runner) -> Runner:
-    """Let calls of ``run`` capture parameters as inputs, so that their casts can be cached."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with parameters_as_inputs():
-            return run(*args, **kwargs)
-
-    return call
 
 
 def _is_all_fp32(rewritten: Rewritten) -> bool:

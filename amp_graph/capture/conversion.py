@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from amp_graph.capture.as_written import AsWritten, Mode, mode_of
-from amp_graph.capture.capture_log import TwoDtypes
-from amp_graph.capture.captured_graphs import OWN, Captured, CapturedGraphs
-from amp_graph.capture.diagnostics import CONVERSION, Diagnostics
-from amp_graph.capture.dynamo_backend import Compile
+from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
+from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, TwoDtypes
+from amp_graph.capture.dynamo_backend import Captured, Compile
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
@@ -87,11 +86,11 @@ class Conversion:
         """Read the model's forward; the model does not change before ``attach``."""
         self.forward = self.wrapped or types.MethodType(type(self.model).forward, self.model)
         # Captured, and run where capture fails. It sees low-precision parameters (O2, O3) as fp32.
-        self._wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
+        self.wide = widened(self.model, self.forward) if self.policy.level in HELD_LOW else self.forward
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
         self.diagnostics = Diagnostics(self.model, self.strict)
-        self.plain = AsWritten(self.model, self._wide, self.policy, self.diagnostics)  # runs calls without graphs
-        self.captured = self._graphs(CapturedGraphs, options=self.options)
+        self.plain = AsWritten(self)  # runs calls without graphs
+        self.captured = self._graphs(CapturedGraphs)
         self._partial = set[Mode]()  # modes without graphs, or of graphs that leave out weights
         self._missed = dict[Mode, int]()  # calls since one had no graph, by mode
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
@@ -111,20 +110,19 @@ class Conversion:
     @property
     def escaped_runs(self) -> str:
         """How code without a graph runs; "" if there is no such code."""
-        return (self.plain.how if self._partial else "in fp32") if self.diagnostics.log.breaks else ""
+        return (self.plain.how if self._partial else "in fp32") if self.diagnostics.breaks else ""
 
     def _graphs(self, kind: type[Graphs], **options: Any) -> Graphs:
         symbols = self.dynamic is not False
         variants = Variants(OWN, self.max_graphs, symbols, names=argument_names(self.forward))
-        compiled = (self.policy, self.compile, self.dynamic, self.measured)
-        return kind(self.model, self.forward, self._wide, *compiled, self.diagnostics, variants, **options)
+        return kind(self, variants, **options)
 
     def taken_by(self, kind: type[Graphs], diagnostics: Diagnostics, **options: Any) -> Graphs:
         """Let a ``kind`` of ``CapturedGraphs`` take what is captured, with these ``diagnostics``; before ``attach``.
 
         What runs without graphs runs in fp32, and calls whose graphs leave out weights keep their graphs.
         """
-        self.diagnostics = self.plain.diagnostics = diagnostics
+        self.diagnostics = diagnostics
         self.plain.in_fp32 = True
         self.captured = graphs = self._graphs(kind, **options)
         return graphs
@@ -152,7 +150,7 @@ class Conversion:
                 f"the hooks of {type(self.model).__name__} run around its conversion and would be lost in a capture\n"
                 "  fix:   amp_graph.revert(model) first"
             )
-        return self._wide
+        return self.wide
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the captured graph whose guards hold; capture one if there is none."""
@@ -163,7 +161,7 @@ class Conversion:
             # The cheapest check first; the guard also covers autocast, tracing and modes.
             training, grad, is_like_it = last
             if is_grad_enabled() is grad and self.model.training is training and is_like_it(one):
-                return self._wide(one)
+                return self.wide(one)
         ready = self._ready
         if (
             ready is not None
@@ -175,7 +173,7 @@ class Conversion:
             and guards.cache_entry is not None
         ):  # written out, as each call of a Python function takes 1 us of a small model's 20, with cold caches
             try:
-                fits = ready.check({"args": args, "kwargs": kwargs, "forward": self._wide})
+                fits = ready.check({"args": args, "kwargs": kwargs, "forward": self.wide})
             except RuntimeError:  # of strided nested tensors: see below
                 fits = ready.restore()
             if fits:
@@ -189,7 +187,7 @@ class Conversion:
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
         if self._alone.kinds and self._alone.has(args, kwargs):
-            return self._wide(*args, **kwargs)
+            return self.wide(*args, **kwargs)
         return self._call(args, kwargs)
 
     _with_dynamo_off = outside_dynamo(__call__)
@@ -211,7 +209,7 @@ class Conversion:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_transform():
             self.diagnostics.warn("called inside a torch.func transform, which prevents capture: this call ran in fp32")
-            return self._wide(*args, **kwargs)
+            return self.wide(*args, **kwargs)
         if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
             self.diagnostics.warn(
                 f"called under {mode}, a dispatch mode that captured code does not support: it ran {self.plain.how}"
@@ -222,7 +220,7 @@ class Conversion:
         if (self._partial or self._missed) and self._has_no_graph(mode_of(self.model, args, kwargs)):
             return self.plain.run(args, kwargs)
         try:
-            found = captured.find({"args": args, "kwargs": kwargs, "forward": self._wide})
+            found = captured.find({"args": args, "kwargs": kwargs, "forward": self.wide})
         except RuntimeError as error:  # guards read strides; strided nested tensors have none
             self.diagnostics.warn(
                 f"called with an input that Dynamo's guards cannot check: it ran {self.plain.how}",
@@ -273,7 +271,7 @@ class Conversion:
             return result
         if self._missed:
             self._missed.pop(mode_of(self.model, args, kwargs), None)
-        is_new = self.diagnostics.log.events > 0
+        is_new = self.diagnostics.events > 0
         if is_new:
             mode = mode_of(self.model, args, kwargs)
             self.plain.learn(mode, result)
@@ -287,9 +285,9 @@ class Conversion:
 
     def _report_parts(self, mode: Mode) -> None:
         """Report what no graph reads; where it has weights, further calls run without graphs, under autocast."""
-        log = self.diagnostics.log
-        log.events = 0
-        held_low = self.policy.level in HELD_LOW and log.breaks  # graphs hand on fp32 copies of all parameters
+        self.diagnostics.events = 0
+        # Where parameters are held low, graphs hand on fp32 copies of all of them.
+        held_low = self.policy.level in HELD_LOW and self.diagnostics.breaks
         unread = dict(self.model.named_parameters()) if held_low else self.captured.unread()
         if not unread:
             return
@@ -325,7 +323,7 @@ class Conversion:
     def _nothing_ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
-        if self.diagnostics.log.skips or self.diagnostics.log.breaks:  # else Dynamo was kept from this call
+        if self.diagnostics.skips or self.diagnostics.breaks:  # else Dynamo was kept from this call
             mode = mode_of(self.model, args, kwargs)
             self.plain.learn(mode, result)
             self._missed.setdefault(mode, 1)

@@ -1,13 +1,17 @@
 """Reports calls and code that could not run as planned: by a note in the report, a warning, or (strict) an error.
 
-Before: a call under a dispatch mode, or one in which no graph ran. After: "called under FlopCounterMode, ..." or
-"nothing was captured, so this call ran in fp32: ..." once as an AmpGraphWarning and a note, with the place and the fix.
+Before: a call under a dispatch mode, or one in which no graph ran; a graph that ends at a ``print``. After: "called
+under FlopCounterMode, ..." or "nothing was captured, so this call ran in fp32: ..." once as an AmpGraphWarning and a
+note, with the place and the fix; ``Place("model.py:80, in forward: ...", why)``.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+import os
 import re
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +19,23 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.capture_log import CaptureLog
 from amp_graph.errors import CaptureError, warn
 from amp_graph.graph_log import warn_of_full_precision
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
 from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.torch_compat.dispatch import is_batched
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
+from amp_graph.passes.torch_compat.optimizers import living
 from amp_graph.policy_words import word_of
+from amp_graph.scaling.loss_scale import LossScale
 
+TORCH = os.path.dirname(torch.__file__)
+STDLIB = os.path.dirname(os.__file__)
+MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")  # errors of operands of two dtypes
+TRACE = "\nfrom user code:"  # Dynamo appends the lines on the way to an error, which may well say "dtype"
+HERE = os.path.dirname(os.path.dirname(__file__))
 NAMED = 3  # of the parameters that no graph reads
 # What the causes say where nothing was captured, and what helps; the first that matches.
 FIXES = (
@@ -42,18 +55,59 @@ WARNS = True  # whether missing kernels are reported; tests that remove the comp
 _warned: set[str] = set()  # reasons, once per process
 
 
-@dataclass
-class Diagnostics:
-    """Reports for ``model``; ``strict``: raises CaptureError. ``log``: what its captures left out.
+class TwoDtypes(Exception):
+    """A call cannot be traced as an operation has operands of two dtypes; raised before any part of it has run."""
 
-    ``silent``: warns of nothing, as the conversion that follows will.
+
+@dataclass
+class Place:
+    """A place in the user's code where capture stopped, or that was not captured at all."""
+
+    where: str
+    reason: str
+
+
+@dataclass
+class Diagnostics(CaptureListener):
+    """Reports for ``model``, and receives the events of its captures; ``strict``: raises CaptureError.
+
+    ``silent``: warns of nothing, as the conversion that follows will. ``skips``: whole frames that Dynamo did not
+    capture; ``breaks``: graph breaks. ``events``: their number since the unread parameters were last checked.
     """
 
     model: torch.nn.Module
     strict: bool = False
     silent: bool = False
-    log: CaptureLog = field(default_factory=CaptureLog)
     notes: list[str] = field(default_factory=list)
+    skips: list[Place] = field(default_factory=list)
+    breaks: list[Place] = field(default_factory=list)
+    events: int = 0
+
+    # -- events of captures ---------------------------------------------------------------------------
+
+    def failed(self, code: types.CodeType, error: Exception, *, whole: bool) -> bool:
+        """Record a failed trace; the code runs uncaptured and raises its own errors.
+
+        Raises TwoDtypes if nothing of a call has run yet, and autocast may run it.
+        """
+        if whole and MIXED.search(str(error).partition(TRACE)[0]):
+            raise TwoDtypes from error
+        self.skipped(code, f"tracing failed, an error was suppressed: {type(error).__name__}: {first_line(error)}")
+        return True
+
+    def skipped(self, code: types.CodeType, reason: str) -> None:
+        """Record a frame that Dynamo skipped; torch's own frames are left out of the log."""
+        of_module = code.co_name == "forward" and code.co_filename.startswith(os.path.join(TORCH, "nn", "modules"))
+        self.events += of_module or "suppressed" in reason
+        if reason and not code.co_filename.startswith((TORCH, STDLIB, HERE, "<")):
+            self.skips.append(Place(f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}", reason))
+
+    def broke(self, reason: str, stack: Any) -> None:
+        """Record a graph break."""
+        self.events += 1
+        self.breaks.append(break_at(reason, stack))
+
+    # -- reports ------------------------------------------------------------------------------------------
 
     def warn(self, what: str, causes: str = "", *, only_note: bool = False, fix: str = "") -> None:
         """Report ``what`` once, with its causes; raises CaptureError if strict."""
@@ -84,7 +138,9 @@ class Diagnostics:
         """Report that no graph ran in a call of ``forward``, and ``how`` further ones run."""
         code = getattr(inspect.unwrap(forward), "__code__", None)
         where = f"{code.co_filename}:{code.co_firstlineno}, in {code.co_name}" if code is not None else ""
-        causes = _with_place(self._causes() or "no tensor operations", where)
+        causes = self._causes() or "no tensor operations"
+        if where and not re.search(r"\.py:\d+", causes):  # they name no line
+            causes = f"{where}: {causes}"
         then = "" if how == "in fp32" else f", and further ones run {how}"
         self.warn(f"nothing was captured, so this call ran in fp32{then}", causes, fix=fix_of(causes))
 
@@ -106,17 +162,21 @@ class Diagnostics:
                 f"the hooks of {len(sharded)} sharded modules ({sharded[0]}, ...) cannot be captured; convert each one "
                 "before sharding it: fully_shard(amp_graph.convert(part))"
             )
-        return self.log.causes()
+        found = dict.fromkeys(f"{s.where}: {first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.skips))
+        return "; ".join(list(found)[-3:])  # the last few distinct ones
+
+
+def break_at(reason: str, stack: Any) -> Place:
+    """Return the user's line of a graph break, and Dynamo's description and explanation of it."""
+    explained = re.search(r"Explanation: (.*)", reason)
+    told = first_line(reason) + (f": {explained.group(1).strip()}" if explained else "")
+    own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
+    return Place(f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else "", told)
 
 
 def fix_of(causes: str) -> str:
     """Return the fix for these causes, in one line."""
     return next((fix for pattern, fix in FIXES if re.search(pattern, causes)), ELSE)
-
-
-def _with_place(causes: str, where: str) -> str:
-    """Return ``causes`` with ``where``, the user's forward, if they name no line."""
-    return causes if re.search(r"\.py:\d+", causes) or not where else f"{where}: {causes}"
 
 
 def warn_of_missing_kernels() -> None:
@@ -129,3 +189,47 @@ def warn_of_missing_kernels() -> None:
                 f"{why}\n"
                 f"  fix:   install gcc or clang, or set CC; a folder that can be written: {OWN_FOLDER}"
             )
+
+
+# -- fp16 without a loss scale: gradients below 3.0e-08 become 0 ------------------------------------------
+
+
+# The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
+LARGEST_UNSCALED = 1.0
+SCALING = (  # the lines that scale the loss
+    "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
+    "or policy 'bf16'"
+)
+
+
+class ScaleCheck:
+    """Looks once at a gradient of a model in fp16; ``done``: whether it has."""
+
+    def __init__(self, diagnostics: Diagnostics) -> None:
+        self.diagnostics = diagnostics
+        self.done = False
+
+    def after(self, results: Any) -> None:
+        """Look at the backward of the call that returned ``results``."""
+        for one in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                one.register_hook(self._at_output)
+
+    def _at_output(self, grad: torch.Tensor) -> None:
+        if self.done or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
+            return
+        if is_batched(grad) or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        largest = float(torch.linalg.vector_norm(grad.detach(), math.inf))
+        if not 0 < largest < math.inf:  # a masked loss, or an overflow
+            return
+        self.done = True
+        if largest <= LARGEST_UNSCALED and not has_scaler():
+            what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
+            self.diagnostics.note(f"{what}; scale the loss")
+            warn(f"amp_graph: {type(self.diagnostics.model).__name__} {what}\n  fix:   {SCALING}")
+
+
+def has_scaler() -> bool:
+    """Return whether a loss scale exists: a gradient scaler, ours or torch's, or that of a TrainStep."""
+    return bool(living(LossScale)) or any(one.is_enabled() for one in living(torch.amp.GradScaler))

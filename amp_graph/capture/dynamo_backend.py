@@ -40,13 +40,18 @@ READERS = WeakTensorKeyDictionary()  # the graphs of this backend, by each param
 
 
 @dataclass(eq=False)
-class BackendGraph:
-    """A graph that ``torch.compile(model, backend="amp_graph")`` captured, for the model's report."""
+class Captured:
+    """One captured graph: its rewritten form, and the graph break that ended it, if any.
+
+    ``compiled_by``: the compiler that ``torch.compile(model, backend="amp_graph")`` asked for, and its options.
+    """
 
     rewritten: Rewritten
-    compile: Compile
-    options: Options
+    training: bool | None
     grad: bool
+    break_reason: str = ""
+    break_line: str = ""
+    compiled_by: tuple[Compile, Options] = ("eager", {})
 
 
 def amp_graph(
@@ -73,7 +78,7 @@ def amp_graph(
     found = read_options("backend amp_graph", chosen, mode, given, example=example)
     read = Policy.parse(policy)
     rewritten = rewrite_in_place(gm, read, eager=chosen == "eager", inductor=found if chosen == "inductor" else None)
-    graph = BackendGraph(rewritten, chosen, found, torch.is_grad_enabled())
+    graph = Captured(rewritten, None, torch.is_grad_enabled(), compiled_by=(chosen, found))
     for value in example_inputs:
         if isinstance(value, torch.nn.Parameter):
             READERS.setdefault(value, []).append(graph)
@@ -82,7 +87,7 @@ def amp_graph(
     return lower(gm, example_inputs, chosen, read, options=found)
 
 
-def graphs_of(model: torch.nn.Module) -> list[BackendGraph]:
+def graphs_of(model: torch.nn.Module) -> list[Captured]:
     """Return the graphs of this backend that read a parameter of ``model``, in order."""
     return [*dict.fromkeys(graph for p in model.parameters() for graph in READERS.get(p, ()))]
 

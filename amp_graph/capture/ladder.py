@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
 from amp_graph.lists.errors import Attempt
-from amp_graph.model_state import Contents, RandomState
+from amp_graph.model_state import ModelState
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.graph.grad_regions import switches_modes
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
@@ -58,14 +58,15 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
     run: Runner | None = None
     later: Callable[..., Any] | None = None
 
-    def descend(args: tuple[Any, ...], before: Before, error: Exception | None = None) -> Any:
+    def descend(args: tuple[Any, ...], before: Written | ModelState, error: Exception | None = None) -> Any:
         """Run a call on the first rung that does not raise, below the one in use if that raised ``error``."""
         nonlocal run
         first = error
         for rung in ladder[error is not None :]:
             if error is not None:
-                if is_of_others(error) or not before.restore():
+                if is_of_others(error) or before.is_lost():
                     break
+                before.restore()
                 traceback.clear_frames(error.__traceback__)  # they hold the user's regions open
             try:
                 chosen = rung()
@@ -90,13 +91,13 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
             return later(*args)
         written = Written(range(len(args)), args)
         with Attempt() as copied:  # of a value that cannot be copied, or for which there is no memory
-            before: Before = Copies(args)
+            before = ModelState(torch.nn.Module(), list(args), weights=False)  # of no model: of what is given
         result = descend(args, written if copied.error is not None else before)
         later = partial(once, written.changed(), written.has_drawn())
         return result
 
     def once(places: Sequence[int], draws: bool, *args: Any) -> Any:
-        before = Written(places, args, draws=draws) if places or draws else Before()
+        before = Written(places, args, draws=draws) if places or draws else NOTHING
         try:
             return run(*args)  # type: ignore[misc]  # it is known by now
         except Exception as error:
@@ -105,15 +106,7 @@ def on_ladder(rungs: Sequence[Rung], warn: Callable[[Exception], None]) -> Runne
     return with_fast_path(call, lambda: later)
 
 
-class Before:
-    """The state before a call of a graph that neither writes to its inputs nor draws random numbers."""
-
-    def restore(self) -> bool:
-        """Restore the state; False if that is not possible."""
-        return True
-
-
-class Written(Before):
+class Written:
     """The state before a call of a graph that writes or draws: what it wrote cannot be undone, what it drew can."""
 
     def __init__(self, places: Iterable[int], args: Sequence[Any], *, draws: bool = True) -> None:
@@ -126,31 +119,21 @@ class Written(Before):
         """Return the places of what was written to since."""
         return [i for i, tensor, version in self.versions if tensor._version != version]
 
+    def is_lost(self) -> bool:
+        """Say whether an input was written to, which cannot be undone."""
+        return bool(self.changed())
+
     def has_drawn(self) -> bool:
         """Say whether random numbers were drawn since."""
         return self.random is not None and not torch.equal(self.random, torch.get_rng_state())
 
-    def restore(self) -> bool:
-        """Restore the random state, unless an input was written to."""
+    def restore(self) -> None:
+        """Restore the random state."""
         if self.random is not None:
             torch.set_rng_state(self.random)
-        return not self.changed()
 
 
-class Copies(Before):
-    """The state before the first call of a graph: copies of its inputs, parameters apart, and random states."""
-
-    def __init__(self, args: Sequence[Any]) -> None:
-        """Take them."""
-        self.random, self.contents = RandomState(), Contents(list(args), weights=False)
-
-    def restore(self) -> bool:
-        """Restore inputs and random states."""
-        if self.contents.is_lost():
-            return False
-        self.contents.restore()
-        self.random.restore()
-        return True
+NOTHING = Written((), (), draws=False)  # before a call of a graph that neither writes to its inputs nor draws
 
 
 def with_fast_path(wrapper: Runner, fast_path: Callable[[], Runner | None]) -> Runner:

@@ -37,14 +37,11 @@ def name_nodes(gm: GraphModule, model: torch.nn.Module, forward: Callable[..., A
             stack = node.meta.get("nn_module_stack") or {}
             # The key of a module is its id; that of its second call, the id and "@1".
             paths = [names[own] for key in stack if (own := str(key).partition("@")[0]) in names]
-            node.meta[MODULE] = paths[-1] if paths else clean_path(_last_path(stack))
+            inner = str(list(stack.values())[-1][0]) if stack else ""
+            node.meta[MODULE] = paths[-1] if paths else clean_path(inner)
             wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
             if wish:
                 node.meta[WISH] = (wish, "set by its author with amp_graph.precision")
-
-
-def _last_path(stack: Any) -> str:
-    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _input_name(node: torch.fx.Node, names: Sequence[str]) -> str:

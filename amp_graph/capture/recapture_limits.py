@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.capture_log import break_at
+from amp_graph.capture.diagnostics import break_at
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS

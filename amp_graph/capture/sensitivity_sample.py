@@ -34,6 +34,7 @@ from amp_graph.rewrite import ready_to_plan
 
 Sample = Callable[[Any], torch.Tensor]
 Take = Callable[[GraphModule], Runner]
+Sampled = tuple[Problem, Measured]  # one graph that a sample call captured, and its measurements
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class TakenGraphs(CapturedGraphs):
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Name the nodes of one captured graph, and let the taker return what runs it."""
         assert self.taker is not None, "set where this is made"
-        name_nodes(gm, self.model, self.forward)
+        name_nodes(gm, self.of.model, self.of.forward)
         run = self.taker(gm)
 
         def counted(*args: Any) -> Any:
@@ -58,9 +59,12 @@ class TakenGraphs(CapturedGraphs):
 
 @contextmanager
 def captured_by(
-    model: torch.nn.Module, policy: Policy, take: Take, *, dynamic: bool | None = None
+    model: torch.nn.Module, policy: Policy, take: Take, *, dynamic: bool | None = None, caller: str = ""
 ) -> Iterator[TakenGraphs]:
-    """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``."""
+    """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``.
+
+    Raises CaptureError if ``caller`` is given, which needs graphs, and none ran.
+    """
     made = Conversion(model, in_fp32(policy), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
     graphs = made.taken_by(TakenGraphs, Diagnostics(model, silent=True), taker=take)
     with torch.enable_grad():
@@ -71,19 +75,16 @@ def captured_by(
                 yield graphs
         finally:
             made.detach()
+    if caller and not graphs.runs:
+        raise CaptureError(
+            f"{caller}: no graph of {type(model).__name__} was captured, so nothing can be measured\n"
+            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
+        )
 
 
 def in_fp32(policy: Policy) -> Policy:
     """Return ``policy`` for graphs that run as captured: what leaves the graphs runs in fp32 as well."""
     return replace(policy, level="O1", replay="false", calibration="", keep_ops=(), widen=False)
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One graph that a sample call captured: its planning problem, and the measurements."""
-
-    problem: Problem
-    measured: Measured
 
 
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:
@@ -124,7 +125,7 @@ def _measure(
 
     with captured_by(model, policy, take, dynamic=dynamic):
         _differentiate(type(model).__name__, sample(model), [measuring for _, measuring in graphs])
-    return [Sampled(problem, measuring.measured()) for problem, measuring in graphs]
+    return [(problem, measuring.measured()) for problem, measuring in graphs]
 
 
 def spread(grad: torch.Tensor) -> torch.Tensor:

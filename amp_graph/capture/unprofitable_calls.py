@@ -60,29 +60,24 @@ class CallsLeftAlone:
 
 def _kind_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
     """Return the kind of a call, by which it is recognized; None if its sizes are not plain numbers."""
-    found = _common(args, kwargs)
-    if found is None:
-        return None
-    kind = (model.training, torch.is_grad_enabled(), found)
     try:
+        kind = (model.training, torch.is_grad_enabled(), _common(args, kwargs))
         hash(kind)
-    except TypeError:  # a symbolic size
+    except TypeError:  # a symbolic size, or a nested tensor
         return None
     return kind
 
 
-def _common(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
+def _common(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    """Return the part of a kind that the arguments make. Raises TypeError for a nested tensor."""
     kind: list[Any] = []
     for one in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(one, Tensor):
             if one.is_nested:
-                return None
+                raise TypeError("a nested tensor has no sizes")
             kind += (one.shape, one.dtype, one.device)
         elif type(one) in (list, tuple, dict):
-            inside = _common(tuple(tree_leaves(one)), {})
-            if inside is None:
-                return None
-            kind.append(inside)
+            kind.append(_common(tuple(tree_leaves(one)), {}))
         else:
             kind.append(one if isinstance(one, bool) else type(one))
     return tuple(kind)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.cli.target import Target, load_target
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.numerics.compare import projected
+from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
 
@@ -54,7 +55,7 @@ def captured(args: argparse.Namespace) -> Conversion:
     found = conversion_of(target.model)
     assert found is not None, "convert attaches a conversion"
     if not found.graphs:
-        causes = [*(f"{s.where}: {s.reason}" for s in found.diagnostics.log.skips), *found.diagnostics.notes]
+        causes = [*(f"{s.where}: {s.reason}" for s in found.diagnostics.skips), *found.diagnostics.notes]
         raise CaptureError(
             f"nothing was captured of {type(found.model).__name__} under policy {target.policy}"
             f"{''.join(f'{chr(10)}    {cause}' for cause in dict.fromkeys(causes))}\n"
@@ -84,12 +85,9 @@ def any_loss(out: Any) -> torch.Tensor:
 
 def loss_or_mixture(out: Any) -> torch.Tensor:
     """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
-    if (loss := _own_loss(out)) is not None:
-        return loss
-    drawn = torch.Generator().manual_seed(0)
-    parts = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
-    mixed = [(t.float() * torch.randn(t.shape, generator=drawn).to(t.device)).mean() for t in parts]
-    return torch.stack(mixed).sum() if mixed else torch.zeros(())
+    loss = _own_loss(out)
+    found = projected(out) if loss is None else loss
+    return torch.zeros(()) if found is None else found
 
 
 def _own_loss(out: Any) -> Any:
@@ -99,11 +97,5 @@ def _own_loss(out: Any) -> Any:
 @contextmanager
 def users_code() -> Iterator[None]:
     """Keep what the user's code prints out of our output, and torch from logging errors that it also raises."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        log.setLevel(level)
+    with errors_not_logged(), redirect_stdout(sys.stderr):
+        yield

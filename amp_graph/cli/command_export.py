@@ -14,21 +14,16 @@ import torch
 from amp_graph.cli.capture_target import plain_target, users_code
 from amp_graph.cli.terminal import write_json
 from amp_graph.convert import warn_of_unmatched
-from amp_graph.errors import AmpGraphError
 from amp_graph.export import export, to_onnx
+from amp_graph.export.formats import refuse_unwritable
 from amp_graph.passes.casts.portable_ops import CAST_OP
-from amp_graph.passes.native.output_file import why_unwritable
 
 LOADS = {"pt2": "torch.export.load({!r}).module()", "onnx": "onnxruntime.InferenceSession({!r})"}
 
 
 def run(args: argparse.Namespace) -> int:
     """Export TARGET and print what was written."""
-    if what := why_unwritable(args.output):  # before anything runs
-        raise AmpGraphError(
-            f"export: cannot write {args.output}: {what}\n  legal: a file in a directory that exists\n"
-            "  fix:   --output ./model.pt2"
-        )
+    refuse_unwritable(args.output)  # before anything runs
     with users_code():
         target = plain_target(args)
         warn_of_unmatched(target.model, target.policy)

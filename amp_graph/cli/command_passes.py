@@ -98,18 +98,16 @@ def _state(row: Row, policy: Policy, options: PipelineOptions, mode: Mode) -> St
 def _phase_off(phase: Phase, policy: Policy, device: str, mode: Mode) -> str:
     """Return why no graph of ``mode`` is in ``phase``; "" if one is."""
     compiler = mode.compile != "eager"
-    if phase is Phase.JOINT:
-        return "" if mode.step else "only in a training step"
-    if policy.level == "O0" and phase not in (Phase.HANDOVER, Phase.INDUCTOR):
+    if policy.level == "O0" and phase not in (Phase.JOINT, Phase.HANDOVER, Phase.INDUCTOR):
         return "level O0 runs the model unchanged"
-    if phase is Phase.CALLS and mode.step:
-        return "needs amp_graph.convert; a training step casts its weights inside its graph"
-    if phase is Phase.CALLS:
-        return "needs a graph that runs eagerly" if compiler else ""
-    if phase is Phase.COMPILED:
-        return "needs Inductor for a model on the CPU" if not compiler or device != "cpu" else ""
-    if phase is Phase.STEP:
-        return "" if mode.step and not compiler else "needs a training step that runs eagerly"
-    if phase in (Phase.HANDOVER, Phase.INDUCTOR):
-        return "" if compiler else "needs a compiler"
-    return ""
+    in_step = "needs amp_graph.convert; a training step casts its weights inside its graph"
+    needs = {
+        Phase.JOINT: (mode.step, "only in a training step"),
+        Phase.CALLS: (not mode.step and not compiler, in_step if mode.step else "needs a graph that runs eagerly"),
+        Phase.COMPILED: (compiler and device == "cpu", "needs Inductor for a model on the CPU"),
+        Phase.STEP: (mode.step and not compiler, "needs a training step that runs eagerly"),
+        Phase.HANDOVER: (compiler, "needs a compiler"),
+        Phase.INDUCTOR: (compiler, "needs a compiler"),
+    }
+    is_on, why = needs.get(phase, (True, ""))
+    return "" if is_on else why

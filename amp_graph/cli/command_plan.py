@@ -106,7 +106,7 @@ def planned(sampled: Sequence[Sampled], policy: Policy, device: str) -> tuple[Ma
         )
     machine = machine_for(policy.device or device)
     dtype = str(policy.torch_dtype(device)).removeprefix("torch.")
-    return machine, [ErrorBudget(one.problem, machine, dtype, one.measured.of(one.problem)) for one in sampled]
+    return machine, [ErrorBudget(made, machine, dtype, measured.of(made)) for made, measured in sampled]
 
 
 def _row(name: str, graphs: Sequence[ErrorBudget], points: Sequence[Point]) -> dict[str, Any]:

@@ -34,10 +34,6 @@ SPEC = re.compile(
 )
 
 
-class SpecError(AmpGraphError):
-    """An invalid TARGET or --input; the message points at the place."""
-
-
 class InputSpec(NamedTuple):
     """One input to make; ``name`` is empty for a positional one, ``low`` and ``high`` bound integers."""
 
@@ -58,7 +54,7 @@ class InputSpec(NamedTuple):
 def make_inputs(
     texts: Sequence[str], device: torch.device | str = "cpu"
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Return the positional and the keyword inputs that ``texts`` describe, from a fixed seed. Raises SpecError."""
+    """Return the positional and the keyword inputs that ``texts`` describe, from a fixed seed. Raises AmpGraphError."""
     generator = torch.Generator().manual_seed(SEED)
     args: list[torch.Tensor] = []
     kwargs: dict[str, Any] = {}
@@ -77,7 +73,7 @@ def make_inputs(
 
 
 def parse_inputs(text: str) -> list[InputSpec]:
-    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises SpecError, which points at the input that cannot be read."""
+    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises AmpGraphError, which points at the input that cannot be read."""
     specs: list[InputSpec] = []
     at = 0
     while at < len(text) or not specs:
@@ -96,9 +92,9 @@ def parse_inputs(text: str) -> list[InputSpec]:
     return specs
 
 
-def pointed(source: str, what: str, text: str, at: int, legal: str, example: str) -> SpecError:
+def pointed(source: str, what: str, text: str, at: int, legal: str, example: str) -> AmpGraphError:
     """Return an error with a caret under character ``at`` of ``text``."""
     if len(text) > MOST_SHOWN:
         begin = max(0, at - MOST_SHOWN // 2)
         text, at = text[begin : begin + MOST_SHOWN], at - begin
-    return SpecError(f"{source}: {what}\n    {text}\n    {' ' * at}^\n  legal: {legal}\n  example: {example}")
+    return AmpGraphError(f"{source}: {what}\n    {text}\n    {' ' * at}^\n  legal: {legal}\n  example: {example}")

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.cli.input_spec import SpecError, make_inputs, pointed
+from amp_graph.cli.input_spec import make_inputs, pointed
+from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Undo
 from amp_graph.lists.read_toml import did_you_mean
 from amp_graph.policy import Policy
@@ -49,7 +50,7 @@ class Target:
 def load_target(text: str, inputs: Sequence[str] = (), *, has_batch: bool = False) -> Target:
     """Import and call the object that ``text`` names; ``inputs`` (SPECs) replace the inputs that it returns.
 
-    Raises SpecError for a wrong TARGET; errors of the user's own code propagate. has_batch: the caller has the inputs.
+    Raises AmpGraphError for a wrong TARGET; the user's own errors propagate. has_batch: the caller has the inputs.
     """
     found = named(text)
     if callable(found) and not isinstance(found, torch.nn.Module):
@@ -130,7 +131,7 @@ def _check_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         signature.bind(*args, **kwargs)
     except TypeError as error:
         shown = ", ".join([*(type(a).__name__ for a in args), *kwargs])
-        raise SpecError(
+        raise AmpGraphError(
             f"--input: {type(model).__name__}.forward{signature} cannot be called with ({shown}): {error}\n"
             "  legal: inputs that fit its parameters\n  example: --input 'x=f32[8,16]'"
         ) from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 
+from amp_graph.numerics.overflow.result import plain_values
 from amp_graph.passes.graph.graph_text import aligned
 
 
@@ -17,15 +17,7 @@ def write_json(data: object) -> None:
 
 def json_text(data: object) -> str:
     """Return ``data`` as JSON, with a line break at its end."""
-    return json.dumps(_finite(data), indent=2) + "\n"
-
-
-def _finite(data: object) -> object:
-    if isinstance(data, dict):
-        return {str(key): _finite(one) for key, one in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(one) for one in data]
-    return data if not isinstance(data, float) or math.isfinite(data) else str(data)
+    return json.dumps(plain_values(data), indent=2) + "\n"
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

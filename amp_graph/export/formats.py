@@ -33,11 +33,7 @@ def to_onnx(program: ExportedProgram, path: str | os.PathLike[str], opset: int |
                 f"export: {package} is not installed\n  legal: an installation with the extra [export]\n"
                 "  fix:   pip install 'amp-graph[export]'"
             )
-    if what := why_unwritable(path):  # before anything is compiled
-        raise AmpGraphError(
-            f"export: cannot write {os.fspath(path)}: {what}\n  legal: a file in a directory that exists\n"
-            "  fix:   a path such as ./model.onnx"
-        )
+    refuse_unwritable(path)  # before anything is compiled
     with warnings.catch_warnings(), Attempt() as tried:  # torch.onnx raises errors of many types
         warnings.simplefilter("ignore")  # torch.onnx's own, of its dependencies
         made = torch.onnx.export(program, (), None, dynamo=True, opset_version=opset, verbose=False)
@@ -60,6 +56,15 @@ def to_onnx(program: ExportedProgram, path: str | os.PathLike[str], opset: int |
     refuse_missing_types(made.model)
     made.save(os.fspath(path))
     return made
+
+
+def refuse_unwritable(path: str | os.PathLike[str]) -> None:
+    """Raise AmpGraphError for a path that no file can be written to."""
+    if what := why_unwritable(path):
+        raise AmpGraphError(
+            f"export: cannot write {os.fspath(path)}: {what}\n  legal: a file in a directory that exists\n"
+            "  fix:   a path such as ./model.pt2, ./model.onnx"
+        )
 
 
 FLOATS = ("BFLOAT16", "FLOAT16", "FLOAT", "DOUBLE")

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from amp_graph.capture.conversion import conversion_of
+from amp_graph.convert import refuse_converted, refuse_what_is_no_model
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.casts.portable_ops import CAST_OP
@@ -49,7 +49,8 @@ def export(
     portably), PolicyError, ListError.
     """
     policy = Policy.parse(policy)
-    _refuse(model)
+    refuse_what_is_no_model("export", model)
+    refuse_converted("export", model)
     given = dict(kwargs or {})
     with torch.set_grad_enabled(model.training and torch.is_grad_enabled()):
         module = _exported(model, args, given, dynamic_shapes, strict).module(check_guards=False)
@@ -59,20 +60,6 @@ def export(
         _drop_unread(made)
         made.recompile()
         return _exported(made, args, given, dynamic_shapes, strict)
-
-
-def _refuse(model: Any) -> None:
-    """Raise for what is not a model, and for one that amp_graph has converted already."""
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"export: {type(model).__name__} is not a torch.nn.Module\n  legal: a model, with example inputs\n"
-            "  fix:   export(model, (x,), policy='fp16')"
-        )
-    if conversion_of(model) is not None:
-        raise CaptureError(
-            f"export: {type(model).__name__} is converted by amp_graph.convert already\n"
-            "  legal: the model as it was before\n  fix:   export(amp_graph.revert(model), args, policy='bf16')"
-        )
 
 
 def _exported(

@@ -12,12 +12,12 @@ import torch
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert, revert
-from amp_graph.errors import CaptureError, PolicyError
-from amp_graph.integrations.accelerate_scaler import give_scaler
-from amp_graph.integrations.packages import missing
+from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.integrations import missing, unscale_once
 from amp_graph.lists.errors import Undo
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
+from amp_graph.scaling.grad_scaler import GradScaler
 
 try:
     import accelerate
@@ -73,3 +73,33 @@ def _refuse_level_of_shards(accelerator: accelerate.Accelerator, policy: Policy)
             f"accelerate: {kind} holds the parameters that level {policy.level} lowers\n  legal: levels O1 and O0\n"
             f"  fix:   prepare(accelerator, model, optimizer, policy='{policy.dtype}')"
         )
+
+
+# -- fp16: accelerate/accelerator.py, 1.15 ------------------------------------------------------------
+
+
+def give_scaler(accelerator: Any, scaler: torch.amp.GradScaler | None = None) -> torch.amp.GradScaler:
+    """Make ``accelerator`` scale losses, unscale before it clips, skip bad steps and save the scale; return it.
+
+    Optimizers that it has prepared already get the scaler, too.
+    """
+    if accelerator.scaler is not None:
+        if scaler is None or accelerator.scaler is scaler:
+            return accelerator.scaler
+        raise ScaleError(
+            "accelerate: this Accelerator has a scaler already\n"
+            "  fix:   leave scaler= out, or Accelerator(mixed_precision='no')"
+        )
+    made = accelerator.scaler = scaler or GradScaler()
+
+    def unscale_gradients(optimizer: Any = None) -> None:
+        given = accelerator._optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            while hasattr(one, "accelerator_state"):  # an AcceleratedOptimizer
+                one = one.optimizer
+            unscale_once(made, one)
+
+    accelerator.unscale_gradients = unscale_gradients  # accelerate's own does nothing with mixed_precision="no"
+    for optimizer in accelerator._optimizers:
+        optimizer.__setstate__({"scaler": made})
+    return made

@@ -6,8 +6,8 @@ Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts that import
 
 from __future__ import annotations
 
+from amp_graph.integrations import missing
 from amp_graph.integrations.lightning_precision import ConvertsModules, LogsMetrics
-from amp_graph.integrations.packages import missing
 
 try:
     from lightning.pytorch.callbacks import Callback

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of, whole_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
+from amp_graph.integrations import unscale_once
 from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -112,7 +112,7 @@ class ConvertsModules:
                 f"  fix:   amp_graph.convert(self.net, '{self.policy}') in configure_model(), and no plugin"
             )
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and (self.scaler is not None or self._holds_low):
+            if isinstance(optimizer, torch.optim.LBFGS) and (self.scaler is not None or self.policy.level in HELD_LOW):
                 raise ScaleError(
                     f"AmpGraphPrecision: LBFGS calls its closure several times in a step, and policy '{self.policy}' "
                     "computes gradients once\n  legal: LBFGS at level O1 in bf16\n  fix:   AmpGraphPrecision('bf16')"
@@ -126,10 +126,6 @@ class ConvertsModules:
                 revert(module)
             del self.converted[path]
         self._module = None
-
-    @property
-    def _holds_low(self) -> bool:
-        return self.policy.level in HELD_LOW
 
     def _heard(self, module: Module) -> bool:
         """Convert a module that a step calls; return whether what it calls is not to be converted."""
@@ -176,7 +172,7 @@ class ConvertsModules:
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
         """Run the closure once, clip the unscaled fp32 gradients, and step unless one is infinite."""
-        if self.scaler is None and not self._holds_low:
+        if self.scaler is None and self.policy.level not in HELD_LOW:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         if result is None and model.automatic_optimization:  # the step asked to be left out
@@ -188,25 +184,19 @@ class ConvertsModules:
             optimizer.step(**kwargs)
             narrow_gradients(optimizer)
             return result
-        self._unscale(optimizer)
+        unscale_once(self.scaler, optimizer)
         self._after_closure(model, optimizer)
         self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
-
-    def _unscale(self, optimizer: Any) -> None:
-        """Unscale the gradients, once in a step: a clip in manual optimization may have done it."""
-        assert self.scaler is not None, "only called in fp16"
-        if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip the unscaled fp32 gradients; also where ``training_step`` of manual optimization calls it."""
         inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds torch's
         if clip_val > 0:
             if self.scaler is not None:
-                self._unscale(inner)
-            elif self._holds_low:
+                unscale_once(self.scaler, inner)
+            elif self.policy.level in HELD_LOW:
                 widen_gradients(inner)
         super().clip_gradients(inner, clip_val, gradient_clip_algorithm)  # type: ignore[misc]
 

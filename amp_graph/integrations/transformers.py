@@ -16,8 +16,7 @@ import torch
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
-from amp_graph.integrations.accelerate_scaler import give_scaler
-from amp_graph.integrations.packages import missing
+from amp_graph.integrations import missing
 from amp_graph.optim.master_weight_updates import keep_loaded_states
 from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import Policy
@@ -61,18 +60,18 @@ class AmpGraphCallback(TrainerCallback):
 
     def add_to(self, trainer: Any) -> AmpGraphCallback:
         """Add this callback to ``trainer``, before all others, with a scaler if the policy needs one; return it."""
+        from amp_graph.integrations.accelerate import give_scaler
+
         self._refuse_autocast(trainer.args)
         if self._needs_scaler(trainer.args.device.type):
             self.scaler = give_scaler(trainer.accelerator, self.scaler)
             self._ready = True
         trainer.callback_handler.callbacks.insert(0, self)
         if self.policy.widen:
-            self._convert_before_checkpoints(trainer)
+            _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
+            # Of an optimizer made in between.
+            _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)
         return self
-
-    def _convert_before_checkpoints(self, trainer: Any) -> None:
-        _before(trainer, "_load_from_checkpoint", lambda: self._convert(trainer.model, trainer.args))
-        _before(trainer, "_load_optimizer_and_scheduler", keep_loaded_states)  # of an optimizer made in between
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert the model, unless it was converted before a checkpoint was loaded."""

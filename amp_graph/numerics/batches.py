@@ -15,39 +15,33 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from amp_graph.capture.conversion import WRAPPERS, conversion_of
+from amp_graph.capture.conversion import WRAPPERS
+from amp_graph.convert import refuse_converted, refuse_meta, refuse_what_is_no_model, warn_of_unmatched
 from amp_graph.errors import AmpGraphError, CalibrationError, CaptureError
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.torch_compat.autograd import REENTRANT, nodes_behind
 from amp_graph.passes.torch_compat.modules import uninitialized
-from amp_graph.step.step_arguments import call_model, loss_of, refuse_what_is_no_loss
+from amp_graph.policy import Policy
+from amp_graph.step.step_arguments import call_model, loss_of, refuse_loss_fn, refuse_what_is_no_loss
 
 LossFn = Callable[..., Any]
 PLAIN = (int, float, complex, str, bytes, type(None))  # what holds no tensor
 
 
-def plain_model(caller: str, model: Any) -> torch.nn.Module:
-    """Return the model to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own.
+def to_measure(caller: str, model: Any, loss_fn: Any, policy: Policy | str | None) -> tuple[torch.nn.Module, Policy]:
+    """Return what to measure: the wrapped one of a data-parallel wrapper, whose processes measure their own; a policy.
 
-    Raises CaptureError for what is no model, cannot be run, or is converted already.
+    Raises CaptureError for what is no model, cannot be run, or is converted already; CalibrationError for what is no
+    loss function; PolicyError. Warns of modules that the policy names and the model does not have.
     """
     model = model.module if isinstance(model, WRAPPERS) else model
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"{caller}: a {type(model).__name__} is not a torch.nn.Module\n  fix:   amp_graph.{caller}(model, batches)"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CaptureError(
-            f"{caller}: {type(model).__name__} is a scripted module, which has no Python forward to capture\n"
-            f"  fix:   amp_graph.{caller} of the model that torch.jit.script was given"
-        )
+    refuse_what_is_no_model(caller, model)
     refuse_what_cannot_run(caller, model)
-    if conversion_of(model) is not None:
-        raise CaptureError(
-            f"{caller}: the model is converted, and is measured as it was written\n"
-            f"  fix:   amp_graph.revert(model), amp_graph.{caller}(model, batches), amp_graph.convert(model)"
-        )
-    return model
+    refuse_converted(caller, model)
+    refuse_loss_fn(caller, loss_fn, CalibrationError)
+    asked = Policy.parse(policy)
+    warn_of_unmatched(model, asked)
+    return model, asked
 
 
 def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
@@ -56,19 +50,13 @@ def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
         raise CaptureError(
             f"{caller}: called under torch.inference_mode(), which disables gradients\n  fix:   call it outside"
         )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    lazy = uninitialized(named)
+    lazy = uninitialized([*model.named_parameters(), *model.named_buffers()])
     if lazy:
         raise CaptureError(
             f"{caller}: {len(lazy)} parameters are not initialized, the first is {lazy[0]}; the call that initializes "
             "them would change the model\n  fix:   call the model once on a batch before"
         )
-    empty = [name for name, t in named if t.is_meta]
-    if empty:
-        raise CaptureError(
-            f"{caller}: {len(empty)} tensors are on the meta device and hold no values, the first is {empty[0]}\n"
-            "  fix:   model.to_empty(device='cpu'), then load its weights"
-        )
+    refuse_meta(caller, model)
 
 
 # -- batches --------------------------------------------------------------------------------------------------
@@ -121,22 +109,13 @@ def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = Calibr
     An object of another class (PyTorch Geometric's ``Data``) may hold tensors.
     """
     given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(_plain(given))):
+    known = [dict(one) if isinstance(one, Mapping) else one for one in given]  # also mappings of other classes
+    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(known)):
         raise kind(
             f"{what} has no tensor: {shortened(batch, 80)}\n  legal: (inputs, *targets), a dict, or one tensor\n"
             f"  fix:   {fix}"
         )
     return given
-
-
-def refuse_loss_fn(caller: str, loss_fn: Any, kind: type[AmpGraphError] = CalibrationError) -> None:
-    """Raise ``kind`` for what is no loss function: a class, or nothing that can be called."""
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise kind(
-            f"{caller}: loss_fn={shortened(loss_fn)} returns no loss\n  legal: a function, called as "
-            "loss_fn(outputs, *targets); None where the model returns its loss\n"
-            "  fix:   loss_fn=torch.nn.functional.cross_entropy"
-        )
 
 
 def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) -> tuple[Any, Tensor | None]:
@@ -154,11 +133,6 @@ def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) 
         return out, None
     is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
     return out, found if is_loss else None
-
-
-def _plain(given: tuple[Any, ...]) -> list[Any]:
-    """Return the elements of a batch, mappings of other classes (``BatchEncoding``) as dicts."""
-    return [dict(one) if isinstance(one, Mapping) else one for one in given]
 
 
 def refuse_detached(

@@ -19,13 +19,13 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.dynamo_backend import lower
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
-from amp_graph.convert import convert, warn_of_unmatched
+from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, PolicyError
 from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
-from amp_graph.numerics.batches import LossFn, checked, plain_model, refuse_loss_fn
+from amp_graph.numerics.batches import LossFn, checked, to_measure
 from amp_graph.numerics.differences import ErrorMetric
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph.bodies import bodies_of
@@ -83,12 +83,9 @@ def bisect(
     Raises PolicyError (a tolerance that is no number, or that fp32 itself misses; a metric that is no function),
     CalibrationError (no batches, or batches of another structure), CaptureError.
     """
-    model = plain_model("bisect", model)
-    refuse_loss_fn("bisect", loss_fn)
     _refuse_tolerance(tolerance)
     _refuse_search(metric, max_runs)
-    asked = Policy.parse(policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("bisect", model, loss_fn, policy)
     given = [batch for _, batch in checked("bisect", batches)]
     trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
     candidates = trials.in_fp32()
@@ -160,14 +157,9 @@ class _Trials:
         Raises PolicyError if fp32 itself misses the tolerance, CaptureError if nothing was captured.
         """
         own, saved = copy.deepcopy(self.model), dict[str, int]()
-        with captured_by(own, self.asked, partial(_take, saved, self.asked, device_of_model(own))) as graphs:
-            found = self._run(own)
-        self._refuse(found)
-        if not graphs.runs:
-            raise CaptureError(
-                f"bisect: no graph of {type(own).__name__} was captured, so no operation can be kept by name\n"
-                "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-            )
+        take = partial(_take, saved, self.asked, device_of_model(own))
+        with captured_by(own, self.asked, take, caller="bisect"):
+            self._refuse(self._run(own))
         return sorted(saved, key=saved.__getitem__)
 
     def _refuse(self, found: float) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.capture.sensitivity_sample import captured_by, in_fp32
-from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import CaptureError
+from amp_graph.errors import CalibrationError
 from amp_graph.lists import OpClass
 from amp_graph.model_state import unwritten
 from amp_graph.numerics.batches import (
@@ -24,9 +23,8 @@ from amp_graph.numerics.batches import (
     LossFn,
     checked,
     output_and_loss,
-    plain_model,
     refuse_infinite,
-    refuse_loss_fn,
+    to_measure,
 )
 from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.calibration_file import NodeRange
@@ -68,12 +66,9 @@ def calibrate(
     model is converted, or nothing of it was captured), PolicyError, ListError. Source of the idea: the statistics of
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
-    model = plain_model("calibrate", model)
-    refuse_loss_fn("calibrate", loss_fn)
-    asked = Policy.parse("fp16" if policy is None else policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("calibrate", model, loss_fn, "fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
-    with captured_by(model, asked, measuring.take):
+    with captured_by(model, asked, measuring.take, caller="calibrate"):
         for number, batch in checked("calibrate", batches, progress):
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
@@ -81,10 +76,7 @@ def calibrate(
                 measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
             measuring.end_batch()
     if not measuring.values:
-        raise CaptureError(
-            f"calibrate: no graph of {type(model).__name__} was captured, so nothing was measured\n"
-            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-        )
+        raise CalibrationError("calibrate: no operation has a floating-point value\n  fix:   calibrate another model")
     return Calibration(measuring.values, type(model).__name__, str(asked), measuring.batches, measuring.has_gradients)
 
 

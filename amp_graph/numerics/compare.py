@@ -18,9 +18,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.sensitivity_sample import captured_by
-from amp_graph.convert import warn_of_unmatched
 from amp_graph.devices import device_of_model
-from amp_graph.errors import CalibrationError, CaptureError
+from amp_graph.errors import CalibrationError
 from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState, restored, unwritten
 from amp_graph.numerics.batches import (
@@ -28,9 +27,8 @@ from amp_graph.numerics.batches import (
     LossFn,
     checked,
     output_and_loss,
-    plain_model,
     refuse_infinite,
-    refuse_loss_fn,
+    to_measure,
 )
 from amp_graph.numerics.comparison import Comparison, Operation
 from amp_graph.numerics.differences import Against, Differences, Reference, scale_for_fp16
@@ -75,22 +73,14 @@ def compare(
     PolicyError, ListError. Sources: ``amp.debugging.compare_accuracy`` of Paddle, which compares values unweighted; the
     first-order weights are those of P. Molchanov et al., CVPR 2019.
     """
-    model = plain_model("compare", model)
-    refuse_loss_fn("compare", loss_fn)
-    asked = Policy.parse(policy)
-    warn_of_unmatched(model, asked)
+    model, asked = to_measure("compare", model, loss_fn, policy)
     comparing = _Comparing(asked, device_of_model(model) or "cpu")
     count = 0
-    with captured_by(model, asked, comparing.take) as graphs:
+    with captured_by(model, asked, comparing.take, caller="compare") as graphs:
         comparing.before = graphs.before
         for number, batch in checked("compare", batches, progress):
             _compare_batch(model, loss_fn, batch, number, comparing)
             count += 1
-    if not comparing.graphs:
-        raise CaptureError(
-            f"compare: no graph of {type(model).__name__} was captured, so nothing was compared\n"
-            "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
-        )
     found = comparing.operations()
     return Comparison(
         found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale, comparing.autocast_failed
@@ -133,11 +123,11 @@ def _run(
             out, loss = output_and_loss(model, loss_fn, batch)
             if mode in (FP64, FP32):
                 refuse_infinite("compare", loss, number)
-            loss = _projected(out) if loss is None else loss
+            loss = projected(out) if loss is None else loss
         comparing.leaves.differentiate(model, loss, comparing.loss_scale)
 
 
-def _projected(out: Any) -> torch.Tensor | None:
+def projected(out: Any) -> torch.Tensor | None:
     """Return a sum of outputs with fixed random weights; None if no output requires gradients."""
     leaves = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
     total: torch.Tensor | None = None

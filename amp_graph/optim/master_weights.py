@@ -123,7 +123,7 @@ def restore_parameters(model: Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_where_it_raises(
-    model: Module, parameters: Iterable[Parameter], others: Sequence[dict[Any, Any]] = ()
+    model: Module, parameters: Iterable[Tensor], others: Sequence[dict[Any, Any]] = ()
 ) -> Iterator[None]:
     """If the block raises, restore ``model``: its attributes, ``parameters`` and checkpoint hooks, and ``others``.
 
@@ -140,34 +140,15 @@ def unchanged_where_it_raises(
             parameter.grad = None
             parameter.data = data
             parameter.grad = grad
-            put_master_back(parameter, master)
+            parameter.__dict__.pop(MASTER, None)
+            if master is not None:
+                setattr(parameter, MASTER, master)
         for held, known in dicts:
             held.clear()
             held.update(known)
 
     with Undo(undo):
         yield
-
-
-@contextmanager
-def masters_kept_where_it_raises(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """If the block raises, restore the masters of ``parameters``, or that they have none."""
-    before = [(p, p.__dict__.get(MASTER)) for p in parameters]
-
-    def undo() -> None:
-        for parameter, master in before:
-            put_master_back(parameter, master)
-
-    with Undo(undo):
-        yield
-
-
-def put_master_back(parameter: Tensor, master: Master | None) -> None:
-    """Restore ``master`` as the master of ``parameter`` after an error."""
-    if master is not None:
-        setattr(parameter, MASTER, master)
-    else:
-        parameter.__dict__.pop(MASTER, None)
 
 
 def hold_as(parameter: Parameter, data: Tensor) -> None:

@@ -21,7 +21,6 @@ from amp_graph.passes.loss_scaling.gradient_layout import lies_as
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.operators import (
     foreach_add_,
-    foreach_sub_,
     fused_adagrad_,
     fused_adam_,
     fused_adamw_,
@@ -48,11 +47,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 def why_not_fused(optimizer: Optimizer) -> str:
     """Return why the update cannot be part of the graph, or "" if it can."""
-    return why_no_kernel(optimizer) or steps_otherwise(optimizer)
-
-
-def why_no_kernel(optimizer: Optimizer) -> str:
-    """Return why the rule of ``optimizer`` has no fused kernel, or "" if it has."""
     kind = type(optimizer)
     if kind not in (SGD, Adam, AdamW, Adagrad):
         return f"{kind.__name__} has no fused kernel that skips bad steps by itself"
@@ -65,7 +59,7 @@ def why_no_kernel(optimizer: Optimizer) -> str:
             return "complex or sparse parameters"
         if any(isinstance(group.get(name), Tensor) for name in ("weight_decay", "eps")):
             return "options given as tensors"
-    return ""
+    return steps_otherwise(optimizer)
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class GroupUpdate:
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
             run(some, same, kinds)
         if steps and found_inf is not None:
-            foreach_sub_(steps, [found_inf] * len(steps))
+            foreach_add_(steps, [found_inf] * len(steps), alpha=-1)
 
     def _kernel(self, lr: Tensor, found_inf: Tensor | None) -> Kernel:
         """Return torch's kernel with its options."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -21,13 +21,13 @@ from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.node_info import draws, is_mutable, is_view, schema_arguments, written_by_name
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.replay.recorder import CannotRecord
+
+if TYPE_CHECKING:
+    from amp_graph.replay.trace_flat import Traced
 
 # The strides of the gradient that each differentiable output receives; None for an output that receives none.
 Pattern = tuple[tuple[int, ...] | None, ...]
-
-
-class CannotBeFlat(Exception):
-    """A graph cannot be traced flat, or must not be; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,10 @@ class Flat:
         return tuple(found)
 
 
-class Seen(Protocol):
-    """What a trace noted: see ``trace_flat``."""
-
-    tensors: tuple[int, ...]
-    outputs: tuple[Output, ...]
-    made: int
-    routes: list[int]
-    pattern: Pattern | None
-    forward_nodes: dict[str, None]
-    seed_nodes: list[str]
-
-
 class Partition:
     """Divides a traced graph at the end of forward."""
 
-    def __init__(self, joint: GraphModule, seen: Seen) -> None:
+    def __init__(self, joint: GraphModule, seen: Traced) -> None:
         self.joint, self.seen = joint, seen
         nodes = list(joint.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
@@ -190,7 +178,7 @@ class Partition:
         nodes = [n for n in (*self.ahead, *self.behind) if isinstance(n.target, OpOverload) and is_mutable(n.target)]
         found = self._arguments_behind(source for node in nodes for source in written_by_name(node))
         if found & set(self.seen.routes):
-            raise CannotBeFlat("it writes to an input that has a gradient")
+            raise CannotRecord("it writes to an input that has a gradient")
         return found
 
     def _statistics(self) -> frozenset[int]:

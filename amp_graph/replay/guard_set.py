@@ -1,7 +1,7 @@
 """Decides, call by call, whether a captured graph runs as it is, is recorded, or is replayed.
 
-The first calls of each kind of arguments (``flat_call.key_of``) run as they are: they are the warm-up, and show whether
-the user's loop does what a recording cannot. The fourth is recorded. Two forwards may wait for their backwards.
+The first calls of each kind of arguments (``key_of``) run as they are: they are the warm-up, and show whether the
+user's loop does what a recording cannot. The fourth is recorded. Two forwards may wait for their backwards.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
 from amp_graph.replay.eligibility import why_not_captured, why_not_flat, why_not_partly, why_not_with_ranks
-from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
-from amp_graph.replay.flat_graph import CannotBeFlat
 from amp_graph.replay.recorder import RECORDERS, CannotRecord
 from amp_graph.replay.replayed_call import ReplayedCall, arranged, outputs_of
 from amp_graph.replay.slots import Slot, Wrap
+from amp_graph.replay.trace_flat import FlatGraphs, Key, key_of
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays
@@ -45,6 +45,7 @@ class Entry:
     by_copy: tuple[int, ...] = ()
     graphs: FlatGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
+    # Of calls that are timed: the events around it, and the seconds of the host.
     timings: list[tuple[Any, Any, float]] = field(default_factory=list)
 
     def decline(self, why: str) -> None:
@@ -98,7 +99,7 @@ class GuardSet:
             key = (*key, stream, *kernel_settings())
             found = self.entries.get(key)
         except (RuntimeError, TypeError) as error:  # a tensor without strides, an argument without a hash
-            self.why = f"an input is no ordinary tensor or number: {str(error).splitlines()[0]}"
+            self.why = f"an input is no ordinary tensor or number: {first_line(error)}"
             return None
         if found is None and len(self.entries) < KINDS:
             found = self.entries[key] = Entry()
@@ -179,5 +180,4 @@ class GuardSet:
 
 def _told(error: Exception) -> str:
     """Return the first line of an error, with its type unless the text is a reason already."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, (CannotRecord, CannotBeFlat)) else f"{type(error).__name__}: {line}"
+    return first_line(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first_line(error)}"

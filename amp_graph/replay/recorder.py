@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,19 +20,11 @@ Results = list[Any]
 
 
 class CannotRecord(Exception):
-    """A recording failed; the text is the reason."""
-
-
-class Recorder(Protocol):
-    """Records the functions of one slot, which run one after another and share memory."""
-
-    def record(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[Replay, Results]:
-        """Record ``run(*args)`` without running it; raises CannotRecord."""
-        ...
+    """A graph cannot be traced or recorded, or must not be; the text is the reason."""
 
 
 class CudaRecorder:
-    """Records on a side stream, into a memory pool of its own."""
+    """Records the functions of one slot, which run one after another and share memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Nothing is recorded yet."""
@@ -41,7 +33,7 @@ class CudaRecorder:
         self._graphs: list[Any] = []  # they keep the pool alive
 
     def record(self, run: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[Replay, Results]:
-        """Record ``run(*args)``.
+        """Record ``run(*args)`` without running it; raises CannotRecord.
 
         CUDA forbids some calls while a stream records, in the default mode to every thread of the process: a thread
         that pins memory for a DataLoader would end the recording. The thread-local mode forbids them to this thread
@@ -62,4 +54,4 @@ class CudaRecorder:
         return graph.replay, list(results)
 
 
-RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}
+RECORDERS: dict[str, Callable[[torch.device], CudaRecorder]] = {"cuda": CudaRecorder}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class ReplayedCall:
         return self.slot.graphs.flat
 
     def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradient of each route."""
+        """Return the gradient of each route, from the arguments that backward reads and the outputs' gradients."""
         with self._lock:
             if not self.is_current():
                 raise RuntimeError(OVERWRITTEN)
@@ -80,23 +80,7 @@ class ReplayedCall:
             return None
 
 
-class Call(Protocol):
-    """One call whose backward has not run yet."""
-
-    @property
-    def flat(self) -> Flat:
-        """The graphs of the call."""
-        ...
-
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradient for each route of ``flat``.
-
-        kept: the arguments that backward reads. given: the gradients of the outputs that have one.
-        """
-        ...
-
-
-def outputs_of(call: Call, results: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
+def outputs_of(call: ReplayedCall, results: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
     """Return the outputs of the captured graph, from the new tensors ``results`` and its arguments."""
     flat = call.flat
     if flat.backward is None:
@@ -115,7 +99,7 @@ class _Behind(torch.autograd.Function):
     """Connects results that exist already to the backward of their call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, results: Sequence[Tensor], kept: Sequence[Tensor], *edges: Tensor) -> Any:
+    def forward(ctx: Any, call: ReplayedCall, results: Sequence[Tensor], kept: Sequence[Tensor], *edges: Tensor) -> Any:
         """Return the results."""
         differentiable = set(call.flat.with_gradient)
         ctx.call = call

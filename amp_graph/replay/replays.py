@@ -10,13 +10,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.replay.guard_set import GuardSet
+from amp_graph.replay.guard_set import Entry, GuardSet
 from amp_graph.replay.slots import Slot, Wrap
 
 
@@ -91,12 +91,6 @@ class Replays:
 SLOWER = 1.2  # the device is the bottleneck if it takes this many times the host's time
 
 
-class Timed(Protocol):
-    """Calls that are timed: for each, the events around it, and the seconds of the host."""
-
-    timings: list[tuple[Any, Any, float]]
-
-
 class Pace:
     """Times warm-up calls on CUDA, if ``asked``."""
 
@@ -104,7 +98,7 @@ class Pace:
         """Nothing is timed yet."""
         self.asked = asked
 
-    def begin(self, entry: Timed, args: Sequence[Any]) -> Callable[[], None]:
+    def begin(self, entry: Entry, args: Sequence[Any]) -> Callable[[], None]:
         """Time a call that begins now; the returned function ends it."""
         if not self.asked or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
             return _nothing
@@ -119,7 +113,7 @@ class Pace:
 
         return end
 
-    def why_not(self, entry: Timed) -> str:
+    def why_not(self, entry: Entry) -> str:
         """Return why a recording would gain nothing; "" if it would, or if nothing was timed.
 
         The first call is left out, as it loads and chooses kernels. The device's time is between events that it

@@ -17,9 +17,9 @@ from torch import Tensor
 from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 from amp_graph.replay.eligibility import why_not_flat
-from amp_graph.replay.flat_call import FlatGraphs, pattern_of
 from amp_graph.replay.flat_graph import Pattern
-from amp_graph.replay.recorder import CannotRecord, Recorder, Replay, Results
+from amp_graph.replay.recorder import CannotRecord, CudaRecorder, Replay, Results
+from amp_graph.replay.trace_flat import FlatGraphs, pattern_of
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -42,7 +42,7 @@ class Slot:
     """
 
     graphs: FlatGraphs
-    recorder: Recorder
+    recorder: CudaRecorder
     by_copy: tuple[int, ...]
     static: list[Any]
     addresses: tuple[tuple[int, ...], list[int]]  # the numbers of those arguments, and where they lie
@@ -54,7 +54,7 @@ class Slot:
 
     @staticmethod
     def recorded(
-        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: Recorder, wrap: Wrap
+        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: CudaRecorder, wrap: Wrap
     ) -> Slot:
         """Record forward; raises CannotRecord."""
         static = [a.detach() if isinstance(a, Tensor) else a for a in args]
@@ -120,7 +120,7 @@ class Slot:
         return self.results[self.graphs.flat.made :]
 
     def unrecorded_backward(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run backward on what the recorded forward saved, which stays as it is; raises CannotBeFlat."""
+        """Run backward on what the recorded forward saved, which stays as it is; raises CannotRecord."""
         found = self.graphs.backward(given)
         if found is None:
             return [None for _ in self.graphs.flat.routes]

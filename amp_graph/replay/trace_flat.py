@@ -1,13 +1,13 @@
 """Traces a captured graph with its backward, on fake tensors, and divides the trace into a ``Flat``.
 
-Before: the rewritten GraphModule, and the arguments of a call. After: ``trace_flat(gm, args)``.
+Before: the rewritten GraphModule, and the arguments of a call. After: ``trace_flat(gm, args)``; and ``FlatGraphs(gm,
+args)``, for calls whose arguments are of one kind, with a flat backward for each layout of the gradients that arrive.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from amp_graph.passes.graph.activation_checkpoints import run_checkpoint
 from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
 from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
-from amp_graph.passes.torch_compat.fake import make_fx, names_traced_so_far
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, make_fx, names_traced_so_far, outside_modes
 from amp_graph.passes.torch_compat.storage import storage_key
-from amp_graph.replay.flat_graph import CannotBeFlat, Flat, Output, Partition, Pattern
+from amp_graph.replay.flat_graph import Flat, Output, Partition, Pattern
+from amp_graph.replay.recorder import CannotRecord
+
+Backward = Callable[..., Sequence[Tensor | None]]  # of kept arguments, saved values, gradients of outputs
+Key = tuple[Any, ...]
 
 
 def trace_flat(
@@ -31,31 +35,26 @@ def trace_flat(
 
     routes: the arguments whose gradients backward returns; None: all to which the outputs lead.
 
-    Nothing runs on real data. Raises CannotBeFlat with the reason.
+    Nothing runs on real data. Raises CannotRecord with the reason.
     """
     grad = torch.is_grad_enabled()
-    seen = _Traced(gm, args, grad, pattern, routes)
+    seen = Traced(gm, args, grad, pattern, routes)
     given = [args[i].detach().requires_grad_(grad and args[i].requires_grad) for i in seen.tensors]
     with (
-        Attempt(CannotBeFlat) as tried,
+        Attempt(CannotRecord) as tried,
         one_capture_at_a_time(),
         torch.no_grad(),
-        without_autocast(),
+        # As in calls of captured graphs; a backward may run inside of a region.
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
         collector_waits(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # kernels warn about fake operands
         joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     if tried.error is not None:
-        raise CannotBeFlat(f"it cannot be traced: {tried.reason}") from tried.error
+        raise CannotRecord(f"it cannot be traced: {tried.reason}") from tried.error
     return Partition(joint, seen).flat()
-
-
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """Switch autocast off, as it is in calls of captured graphs; a backward may run inside of a region."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
 
 
 class _Inline(Sink):
@@ -68,7 +67,7 @@ class _Inline(Sink):
         return target, args, kwargs
 
 
-class _Traced:
+class Traced:
     """The function that is traced; it notes what the outputs are, where forward ends, and what gradients belong to."""
 
     def __init__(
@@ -108,9 +107,9 @@ class _Traced:
                 if id(result) not in new:
                     key = storage_key(result)
                     if key is None:
-                        raise CannotBeFlat("an output is not an ordinary tensor")
+                        raise CannotRecord("an output is not an ordinary tensor")
                     if key in memory:
-                        raise CannotBeFlat("an output shares memory with an input or with another output")
+                        raise CannotRecord("an output shares memory with an input or with another output")
                     memory.add(key)
                     new[id(result)] = len(new)
                     tensors.append(result)
@@ -134,3 +133,64 @@ class _Traced:
         kept = [(i, g) for i, g in zip(wanted, found, strict=True) if g is not None or self.given is not None]
         self.routes = [i for i, _ in kept]
         return [g for _, g in kept]
+
+
+# -- for calls of one kind -----------------------------------------------------------------------------
+
+
+def key_of(args: Sequence[Any]) -> Key:
+    """Return what a trace depends on: sizes, strides, dtypes, devices, who has a gradient, and all numbers."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *[
+        (a.shape, a.stride(), a.dtype, a.device, a.requires_grad) if isinstance(a, Tensor) else a for a in args
+    ]  # fmt: skip
+
+
+def pattern_of(given: Sequence[Tensor | None]) -> Pattern:
+    """Return how the gradients of outputs are laid out."""
+    return tuple(None if g is None else tuple(g.stride()) for g in given)
+
+
+class FlatGraphs:
+    """The flat graphs of one captured graph for arguments of one ``key_of``."""
+
+    def __init__(self, gm: GraphModule, args: Sequence[Any]) -> None:
+        """Trace forward, and backward for gradients laid out as the outputs; raises CannotRecord."""
+        self._gm = gm
+        mode = FakeTensorMode()
+        with outside_modes():
+            self._like = [
+                mode.from_tensor(a.detach().requires_grad_(a.requires_grad)) if isinstance(a, Tensor) else a
+                for a in args
+            ]
+        self._grad = torch.is_grad_enabled()
+        self.flat = trace_flat(gm, self._like)
+        self._backwards: dict[Pattern, tuple[Flat, Backward]] = {}
+        if self.flat.run_backward is not None:
+            self._backwards[self.flat.pattern] = (self.flat, self.flat.run_backward)
+
+    def backward(self, given: Sequence[Tensor | None]) -> tuple[Flat, Backward] | None:
+        """Return a backward for gradients laid out as ``given``, on all kept arguments and saved values; None: zero."""
+        pattern = pattern_of(given)
+        if pattern not in self._backwards:
+            with torch.set_grad_enabled(self._grad):
+                found = trace_flat(self._gm, self._like, pattern, self.flat.routes)
+            if found.backward is None:
+                return None
+            self._backwards[pattern] = (found, self._as_first(found))
+        return self._backwards[pattern]
+
+    def _as_first(self, other: Flat) -> Backward:
+        """Return the backward of ``other`` with the inputs of the first one."""
+        first, run = self.flat, other.run_backward
+        assert run is not None, "asked before"
+        known = [*(("kept", i) for i in first.kept), *(("saved", name) for name in first.saved)]
+        wanted = [*(("kept", i) for i in other.kept), *(("saved", name) for name in other.saved)]
+        if not set(wanted) <= set(known):
+            raise CannotRecord("backward for these gradients reads other values than backward for all of them")
+        places, count = [known.index(one) for one in wanted], len(known)
+
+        def backward(*given: Any) -> Sequence[Tensor | None]:
+            found: Sequence[Tensor | None] = run(*(given[i] for i in places), *given[count:])
+            return found
+
+        return backward

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.captured_graphs import Captured
+from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.devices import device_of
 from amp_graph.passes.autocast_regions.casts_under_autocast import casts_under_autocast
 from amp_graph.passes.graph import node_info

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from amp_graph.lists.errors import first_line
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
 PLACES = 5  # graph breaks, and reasons of skips, that are listed
@@ -23,8 +24,8 @@ def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
     ends = f"ends in a graph break {where}{graph.break_reason}" if graph.break_reason else ""
     if not graph.has_fp32:
         return {"": "\n".join(filter(None, (ends, f"{NOTHING[graph.has_floats]}: nothing to do")))}
-    left_out = [f"pass {note.rule} is left out of this graph: {_first_line(note.reason)}" for note in graph.left_out]
-    unplanned = f"this graph {_first_line(graph.unplanned)}" if graph.unplanned else ""
+    left_out = [f"pass {note.rule} is left out of this graph: {first_line(note.reason)}" for note in graph.left_out]
+    unplanned = f"this graph {first_line(graph.unplanned)}" if graph.unplanned else ""
     found = {
         "": "\n".join(filter(None, (ends, unplanned, *left_out))),
         **dict(zip(("speed", "fix"), predicted_lines(graph), strict=False)),
@@ -40,10 +41,6 @@ def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
 
 
 NOTHING = ("integer-only", "no fp32 operation")  # by whether there are floats
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 def _counts(nodes: Sequence[NodeReport]) -> str:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.overflow.scale_history import scale_behind
 from amp_graph.optim.master_weights import MASTER
-from amp_graph.passes.torch_compat.modules import is_uninitialized
 from amp_graph.report.graph_parts import is_cast, parts_of
 from amp_graph.rewrite import Rewritten
-from amp_graph.scaling.grad_scaler import GradScaler
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.train_step import TrainStep
@@ -55,7 +55,10 @@ ADDED = ("casts", "held_bytes")
 
 
 def _of(source: Any) -> Iterator[tuple[str, Value]]:
-    scale, converted = _loss_scale_of(source), conversion_of(source) if isinstance(source, torch.nn.Module) else None
+    converted = conversion_of(source) if isinstance(source, torch.nn.Module) else None
+    scaler = source.scaler if isinstance(source, MixedPrecisionOptimizer) else source
+    is_off = isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()
+    scale = None if is_off else scale_behind(source)
     if isinstance(source, TrainStep):
         copies = _bytes(source.weight_copies())
         yield from _held(source.model, [captured.rewritten for captured in source.captured], copies)
@@ -75,17 +78,8 @@ def _of(source: Any) -> Iterator[tuple[str, Value]]:
         yield from (("loss_scale", state[0]), ("skipped_steps", state[3]))
         if scale.records.count:
             yield "skipped_of_last_100", state[3] - scale.records.skipped_before(LATELY)
-    elif scale is not None:
+    elif isinstance(scale, torch.amp.GradScaler):
         yield "loss_scale", scale._init_scale if scale._scale is None else scale._scale  # torch's counts no skips
-
-
-def _loss_scale_of(source: Any) -> LossScale | torch.amp.GradScaler | None:
-    """Return the loss scale of a source, or torch's own scaler; None if there is none, or it is disabled."""
-    scaler = source.scaler if isinstance(source, MixedPrecisionOptimizer) else source
-    if isinstance(scaler, torch.amp.GradScaler):
-        own = scaler._loss_scale if isinstance(scaler, GradScaler) else scaler
-        return own if scaler.is_enabled() else None
-    return source.loss_scale if isinstance(source, TrainStep) else source if isinstance(source, LossScale) else None
 
 
 def _held(model: torch.nn.Module, graphs: Iterable[Rewritten], copies: int) -> Iterator[tuple[str, Value]]:
@@ -113,7 +107,7 @@ def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Te
     Gradients are counted for every parameter that trains, in its dtype, whether they exist at the moment or not;
     ``copies`` are the low-precision copies in the weight cache.
     """
-    params = [p for p in model.parameters() if not is_uninitialized(p)]
+    params = [p for p in model.parameters() if not is_lazy(p)]
     trained = [p for p in params if p.requires_grad]
     state = [t for s in optimizer.state.values() for t in s.values()] if optimizer is not None else []
     found = {

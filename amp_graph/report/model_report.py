@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.capture.dynamo_backend import Compile, graphs_of
+from amp_graph.capture.dynamo_backend import Captured, Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
 from amp_graph.passes.graph.graph_text import SHORT
@@ -32,7 +31,6 @@ from amp_graph.report.report_notes import (
     notes_of_kernels,
     notes_of_memory,
     notes_of_passes,
-    notes_of_replay,
     notes_of_scale,
     precision_lines,
 )
@@ -166,13 +164,13 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.diagnostics.notes, *notes_of_memory(found), *notes_of_replay(found), *precision_lines(found)),
+        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found)),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),
-        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.diagnostics.log.skips)),
+        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.diagnostics.skips)),
         escaped=found.escaped_runs,
-        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.diagnostics.log.breaks if one.where)),
+        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.diagnostics.breaks if one.where)),
     )
 
 
@@ -182,9 +180,8 @@ def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     found = graphs_of(written) if isinstance(written, torch.nn.Module) else []
     if not found:
         raise CaptureError(_not_converted(model))
-    last, graphs = found[-1], [Captured(graph.rewritten, None, graph.grad) for graph in found]
-    backend, memory = f"backend amp_graph, {_backend(last.compile, last.options)}", memory_of(written, optimizer, ())
-    return _made(written, last.rewritten.policy, graphs, backend, (), memory, optimizer)
+    backend, memory = f"backend amp_graph, {_backend(*found[-1].compiled_by)}", memory_of(written, optimizer, ())
+    return _made(written, found[-1].rewritten.policy, found, backend, (), memory, optimizer)
 
 
 def _of_step(step: TrainStep) -> Report:
@@ -240,7 +237,7 @@ def _status(found: Conversion) -> str:
         return AS_WRITTEN
     if found.graphs:
         return ""
-    return FAILED if found.diagnostics.notes or found.diagnostics.log.skips else NOT_CAPTURED
+    return FAILED if found.diagnostics.notes or found.diagnostics.skips else NOT_CAPTURED
 
 
 def _not_converted(model: Any) -> str:

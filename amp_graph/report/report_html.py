@@ -125,6 +125,7 @@ ELSEWHERE = re.compile(
     r"^(?:[A-Za-z]:)?[/\\](?:(?!\.py:).)*?(?=[^/\\]+[/\\][^/\\:]+\.py:)"
 )  # all but a folder and a file
 Column = Callable[[Any], str]
+Number = Callable[[str], int]  # of a text in the table of all texts
 SAME: dict[str, Column] = {
     "name": lambda node: node.name,
     "number": lambda node: node.number,
@@ -148,43 +149,36 @@ AFTER: dict[str, Column] = {
 }
 
 
-class Strings:
-    """A table of texts, each of which has one number."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {"": 0}
-
-    def __call__(self, text: str) -> int:
-        """Return the number of ``text``."""
-        return self.numbers.setdefault(text, len(self.numbers))
-
-
 def page_data(report: Report) -> dict[str, Any]:
     """Return what the scripts of the page read."""
-    strings = Strings()
-    graphs = [_graph(graph, strings) for graph in report.graphs]
-    return {"strings": list(strings.numbers), "graphs": graphs}
+    numbers = {"": 0}
+
+    def number(text: str) -> int:
+        return numbers.setdefault(text, len(numbers))
+
+    graphs = [_graph(graph, number) for graph in report.graphs]
+    return {"strings": list(numbers), "graphs": graphs}
 
 
-def _graph(graph: GraphReport, strings: Strings) -> dict[str, Any]:
-    after = _side(graph.nodes, AFTER, strings)
+def _graph(graph: GraphReport, number: Number) -> dict[str, Any]:
+    after = _side(graph.nodes, AFTER, number)
     after["bytes"], after["flops"] = [node.bytes for node in graph.nodes], [node.flops for node in graph.nodes]
     places = {node.name: i for i, node in enumerate(graph.nodes)}
     # One cast: its node, what it casts, to which dtype, why; 1 for a weight; 1 for one that is kept.
     after["casts"] = [
-        [places[cast.name], *map(strings, (cast.source, cast.to, cast.reason)), int(cast.of == WEIGHT), int(cast.kept)]
+        [places[cast.name], *map(number, (cast.source, cast.to, cast.reason)), int(cast.of == WEIGHT), int(cast.kept)]
         for cast in graph.casts
     ]
     title = f"Graph {graph.index}: {graph.mode}, {graph.dtype}"
-    return {"title": title, "after": after, "before": _side(graph.captured, BEFORE, strings)}
+    return {"title": title, "after": after, "before": _side(graph.captured, BEFORE, number)}
 
 
 def _side(
-    nodes: Sequence[NodeReport | CapturedNode], columns: dict[str, Column], strings: Strings
+    nodes: Sequence[NodeReport | CapturedNode], columns: dict[str, Column], number: Number
 ) -> dict[str, list[Any]]:
     places = {node.name: i for i, node in enumerate(nodes)}
     edges = [place for i, node in enumerate(nodes) for source in node.sources for place in (places[source], i)]
-    return {name: [strings(read(node)) for node in nodes] for name, read in columns.items()} | {"edges": edges}
+    return {name: [number(read(node)) for node in nodes] for name, read in columns.items()} | {"edges": edges}
 
 
 def page_place(place: str) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import Conversion
+from amp_graph.lists.errors import first_line
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.casts.product_precision import lost_in
 from amp_graph.passes.graph.meta_keys import LOST
@@ -24,7 +24,7 @@ from amp_graph.report.graph_parts import parts_of
 from amp_graph.report.metrics import metrics
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.step.traced_step import CapturedStep
+from amp_graph.step.step_graph import CapturedStep
 from amp_graph.step.train_step import TrainStep
 
 
@@ -39,7 +39,7 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     for timed in traced.passes:
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())
-        failed = f"left out: {timed.failure.partition(chr(10))[0]}" if timed.failure else ""
+        failed = f"left out: {first_line(timed.failure)}" if timed.failure else ""
         yield f"{timed.name}: {failed or told or 'nothing to do'}"
 
 
@@ -57,22 +57,16 @@ def notes_of_emulation(policy: Policy, rewritten: Collection[Rewritten]) -> Iter
 
 
 def notes_of_memory(found: Conversion) -> Iterator[str]:
-    """Yield a line on the weights of calls without gradients."""
+    """Yield lines on what is recorded, and why not; on the weights of calls without gradients."""
+    if found.captured.replays is not None:
+        yield from found.captured.replays.lines(size_text)
     weights = found.captured.frozen
     if weights is not None:
         yield f"frozen: weights are cast, packed and folded once, {size_text(weights.bytes)} now"
-    elif found.compile == "eager" and any(not graph.grad and _casts_weights(graph) for graph in found.graphs):
+        return
+    nodes = (node for graph in found.graphs if not graph.grad for node in graph.rewritten.gm.graph.nodes)
+    if found.compile == "eager" and any(map(casts_weight, nodes)):
         yield "calls without gradients cast each weight; amp_graph.freeze(model) casts, packs and folds them once"
-
-
-def _casts_weights(graph: Captured) -> bool:
-    return any(map(casts_weight, graph.rewritten.gm.graph.nodes))
-
-
-def notes_of_replay(found: Conversion) -> Iterator[str]:
-    """Yield lines on what is recorded, and why not."""
-    if found.captured.replays is not None:
-        yield from found.captured.replays.lines(size_text)
 
 
 def notes_of_kernels(model: torch.nn.Module) -> Iterator[str]:

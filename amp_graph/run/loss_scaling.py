@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.torch_compat.dispatch import in_backward
+from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import called_by_script, site_of_call

@@ -19,7 +19,8 @@ import torch
 from torch.compiler import is_compiling
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.torch_compat.dispatch import being_traced, has_modes, in_backward, in_transform, is_autocast_on
+from amp_graph.passes.torch_compat.autograd import in_backward
+from amp_graph.passes.torch_compat.dispatch import being_traced, has_modes, in_transform, is_autocast_on
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import is_checkpointed_call, site_of_call
 from amp_graph.run.loss_scaling import LossScaling

@@ -19,7 +19,7 @@ from amp_graph.errors import ScaleError
 from amp_graph.optim.check_optimizer import is_torchs, named_parameters, refuse_closures
 from amp_graph.optim.master_weight_updates import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
 from amp_graph.passes.loss_scaling import operators as scale_ops
-from amp_graph.scaling.loss_scale import STUCK, FloorWatch, LossScale, check_at_floor, complain_of_floor
+from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 
 
 def _kept(name: str) -> Any:
@@ -74,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         """Create a scaler; its state is placed on the device of the first loss that it scales."""
-        check_at_floor("GradScaler", at_floor)
+        self._floor = FloorWatch("GradScaler", at_floor)
         if isinstance(enabled, str):  # "false" is true
             raise ScaleError(f"GradScaler: enabled={enabled!r}\n  legal: True, False\n  fix:   enabled=True")
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,8 +82,7 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale = LossScale(
             init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
         )
-        self._at_floor, self._group = at_floor, process_group
-        self._floor, self._updates = FloorWatch(), 0
+        self._group = process_group
         self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
 
@@ -209,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale.update(self._verdict)
             if self._watch is not None:
                 self._watch()
-            self._look_at_floor()
+            self._floor.look(self._loss_scale, self._culprit)
         self._per_optimizer_states.clear()
 
     # -- gradients ------------------------------------------------------------------------------------
@@ -263,23 +262,10 @@ class GradScaler(torch.amp.GradScaler):
         found = [verdict.to(scale.device, non_blocking=True) for verdict in verdicts]
         return torch.stack(found).amax() if len(found) > 1 else found[0] if found else torch.zeros_like(scale)
 
-    # -- the floor ------------------------------------------------------------------------------------
-
-    def _look_at_floor(self) -> None:
-        """Report gradients that stay infinite at the floor; on devices other than the CPU only every STUCK updates."""
-        stuck = self._loss_scale.state[4]
-        self._updates += 1
-        on_cpu = stuck.device.type == "cpu"
-        if not on_cpu and self._updates % STUCK:
-            return
-        steps = self._floor.read(stuck)
-        if steps == STUCK or (steps > STUCK and not on_cpu):
-            self._complain_of_floor(steps)
-
-    def _complain_of_floor(self, steps: int) -> None:
+    def _culprit(self) -> str:
+        """Return a description of the first parameter whose gradient is not finite."""
         known = [state["optimizer"]() for state in self._per_optimizer_states.values() if "optimizer" in state]
-        culprit = next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that no longer exists")
-        complain_of_floor("GradScaler", steps, self._loss_scale.floor, culprit, self._at_floor)
+        return next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that no longer exists")
 
     def watch(self, call: Callable[[], None] | None) -> None:
         """Have ``call`` called at each update by a verdict, before gradients are dropped; None for nothing."""

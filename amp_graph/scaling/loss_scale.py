@@ -267,13 +267,38 @@ def _refuse(given: Mapping[str, Any], where: str, fix: str) -> None:
 
 
 class FloorWatch:
-    """Reads the number of consecutive bad steps at the floor without a GPU sync."""
+    """Reports gradients that stay infinite at the smallest scale, by a warning or an error, without a GPU sync."""
 
-    def __init__(self) -> None:
-        """Start with nothing read."""
+    def __init__(self, who: str, at_floor: str) -> None:
+        """Start with nothing read. Raises ScaleError for an ``at_floor`` other than "warn" and "error"."""
+        if at_floor not in ("warn", "error"):
+            raise ScaleError(f"{who}: at_floor={at_floor!r}\n  legal: 'warn', 'error'\n  fix:   at_floor='warn'")
+        self._who, self._at_floor, self._updates = who, at_floor, 0
         self._copied: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def read(self, stuck: torch.Tensor) -> int:
+    def look(self, scale: LossScale, culprit: Callable[[], str]) -> None:
+        """Look at the scale after an update, on devices other than the CPU at every STUCKth; ``culprit``: what is bad.
+
+        Raises ScaleError at the floor if ``at_floor`` is "error".
+        """
+        stuck = scale.state[4]
+        self._updates += 1
+        on_cpu = stuck.device.type == "cpu"
+        if not on_cpu and self._updates % STUCK:
+            return
+        steps = self._read(stuck)
+        if steps < STUCK or (steps > STUCK and on_cpu):
+            return
+        text = (
+            f"{self._who}: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, "
+            f"{scale.floor:g}; these steps were skipped. The first bad one: {culprit()}\n"
+            "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
+        )
+        if self._at_floor == "error":
+            raise ScaleError(text)
+        warn(text)
+
+    def _read(self, stuck: torch.Tensor) -> int:
         """Return ``stuck`` (0-d int32) as a number; on CUDA its value at an earlier call, copied asynchronously."""
         if stuck.device.type != "cuda":
             return int(stuck.item())
@@ -291,22 +316,4 @@ class FloorWatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new one."""
-        return FloorWatch, ()
-
-
-def check_at_floor(who: str, at_floor: str) -> None:
-    """Refuse an invalid ``at_floor``."""
-    if at_floor not in ("warn", "error"):
-        raise ScaleError(f"{who}: at_floor={at_floor!r}\n  legal: 'warn', 'error'\n  fix:   at_floor='warn'")
-
-
-def complain_of_floor(who: str, steps: int, floor: float, culprit: str, at_floor: str) -> None:
-    """Warn, or raise ScaleError, that gradients stay infinite at the smallest scale; ``culprit``: the first."""
-    text = (
-        f"{who}: gradients were infinite or NaN in {steps} steps in a row at the smallest scale, {floor:g}; these "
-        f"steps were skipped. The first bad one: {culprit}\n"
-        "  fix:   look for the division, logarithm or overflow behind it; a smaller scale will not help"
-    )
-    if at_floor == "error":
-        raise ScaleError(text)
-    warn(text)
+        return FloorWatch, (self._who, self._at_floor)

@@ -21,8 +21,8 @@ from amp_graph.optim.master_weight_updates import let_optimizers_update_masters,
 from amp_graph.optim.master_weights import (
     full_value,
     make_master,
-    masters_kept_where_it_raises,
     set_master,
+    unchanged_where_it_raises,
     write_back,
 )
 from amp_graph.policy_words import HALVES
@@ -83,7 +83,7 @@ class MixedPrecisionOptimizer(Optimizer):
 
     def _make_masters(self) -> None:
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.dtype in HALVES]
-        with masters_kept_where_it_raises(params):
+        with unchanged_where_it_raises(torch.nn.Module(), params):
             known = set(map(id, self._held))
             for parameter in params:
                 make_master(parameter)

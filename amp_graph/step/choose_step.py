@@ -11,13 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.capture.capture_log import break_at
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import TRIED_AGAIN, Conversion, conversion_of
-from amp_graph.capture.diagnostics import Diagnostics
+from amp_graph.capture.diagnostics import Diagnostics, break_at
+from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.capture.recapture_limits import NoGraph, Variants
 from amp_graph.errors import AmpGraphError, CaptureError, warn
 from amp_graph.lists.errors import Undo
@@ -26,7 +24,6 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, captur
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA
-from amp_graph.policy import Policy
 from amp_graph.step.step_arguments import (
     call_model,
     forward_of,
@@ -36,6 +33,7 @@ from amp_graph.step.step_arguments import (
 )
 from amp_graph.step.step_cache import CapturedSteps
 from amp_graph.step.step_graph import NoSize, mark_loss
+from amp_graph.step.trace_step import StepBuilder
 
 OWN = "amp_graph_step"  # the name of the function that is captured
 TRACED = 2  # whole traced steps; further sizes and numbers get the graphs of ``convert``
@@ -45,23 +43,21 @@ NOT_CAPTURED = (dynamo_errors.TorchDynamoException, *DEPENDS_ON_DATA, NoSize)
 
 @dataclass(eq=False)
 class StepRuns:
-    """Runs batches through ``model``, with its loss, and into ``steps``.
+    """Runs batches through the model of ``builder``, with its loss, and into ``steps``.
 
-    alone: whether the model's own calls may take the place of traced steps. Not over several ranks, whose gradients are
-    to travel in the same order: what is not one graph is refused there.
+    The model's own calls may take the place of traced steps, but not over several ranks, whose gradients are to travel
+    in the same order: what is not one graph is refused there.
     """
 
-    model: torch.nn.Module
+    builder: StepBuilder
     loss_fn: Callable[..., Any] | None
     outputs: bool
     steps: CapturedSteps
-    policy: Policy
     max_graphs: int
-    alone: bool
-    collector_waits: bool
 
     def __post_init__(self) -> None:
         """Start with no captures."""
+        self.model, self.policy, self.alone = self.builder.model, self.builder.policy, self.builder.ranks is None
         self._diagnostics = Diagnostics(self.model, strict=False)
         self.capture()
 
@@ -82,7 +78,7 @@ class StepRuns:
             dynamic=False,
             fullgraph=True,
             heard=CaptureListener(),  # fullgraph: a graph break raises, so there are no events
-            collector_waits=self.collector_waits,
+            collector_waits=self.builder.compile == "eager",
             choice=self._variants,
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.storage import address_of
-from amp_graph.replay.recorder import RECORDERS, CannotRecord, Recorder, Replay
+from amp_graph.replay.recorder import RECORDERS, CannotRecord, CudaRecorder, Replay
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
@@ -35,7 +35,7 @@ class Replayed:
     returned: int
     calls: int = 0
     written: set[int] = field(default_factory=set)  # indices of batch tensors that a step writes to
-    recorder: Recorder | None = None  # of the present recording; it owns the memory
+    recorder: CudaRecorder | None = None  # of the present recording; it owns the memory
     static: list[Any] = field(default_factory=list)  # the arguments as the recording reads them
     outputs: list[Any] = field(default_factory=list)  # as each replay fills them
     addresses: tuple[int, ...] = ()  # of the arguments that are not copied

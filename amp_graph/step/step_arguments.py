@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import CaptureError
+from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.lists.errors import shortened
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
@@ -119,11 +120,7 @@ def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
             f"TrainStep: a {type(wrong).__name__} in the place of the "
             f"{'model' if wrong is model else 'optimizer'}\n  fix:   TrainStep(model, loss_fn, optimizer, policy)"
         )
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
-        raise CaptureError(
-            f"TrainStep: loss_fn={loss_fn!r} returns no loss\n  legal: a function or module, called as "
-            "loss_fn(outputs, *targets); None where the model returns its loss\n  fix:   torch.nn.CrossEntropyLoss()"
-        )
+    refuse_loss_fn("TrainStep", loss_fn, CaptureError)
     if isinstance(optimizer, MixedPrecisionOptimizer):
         raise CaptureError(
             "TrainStep: a MixedPrecisionOptimizer scales losses and updates masters itself, as a TrainStep does\n"
@@ -133,6 +130,16 @@ def refuse(model: Any, loss_fn: Any, optimizer: Any, policy: Policy) -> None:
     refuse_closures("TrainStep", optimizer)
     if conversion_of(model) is None:
         refuse_what_cannot_be_converted(model, policy)
+
+
+def refuse_loss_fn(caller: str, loss_fn: Any, kind: type[AmpGraphError]) -> None:
+    """Raise ``kind`` for what is no loss function: a class, or nothing that can be called."""
+    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise kind(
+            f"{caller}: loss_fn={shortened(loss_fn)} returns no loss\n  legal: a function or module, called as "
+            "loss_fn(outputs, *targets); None where the model returns its loss\n"
+            "  fix:   loss_fn=torch.nn.functional.cross_entropy"
+        )
 
 
 def refuse_options(micro_batches: Any, clip_norm: Any, clip_value: Any, reduce_dtype: Any, outputs: Any) -> None:

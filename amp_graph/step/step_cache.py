@@ -22,12 +22,11 @@ from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.storage import storage_key
-from amp_graph.scaling.loss_scale import STUCK, FloorWatch, complain_of_floor
-from amp_graph.step.step_graph import NoSize, StepGraph
+from amp_graph.scaling.loss_scale import FloorWatch
+from amp_graph.step.step_graph import CapturedStep, NoSize, StepGraph, takes_symbols
 from amp_graph.step.step_parts import differentiate, refuse_sparse
 from amp_graph.step.step_state import Copy
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import CapturedStep, takes_symbols
 
 Key = tuple[tuple[Any, ...], ...]
 
@@ -35,11 +34,11 @@ Key = tuple[tuple[Any, ...], ...]
 class CapturedSteps:
     """All captures and traces so far."""
 
-    def __init__(self, builder: StepBuilder, at_floor: str) -> None:
-        """Start with none; at_floor: "warn" or "error"."""
+    def __init__(self, builder: StepBuilder, floor: FloorWatch) -> None:
+        """Start with none."""
         self.captured: list[CapturedStep] = []
         self._builder, self._state, self._watched = builder, builder.state, builder.watched
-        self._at_floor, self._calls, self._floor = at_floor, 0, FloorWatch()
+        self._floor = floor
         self.updates: dict[Key, StepGraph] = {}  # graphs of an update alone
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
@@ -170,17 +169,8 @@ class CapturedSteps:
         show_update(self._watched.optimizer)
         if not self._watched.why_outside:
             self._state.was_updated(copies)
-        self._look_at_floor()
-
-    def _look_at_floor(self) -> None:
-        """Report gradients that stay infinite at the smallest scale."""
-        self._calls += 1
-        scale = self._builder.loss_scale
-        if scale is None or self._calls % STUCK:
-            return
-        steps = self._floor.read(scale.state[4])
-        if steps >= STUCK:
-            complain_of_floor("TrainStep", steps, scale.floor, "amp_graph.locate(step, batch) names it", self._at_floor)
+        if self._builder.loss_scale is not None:
+            self._floor.look(self._builder.loss_scale, lambda: "amp_graph.locate(step, batch) names it")
 
 
 def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Key:

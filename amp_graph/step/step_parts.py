@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
 from amp_graph.passes.step.lay_out_gradients import LayOutGradients, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
 from amp_graph.passes.weights.cast_weights import Hoisted
-from amp_graph.scaling.loss_scale import LossScale
-from amp_graph.step.step_arguments import Ranks
+
+if TYPE_CHECKING:
+    from amp_graph.step.trace_step import StepBuilder
 
 DETACHED = (
     "TrainStep: the loss depends on no parameter that is trained: there is no gradient\n"
@@ -31,33 +32,23 @@ LOWS = (torch.bfloat16, torch.float16)
 
 
 class NoGradient(Exception):
-    """Raised during a trace if the loss does not depend on some trained inputs; holds their numbers."""
-
-    def __init__(self, inputs: Sequence[int]) -> None:
-        """Store the numbers."""
-        super().__init__(inputs)
-        self.inputs = frozenset(inputs)
+    """Raised during a trace if the loss does not depend on some trained inputs, with their numbers."""
 
 
 @dataclass
 class StepParts:
-    """The captured forward, the trained inputs by number, and the state of update and scale."""
+    """The captured forward, the trained inputs by number, and the state of update and scale; ``of``: the options."""
 
+    of: StepBuilder
     args: Sequence[Any]
     trained: list[int]
     names: Sequence[str]  # of the captured graph's inputs
     updates: list[GroupUpdate]
     learning_rates: list[Tensor]
     accumulators: list[Tensor]  # the gradients' sums over micro-batches; a graph that has them updates nothing
-    scale: LossScale | None
     masters: dict[int, Tensor]  # updated instead of low-precision inputs
-    ranks: Ranks | None
     norm: Tensor | None  # gets the norm of the gradients where they are clipped by it
-    clip_norm: float | None
-    clip_value: float | None
-    micro_batches: int
     outside: bool  # whether the optimizer is called after the graph, which then returns the gradients
-    pointwise: bool  # whether the update consists of pointwise operations, for a compiler to fuse
     forward: Callable[..., Any] | None = None  # None: inputs are what is trained, its gradients, and the loss
     hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
@@ -71,8 +62,9 @@ class StepParts:
 
     def layout(self) -> LayOutGradients:
         """Return the pass that lays out gradients; the update casts low ones itself, if nothing else reads them."""
-        alone = self.ranks is None and self.last and not self.pointwise
-        read = any(one is not None for one in (self.scale, self.clip_norm, self.clip_value))
+        of = self.of
+        alone = of.ranks is None and self.last and of.compile == "eager"
+        read = any(one is not None for one in (of.loss_scale, of.clip_norm, of.clip_value))
         keeps = LOWS if alone and not self.outside and not read else ()
         return LayOutGradients(keeps, together=alone and read)
 

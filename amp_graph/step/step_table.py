@@ -86,10 +86,10 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
     outputs: how many outputs the captured forward has. inputs: the joint graph's inputs by their numbers; the copies of
     weights follow the captured graph's own.
     """
-    work, scaled = _Appended(parts, inputs), parts.scale is not None
+    work, scaled, splits = _Appended(parts, inputs), parts.of.loss_scale is not None, parts.of.micro_batches > 1
     masters, sums = work.masters(), work.sums()
     found = [
-        *([ScaleLoss(parts.micro_batches, scaled)] if scaled or (parts.micro_batches > 1 and parts.forward) else []),
+        *([ScaleLoss(parts.of.micro_batches, scaled)] if scaled or (splits and parts.forward) else []),
         *([AddUpdateTargets(masters)] if masters else []),
         parts.layout(),
         *([AddGradients(sums)] if sums else []),
@@ -115,8 +115,8 @@ class _Appended:
 
     def __post_init__(self) -> None:
         self.names = names_of_trained(self.parts)
-        if self.parts.scale is not None:
-            self.tensors.update(zip((SCALE, *COUNTS), self.parts.scale.state, strict=True))
+        if self.parts.of.loss_scale is not None:
+            self.tensors.update(zip((SCALE, *COUNTS), self.parts.of.loss_scale.state, strict=True))
 
     def masters(self) -> dict[str, StateInput]:
         """Return the inputs of masters, by the names of their parameters."""
@@ -135,20 +135,19 @@ class _Appended:
 
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
-        parts = self.parts
-        ranks = parts.ranks
+        of, ranks, scale = self.parts.of, self.parts.of.ranks, self.parts.of.loss_scale
         averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype)]
-        moved = [UpdateLossScale(*parts.scale.options())] if parts.scale is not None else []
-        copies = {} if parts.outside else self._copies()
-        clips = parts.clip_norm, parts.clip_value
+        moved = [UpdateLossScale(*scale.options())] if scale is not None else []
+        copies = {} if self.parts.outside else self._copies()
+        clips = of.clip_norm, of.clip_value
         clipped = any(limit is not None for limit in clips)
         return [
             *averaged,
-            *([CheckFiniteAndUnscale()] if parts.scale is not None else []),
+            *([CheckFiniteAndUnscale()] if scale is not None else []),
             *([ClipGradients(*clips, self._norm())] if clipped else []),
             UpdateParameters(self._groups()),
             *moved,
-            WriteLowCopies(copies, parts.pointwise),
+            WriteLowCopies(copies, of.compile != "eager"),
         ]
 
     def _norm(self) -> StateInput | None:
@@ -169,7 +168,7 @@ class _Appended:
                 ]
                 for kind, tensors in zip(update.state_names(), update.states, strict=True)
             ]
-            apply = update.apply_pointwise if parts.pointwise else update.apply
+            apply = update.apply if parts.of.compile == "eager" else update.apply_pointwise
             rate_input = self._input(f"learning_rate_{n}", rate, "learning rate")
             found.append(GroupInputs(apply, [self.names[i] for i in own], rate_input, states, elementwise=True))
         return tuple(found)

@@ -36,10 +36,9 @@ from amp_graph.rewrite import rewrite_in_place
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.step_arguments import Ranks, refuse_gradients_beyond, refuse_several_devices
-from amp_graph.step.step_graph import StepGraph, take_loss_mark, trace_step
+from amp_graph.step.step_graph import CapturedStep, StepGraph, names_of, take_loss_mark, trace_step
 from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
 from amp_graph.step.step_state import StepState
-from amp_graph.step.traced_step import CapturedStep, names_of
 
 
 @dataclass(eq=False)
@@ -80,7 +79,7 @@ class StepBuilder:
         try:
             return self._traced(captured, args)
         except NoGradient as found:  # torch skips parameters whose gradient is None, including decay and momentum
-            unused = {id(args[i]): args[i] for i in found.inputs}
+            unused = {id(args[i]): args[i] for i in found.args[0]}
             captured.without |= {i for i, a in enumerate(args) if id(a) in unused}
             for p in unused.values():
                 if id(p) not in stateful:
@@ -161,21 +160,16 @@ class StepBuilder:
         if self.loss_scale is not None:
             self.loss_scale.to(device)
         return StepParts(
+            of=self,
             args=args,
             trained=trained,
             names=names,
             updates=groups,
             learning_rates=[state.rate_of(u.group) for u in groups],
             accumulators=[] if updates else [state.sum_of(p) for p in parameters],
-            scale=self.loss_scale,
             masters={i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
-            ranks=self.ranks,
             norm=None if self.clip_norm is None or not parameters else state.norm_on(device),
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            micro_batches=self.micro_batches,
             outside=outside,
-            pointwise=self.compile != "eager",
         )
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:

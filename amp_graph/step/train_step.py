@@ -7,15 +7,14 @@ Before: ``zero_grad``, autocast, ``scaler.scale(loss).backward()``, ``unscale_``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.capture.captured_graphs import Captured
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.capture.dynamo_backend import Compile, check_compile
+from amp_graph.capture.dynamo_backend import Captured, Compile, check_compile
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
@@ -30,7 +29,7 @@ from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.optimizers import load_hooks_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
-from amp_graph.scaling.loss_scale import LossScale, check_at_floor
+from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
@@ -47,25 +46,15 @@ from amp_graph.step.step_arguments import (
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
+from amp_graph.step.step_graph import CapturedStep
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
-from amp_graph.step.traced_step import CapturedStep
 
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
     *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "max_graphs"),
 )
-
-
-class StepWatch(Protocol):
-    """Is called around each step."""
-
-    def before(self, batch: Sequence[Any]) -> None:
-        """A step of ``batch`` begins."""
-
-    def after(self) -> None:
-        """That step is over."""
 
 
 class TrainStep:
@@ -132,7 +121,7 @@ class TrainStep:
         check_compile("TrainStep", compile)
         self.compiler_options = read_options("TrainStep", compile, mode, options)
         refuse_recording(self.compiler_options)
-        check_at_floor("TrainStep", at_floor)
+        floor = FloorWatch("TrainStep", at_floor)
         check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
@@ -148,7 +137,7 @@ class TrainStep:
         self.optimizer: Optimizer = optimizer
         lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
         with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
-            self._make(ranks)
+            self._make(ranks, floor)
             self._own = {*self.__dict__, "_own"} - others
 
     @property
@@ -156,7 +145,7 @@ class TrainStep:
         """Whether the step changes the model's parameters."""
         return self.policy.level in HELD_LOW or self.policy.widen
 
-    def _make(self, ranks: Ranks | None) -> None:
+    def _make(self, ranks: Ranks | None, floor: FloorWatch) -> None:
         """Create the parts that capture and run graphs; convert the model where its parameters change dtype."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self._converts and conversion_of(model) is None:
@@ -167,13 +156,25 @@ class TrainStep:
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self._state = StepState()
-        self._watches: tuple[StepWatch, ...] = ()
-        clips, rest = (self.clip_norm, self.clip_value), (self.micro_batches, ranks, self.cuda_graph)
-        how = (self.policy, compile, self.compiler_options, self.loss_scale, *clips, *rest)
+        self._watches: tuple[Any, ...] = ()
         self._watched = WatchedOptimizer(optimizer, self.forget)
-        self._steps = CapturedSteps(StepBuilder(model, optimizer, *how, self._state, self._watched), self.at_floor)
-        own = (model, self.loss_fn, self.outputs, self._steps, self.policy, self.max_graphs)
-        self._runs = StepRuns(*own, alone=ranks is None, collector_waits=compile == "eager")
+        builder = StepBuilder(
+            model=model,
+            optimizer=optimizer,
+            policy=self.policy,
+            compile=compile,
+            options=self.compiler_options,
+            loss_scale=self.loss_scale,
+            clip_norm=self.clip_norm,
+            clip_value=self.clip_value,
+            micro_batches=self.micro_batches,
+            ranks=ranks,
+            cuda_graph=self.cuda_graph,
+            state=self._state,
+            watched=self._watched,
+        )
+        self._steps = CapturedSteps(builder, floor)
+        self._runs = StepRuns(builder, self.loss_fn, self.outputs, self._steps, self.max_graphs)
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -248,8 +249,8 @@ class TrainStep:
         self._state.keep(())
         self.forget()
 
-    def watch(self, by: StepWatch) -> Callable[[], None]:
-        """Have ``by`` called around each step from now on; return what ends that."""
+    def watch(self, by: Any) -> Callable[[], None]:
+        """Have ``by.before(batch)`` and ``by.after()`` called around each step from now on; return what ends that."""
         self._watches = (*self._watches, by)
 
         def end() -> None:

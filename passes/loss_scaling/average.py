@@ -31,8 +31,6 @@ from amp_graph.passes.loss_scaling.joint_graph import (
 from amp_graph.passes.loss_scaling.scale_loss import own_gradients
 from amp_graph.passes.torch_compat.operators import (
     collectives,
-    foreach_clamp_max_,
-    foreach_clamp_min_,
     foreach_mul_,
     foreach_norm,
 )
@@ -139,8 +137,8 @@ def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into
         if into is not None:
             into.copy_(total)
     if value is not None:
-        foreach_clamp_min_(grads, -value)
-        foreach_clamp_max_(grads, value)
+        for grad in grads:
+            grad.clamp_(-value, value)
 
 
 @dataclass(frozen=True)

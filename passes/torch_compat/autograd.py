@@ -80,8 +80,13 @@ def saved_tensors_hooks_are_enabled() -> bool:
 
 
 def number_of_backward() -> int:
-    """Return the number of the backward pass that runs this hook; negative outside of any; 2.11 - 2.13."""
+    """Return the number of the backward pass that this thread is running; negative outside of any; 2.11 - 2.13."""
     return int(torch._C._current_graph_task_id())
+
+
+def in_backward() -> bool:
+    """Say whether this thread is running a backward pass, in which checkpoints call modules again."""
+    return number_of_backward() >= 0
 
 
 def next_sequence_number() -> int:

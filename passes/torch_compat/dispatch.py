@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import torch_version
 
 # Tensor types without a subclass's own handling.
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
@@ -73,11 +73,6 @@ is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def in_transform() -> bool:
     """Say whether a ``torch.func`` transform is running: Dynamo captures nothing inside, and never again there."""
     return innermost_transform() is not None
-
-
-def in_backward() -> bool:
-    """Say whether this thread is running a backward pass, in which checkpoints call modules again; 2.11 - 2.13."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # How many dispatch modes are active, the user's own among them, in one C call; 2.11 - 2.13.

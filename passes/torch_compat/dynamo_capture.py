@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.fx.experimental.validator import ValidationException  # 2.11 - 2.13
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.torch_compat.dynamo_entries import has_compiled, is_whole
+from amp_graph.passes.torch_compat import torch_version
+from amp_graph.passes.torch_compat.dynamo_entries import compiled_entries, is_whole
 from amp_graph.passes.torch_compat.dynamo_patches import masks_heard, mended
 from amp_graph.passes.torch_compat.dynamo_settings import (
     NO_LIMIT,
@@ -35,7 +36,6 @@ from amp_graph.passes.torch_compat.dynamo_settings import (
     ignored_logging,
 )
 from amp_graph.passes.torch_compat.fake import keep_guard_of_missing_gpu
-from amp_graph.passes.torch_compat.versions import torch_version
 
 Runner = Callable[..., Any]  # runs what was captured
 dynamo_errors: Any = torch._dynamo.exc  # 2.11 - 2.13
@@ -92,9 +92,8 @@ def failed_guards(frame: Any) -> list[tuple[str, Any]]:
 
     "L['x'].calls == 1   # self.calls += 1  # model.py:7 in forward", as Dynamo prints it; 2.11 - 2.13.
     """
-    entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
     found = []
-    for entry in entries(frame.f_code) if entries is not None else ():
+    for entry in compiled_entries(frame.f_code):
         with Attempt():  # what a guard reads may be freed: then there is nothing to report
             info = entry.guard_manager.check_verbose(frame.f_locals)
             if not info.result:  # guards on sizes are checked as one
@@ -153,7 +152,7 @@ class _CompileTimeConfig:
             except _TRACING_FAILED as error:
                 if not self._heard.failed(frame.f_code, error, whole=frame.f_code is self._code):
                     raise
-                if has_compiled(frame.f_code):
+                if compiled_entries(frame.f_code):
                     return _as_written_once()
                 return dynamo_types.ConvertFrameReturn()  # the frame runs as written, like any skipped one
         for reason in break_reasons()[known:]:

@@ -41,9 +41,8 @@ def is_whole(compiled: types.CodeType) -> bool:
     return len(graphs) == 1 and not any("resume" in name for name in compiled.co_names)
 
 
-def has_compiled(code: types.CodeType) -> bool:
-    """Say whether Dynamo has compiled code for ``code``; 2.11 - 2.13."""
-    return bool(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+# The code that Dynamo has compiled for a code object, with its guards; 2.11 - 2.13.
+compiled_entries: Callable[[types.CodeType], list[Any]] = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,15 +186,13 @@ class CompiledFrames:
     def __init__(self, function: types.FunctionType, *, has_backward: bool = True) -> None:
         """Find nothing yet."""
         self._function = function
-        entries: Any = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-        self._entries: Any = entries if hasattr(FRAMES, "_stance") else None
         self._compiles_autograd = _reader_of("compiled_autograd") if has_backward else lambda: False
         self._known: dict[int, Entry] = {}
         self._last: Entry | None = None
 
     def find(self, local: dict[str, Any]) -> Callable[..., Any] | None:
         """Return the code whose guards hold for ``local``: all arguments and free variables by name."""
-        if self._entries is None or self._is_unusual():
+        if self._is_unusual():
             return None
         before = None if _switch._is_torch_function_enabled() else _switch._get_torch_function_state()
         try:
@@ -236,7 +233,7 @@ class CompiledFrames:
             guards = last.guards()
             if guards is not None and guards.cache_entry is not None and guards.root.check(local):
                 return last
-        for entry in reversed(self._entries(self._function.__code__)):  # those of fixed sizes are the older ones
+        for entry in reversed(compiled_entries(self._function.__code__)):  # those of fixed sizes are the older ones
             if entry.guard_manager.check(local):
                 self._last = self._entry_of(entry)
                 return self._last

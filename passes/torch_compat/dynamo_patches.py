@@ -19,7 +19,7 @@ from torch._dynamo import symbolic_convert, variables
 from torch._dynamo.convert_frame import compile_lock  # held by each of Dynamo's captures
 from torch.nn.modules import transformer
 
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import torch_version
 
 
 @dataclass

@@ -16,17 +16,11 @@ import torch
 from torch._dynamo import config as dynamo_config  # 2.11 - 2.13
 from torch._inductor import config as inductor_config  # 2.11 - 2.13
 
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import torch_version
 
 # Dynamo's own limits (8 per code object, 256 in total) would turn the ninth shape into a silent fp32 run. Ours are a
 # ``CaptureChoice``.
 NO_LIMIT = 1_000_000
-
-
-def _said_once() -> set[Any]:
-    """Return the logging methods of transformers that log once per process: no reason for a graph break."""
-    names = ("warning_once", "info_once", "warning_advice")
-    return {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
 
 
 class _AsWord(str):
@@ -48,8 +42,10 @@ class _AsWord(str):
 
 def ignored_logging() -> Any:
     """Return the logging functions that break no graph: the user's choice, and those that log once per process."""
+    once = ("warning_once", "info_once", "warning_advice")  # of transformers
+    said_once = {getattr(logging.Logger, name) for name in once if hasattr(logging.Logger, name)}
     # A capture inside of a capture finds a word where settings are not of 2.13.
-    functions = {*dynamo_config.ignore_logging_functions, *_said_once()}
+    functions = {*dynamo_config.ignore_logging_functions, *said_once}
     return functions if torch_version() >= (2, 13) else _AsWord(functions)
 
 

@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true  # 2.11 - 2.13
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import torch_version
 
 outside_modes = _disable_current_modes  # 2.11 - 2.13: no tracer, no fake tensors
 

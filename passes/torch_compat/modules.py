@@ -28,14 +28,9 @@ def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
     return kind.__dict__[name]
 
 
-def is_uninitialized(tensor: Tensor) -> bool:
-    """Say whether ``tensor`` has no shape yet: a parameter or buffer of a lazy module before its first call."""
-    return is_lazy(tensor)
-
-
 def uninitialized(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the uninitialized parameters and buffers."""
-    return [name for name, tensor in named if is_uninitialized(tensor)]
+    """Return the names of parameters and buffers without a shape yet: those of lazy modules before their first call."""
+    return [name for name, tensor in named if is_lazy(tensor)]
 
 
 def with_parameters(module: torch.nn.Module, instead: dict[str, torch.Tensor]) -> Any:
@@ -99,9 +94,6 @@ def registration_hooks_as_before() -> Iterator[None]:
         yield
     finally:
         for hooks, known in zip(every, before, strict=True):
-            for added in [key for key, hook in hooks.items() if key not in known and _is_of_torch(hook)]:
+            new = {key: getattr(hook, "__module__", "") for key, hook in hooks.items() if key not in known}
+            for added in (key for key, made_by in new.items() if made_by.startswith("torch.")):
                 del hooks[added]
-
-
-def _is_of_torch(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("torch.")

@@ -17,12 +17,9 @@ scaled_dot_product_attention_math = torch.ops.aten._scaled_dot_product_attention
 collectives: Any = torch.ops._c10d_functional
 
 foreach_add_ = torch._foreach_add_
-foreach_clamp_max_ = torch._foreach_clamp_max_
-foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-foreach_sub_ = torch._foreach_sub_
 fused_adagrad_ = torch._fused_adagrad_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_

@@ -18,14 +18,11 @@ _BASE: Any = torch._C.TensorBase
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _BASE.untyped_storage
 address_of: Callable[[torch.Tensor], int] = _BASE.data_ptr
 
-# The identity of a tensor's storage; raises if it has none. Hidden from modes and subclasses.
-storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return the identity of the storage of ``tensor``; None if it has none (sparse, subclasses)."""
     try:
-        return storage_id(tensor)
+        return int(storage_of(tensor)._cdata)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
 

@@ -18,7 +18,7 @@ X = torch.randn(3, 8)
 def found(model, *args, **kwargs):
     """What the model finds for a call: the compiled code, or None for the long way."""
     conversion = conversion_of(model)
-    return conversion.captured.find({"args": args, "kwargs": kwargs, "forward": conversion._wide})
+    return conversion.captured.find({"args": args, "kwargs": kwargs, "forward": conversion.wide})
 
 
 def test_a_call_like_the_last_one_finds_its_code_and_another_does_not():

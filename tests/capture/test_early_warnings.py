@@ -18,7 +18,7 @@ X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.ara
 
 @pytest.fixture
 def _on(monkeypatch):
-    monkeypatch.setattr("amp_graph.capture.missing_loss_scale.LARGEST_UNSCALED", 1.0)
+    monkeypatch.setattr("amp_graph.capture.diagnostics.LARGEST_UNSCALED", 1.0)
     gc.collect()  # of scalers of other tests
 
 

@@ -12,8 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
-from amp_graph.passes.torch_compat import modules
-from amp_graph.passes.torch_compat.versions import torch_version
+from amp_graph.passes.torch_compat import modules, torch_version
 from tests.capture.test_failing_conversions import state_of
 from tests.relative_error import error
 

@@ -7,7 +7,7 @@ import torch
 
 import amp_graph
 from amp_graph.cli import command_calibrate
-from amp_graph.cli.calibration import calibrate
+from amp_graph.cli.command_calibrate import calibrate
 from amp_graph.cli.main import main
 from amp_graph.passes.precision import machine_rates
 from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, MACHINES, machine_for, machine_text, read_machine
@@ -60,7 +60,7 @@ def test_a_file_that_is_no_machine_is_refused(change, message):
 
 
 def test_calibrating_measures_every_rate(monkeypatch):
-    monkeypatch.setattr("amp_graph.cli.calibration.ROUNDS", 1)
+    monkeypatch.setattr("amp_graph.cli.command_calibrate.ROUNDS", 1)
     threads = torch.get_num_threads()
     found = calibrate("cpu", seconds=1e-4)
     assert torch.get_num_threads() == threads

@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from amp_graph.cli.input_spec import SpecError, make_inputs, parse_inputs
-from amp_graph.errors import CalibrationError, ListError, PolicyError
+from amp_graph.cli.input_spec import make_inputs, parse_inputs
+from amp_graph.errors import AmpGraphError, CalibrationError, ListError, PolicyError
 from amp_graph.lists import effective
 from amp_graph.lists.load import FOLDER
 from amp_graph.lists.path_pattern import matches
@@ -309,7 +309,7 @@ def use_calibration(data: bytes) -> None:
 SUBJECTS = {
     "policies": Subject(policy, use_policy, (PolicyError, ListError, CalibrationError)),
     "lists": Subject(list_file, use_list, (ListError,)),
-    "input specs": Subject(spec, use_spec, (SpecError,)),
+    "input specs": Subject(spec, use_spec, (AmpGraphError,)),
     "calibrations": Subject(calibration_file, use_calibration, (CalibrationError,), _calibration),
     "machine files": Subject(machine_file, use_machine, (ListError,), _problem),
 }

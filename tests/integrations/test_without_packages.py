@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from amp_graph.integrations import missing
 from amp_graph.integrations.lightning_precision import outermost_calls
-from amp_graph.integrations.packages import missing
 
 PACKAGES = {
     "lightning": "lightning",

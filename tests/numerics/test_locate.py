@@ -356,7 +356,7 @@ def test_a_result_is_text_and_json():
 @pytest.mark.parametrize(
     ("change", "error", "told"),
     [
-        ({"model": "a model"}, CaptureError, "a str is not a model"),
+        ({"model": "a model"}, CaptureError, "a str is not a torch.nn.Module"),
         ({"batch": ()}, CaptureError, "the batch has no tensor"),
         ({"loss_fn": nn.CrossEntropyLoss}, CaptureError, "returns no loss"),
         ({"scale": 0}, ScaleError, "scale=0"),

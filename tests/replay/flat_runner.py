@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.replay.flat_call import FlatGraphs, Key, key_of
 from amp_graph.replay.flat_graph import Flat
 from amp_graph.replay.replayed_call import outputs_of
+from amp_graph.replay.trace_flat import FlatGraphs, Key, key_of
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class FlatRunner:
         self.traced: dict[Key, FlatGraphs] = {}
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Run one call; raises CannotBeFlat."""
+        """Run one call; raises CannotRecord."""
         key = key_of(args)
         if key not in self.traced:
             self.traced[key] = FlatGraphs(self.gm, args)

@@ -6,7 +6,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture import captured_graphs
-from amp_graph.replay.flat_graph import CannotBeFlat
+from amp_graph.replay.recorder import CannotRecord
 from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
 from tests.replay import stand_in
@@ -29,7 +29,7 @@ class Flattened:
         def call(*args):
             try:
                 found = flat(*args)
-            except CannotBeFlat as error:
+            except CannotRecord as error:
                 self.reasons.add(str(error))
                 return run(*args)
             self.runs += 1
@@ -137,5 +137,5 @@ class Trained(nn.Module):
 )
 def test_what_cannot_be_flat_says_why(module, args, why):
     gm = module if isinstance(module, torch.fx.GraphModule) else torch.fx.symbolic_trace(module)
-    with pytest.raises(CannotBeFlat, match=why):
+    with pytest.raises(CannotRecord, match=why):
         trace_flat(gm, args)

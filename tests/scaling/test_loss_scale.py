@@ -8,7 +8,7 @@ import torch
 
 from amp_graph import LossScale
 from amp_graph.errors import ScaleError
-from amp_graph.scaling.loss_scale import check_at_floor, loss_scale_of
+from amp_graph.scaling.loss_scale import FloorWatch, loss_scale_of
 
 LARGEST = float(torch.finfo(torch.float32).max)
 # The nearest illegal and legal values of each option.
@@ -110,6 +110,6 @@ def test_what_an_argument_may_be():
     for wrong, legal in ((0, "'dynamic', a number"), (-1, "'dynamic', a number"), ("on", "a number"), (True, "a")):
         with pytest.raises(ScaleError, match=legal):
             loss_scale_of("step", wrong)
-    check_at_floor("step", "warn")
+    FloorWatch("step", "warn")
     with pytest.raises(ScaleError, match="at_floor='no'"):
-        check_at_floor("step", "no")
+        FloorWatch("step", "no")

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from amp_graph.capture.conversion import WRAPPERS, conversion_of
-from amp_graph.convert import warn_of_unmatched
+from amp_graph.convert import refuse_what_is_no_model, warn_of_unmatched
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
-from amp_graph.numerics.batches import parts_of, refuse_loss_fn, refuse_what_cannot_run
+from amp_graph.numerics.batches import parts_of, refuse_what_cannot_run
 from amp_graph.numerics.overflow.result import Located, dtype_text
 from amp_graph.numerics.overflow.run import Ran, Task, for_other_outputs, run_in_fp32, run_planned
 from amp_graph.numerics.overflow.watch import Event
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale
-from amp_graph.step.step_arguments import split_batch
+from amp_graph.step.step_arguments import refuse_loss_fn, split_batch
 from amp_graph.step.train_step import TrainStep
 
 LOW = tuple(map(dtype_text, HALVES))
@@ -174,12 +174,7 @@ def task_of(model: Any, batch: Any, loss_fn: Any, policy: Policy | str | None, s
     """Return the task of the arguments of ``locate``; refuse what is none."""
     if isinstance(model, TrainStep):
         return _of_step(model, _parts(batch), loss_fn, policy, scale)
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(
-            f"locate: a {type(model).__name__} is not a model\n"
-            "  legal: a torch.nn.Module, converted or not; a TrainStep\n"
-            "  fix:   amp_graph.locate(model, (x, y), loss_fn)"
-        )
+    refuse_what_is_no_model("locate", model)
     refuse_loss_fn("locate", loss_fn, CaptureError)
     model = model.module if isinstance(model, WRAPPERS) else model
     refuse_what_cannot_run("locate", model)

@@ -147,7 +147,7 @@ def dtype_text(dtype: Any) -> str:
 def plain_values(value: Any) -> Any:
     """Return ``value`` for JSON: tuples as lists, numbers that are not finite as text."""
     if isinstance(value, dict):
-        return {key: plain_values(one) for key, one in value.items()}
+        return {str(key): plain_values(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain_values(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -78,15 +78,17 @@ def scale_history(source: Any) -> ScaleHistory:
     return ScaleHistory(tuple(dict(zip(COLUMNS, row, strict=True)) for row in told), records.count, records.most)
 
 
+def scale_behind(source: Any) -> Any:
+    """Return the loss scale, or torch's own scaler, of a step, a scaler or an optimizer; else ``source`` itself."""
+    if isinstance(source, TrainStep):
+        return source.loss_scale
+    scaler = source.scaler if isinstance(source, MixedPrecisionOptimizer) else source
+    return scaler._loss_scale if isinstance(scaler, GradScaler) else scaler
+
+
 def loss_scale_of_source(source: Any, who: str = "scale_history") -> LossScale:
     """Return the loss scale of ``source``; CaptureError where it has none."""
-    found = source
-    if isinstance(source, TrainStep):
-        found = source.loss_scale
-    elif isinstance(source, MixedPrecisionOptimizer):
-        found = source.scaler._loss_scale
-    elif isinstance(source, GradScaler):
-        found = source._loss_scale
+    found = scale_behind(source)
     if not isinstance(found, LossScale):
         raise CaptureError(
             f"{who}: a {type(source).__name__}{' without a loss scale' if found is None else ''} has none\n"

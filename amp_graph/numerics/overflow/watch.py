@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.lists.errors import Attempt
+from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
 from amp_graph.numerics.overflow.result import Located, dtype_text, number_text
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, is_view, schema_arguments, written_arguments
-from amp_graph.passes.torch_compat.autograd import number_of_backward
+from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
@@ -48,16 +49,6 @@ class Event:
         facts = self.facts
         is_cast = any(f".{name}." in facts.operator for name in CASTS)
         return is_cast and facts.direction == "forward" and facts.is_finite_in_fp32
-
-
-class Places(Protocol):
-    """Knows where calls stand."""
-
-    def now(self, *, backward: bool) -> Any:
-        """Return the place of the call that runs now, in a form that is cheap to keep."""
-
-    def told(self, place: Any, source: Any, *, backward: bool) -> Located:
-        """Return a place in words; ``source``: for a cast, where its value was computed, if a watched call did that."""
 
 
 def largest(tensor: Tensor) -> float:
@@ -90,11 +81,12 @@ class Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, places: Places, seen: Callable[[], None] | None = None) -> None:
+    def __init__(self, places: CodePlaces | GraphPlaces, seen: Callable[[], None] | None = None) -> None:
         """Start without events; ``seen`` is called before each operator of the forward."""
         super().__init__()
         self.events: list[Event] = []
-        self._places, self._seen = places, seen
+        self._places: Any = places  # each kind tells its own places alone
+        self._seen = seen
         self._origins: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
         self._made_at: dict[int, tuple[StorageWeakRef, Any]] = {}  # places of all values, by storage
 
@@ -115,7 +107,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and record an event if it makes a value that is not finite."""
         kwargs = kwargs or {}
-        backward = number_of_backward() >= 0
+        backward = in_backward()
         if self._seen is not None and not backward:
             self._seen()
         known = isinstance(func, OpOverload)

@@ -20,10 +20,10 @@ from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
+from amp_graph.passes.torch_compat import keeps_lstm_workspaces
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 from amp_graph.passes.torch_compat.fake import outside_modes
-from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
 LSTM = 2  # ideep::rnn_kind::LSTM

@@ -101,8 +101,8 @@ return [%9, %16, %15, None, None]""",
 %35: f32[] = aten.mul.Tensor(%34, 1.0)
 %36: f32[] = aten.clamp.default(%35, None, 1.0)
 %37 = aten._foreach_mul_.Tensor([%22, %21], %36)
-%38 = aten._foreach_clamp_min_.Scalar([%22, %21], -0.1)
-%39 = aten._foreach_clamp_max_.Scalar([%22, %21], 0.1)
+%38: f32[3,4] = aten.clamp_.default(%22, -0.1, 0.1)
+%39: f32[3] = aten.clamp_.default(%21, -0.1, 0.1)
 %40 = amp_graph.update_loss_scale_.default(%4, %5, %6, %7, %8, %23, 2.0, 0.5, 2000, 1, 6.103515625e-05, 4294967296.0)
 return (%12, %22, %21, %23)""",
         )

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.passes.torch_compat import dispatch, dynamo_settings, fake, versions
+from amp_graph.passes import torch_compat
+from amp_graph.passes.torch_compat import dispatch, dynamo_settings, fake
 
 
 @pytest.mark.parametrize("newer", [(2, 14), (3, 0)])
 def test_a_newer_torch_is_no_warning(newer, monkeypatch):
-    for module in (versions, dispatch, dynamo_settings, fake):
+    for module in (torch_compat, dispatch, dynamo_settings, fake):
         monkeypatch.setattr(module, "torch_version", lambda: newer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

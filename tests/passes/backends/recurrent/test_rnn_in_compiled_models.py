@@ -13,8 +13,8 @@ from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel
 from amp_graph.passes.native import gemm_thresholds
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.torch_compat import keeps_lstm_workspaces
 from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
-from amp_graph.passes.torch_compat.versions import keeps_lstm_workspaces
 from tests.measure import DtypeLog
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

@@ -9,17 +9,13 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import fp32_operands
+from tests.layers import layers
 
 
-class ByName(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)))
+def ByName(self, x):
     """Names its operands, the weight before the volume."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)
-
-    def forward(self, x):
-        return F.conv3d(weight=self.weight, input=x, padding=1)
+    return F.conv3d(weight=self.weight, input=x, padding=1)
 
 
 SHALLOW = {

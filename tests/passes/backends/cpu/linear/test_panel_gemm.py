@@ -1,6 +1,6 @@
 """A linear over few rows in compiled C: any size and layout, sums in fp32 rounded once, NaN through the relu."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -113,11 +114,7 @@ def test_threads_have_memory_of_their_own():
             one = ours(*given[at])
             found[at] = found.get(at, True) and torch.equal(one, expected[at])
 
-    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(sizes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(call, at) for at in range(len(sizes))))
     assert found == dict.fromkeys(range(len(sizes)), True)
 
 

@@ -21,12 +21,26 @@ from torch import nn
 from tests.corpus import CASES, Case, make, to_double
 from tests.corpus.losses import float_leaves
 from tests.measure_casts import CastCounter, saved_bytes
-from tests.measure_dtypes import DtypeLog, compare
+from tests.measure_dtypes import PRODUCTS, DtypeLog, compare, products
 
 # What callers import from here, the two neighbours' included.
 __all__ = [
-    "CastCounter", "DtypeLog", "Ratios", "Run", "compare", "error_ratio", "global_gradient_error",
-    "gradient_errors", "output_error", "reference", "run", "saved_bytes", "to_device", "zero_gradients",
+    "PRODUCTS",
+    "CastCounter",
+    "DtypeLog",
+    "Ratios",
+    "Run",
+    "compare",
+    "error_ratio",
+    "global_gradient_error",
+    "gradient_errors",
+    "output_error",
+    "products",
+    "reference",
+    "run",
+    "saved_bytes",
+    "to_device",
+    "zero_gradients",
 ]  # fmt: skip
 
 Prepare = Callable[[nn.Module], nn.Module]

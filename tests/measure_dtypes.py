@@ -68,6 +68,26 @@ class DtypeLog(Watch):
         return out
 
 
+class HostCopies(Watch):
+    """Counts copies of a number to the host: `.item()` is `aten._local_scalar_dense`, a copy elsewhere `_to_copy`."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution"}
+
+
+def products(model, *args, names=PRODUCTS, **kwargs) -> list[torch.dtype]:
+    """Return the dtypes of the matrix products that one call executes, in order; ``names``: of other operations."""
+    with DtypeLog() as log:
+        model(*args, **kwargs)
+    return [dtypes[0] for name, dtypes in log.entries if name in names]
+
+
 def compare(log_a: DtypeLog, log_b: DtypeLog) -> list[str]:
     """Differences of two logs, aligned by operation name: other dtypes, missing and additional operations."""
     a, b = log_a.entries, log_b.entries

@@ -12,7 +12,6 @@ import contextlib
 import random
 import sys
 import time
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from amp_graph.passes.graph.aliasing import may_overlap
 from tests import random_lines
 from tests.measure import ZERO_GRADIENT
 from tests.random_lines import CASTS, DATA_DEPENDENT, DTYPED, OPERATIONS, ROWS, VIEWS, WIDTH, WRITES, finite, fit, like
+from tests.warned import without_warnings
 
 POLICIES = ("bf16", "bf16", "bf16", "fp16", "bf16,accuracy=fast", "bf16,planner=paint")
 UNIT = 2.0**-8  # what one rounding to bfloat16 is at most, relative to the value
@@ -257,8 +257,7 @@ def _outputs(draw: random.Random, values: int, sums: bool) -> tuple[int, ...]:
 
 def _runs(plan: Plan) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_warnings(Warning):
             found = run(plan)
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return False
@@ -308,8 +307,7 @@ def compare(plan: Plan, make: Any = amp_graph.convert) -> Verdict:
     the size of the value, which is 60 times FLOOR.
     """
     verdict = Verdict(plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings(Warning):
         want = run(plan, calls=2)
         cast = _under_autocast(plan)
         inside = cast is None or "fast" in plan.policy or plan.shows_dtypes

@@ -22,6 +22,9 @@ import torch.optim.optimizer as optimizers
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.by_hand import descend
+from tests.warned import without_warnings
+
 FLAGS = (
     "cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_reduced_precision_reduction",
     "cuda.matmul.allow_bf16_reduced_precision_reduction", "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic",
@@ -62,8 +65,7 @@ def _shown(value):
 def snapshot():
     """Return all of it, by name."""
     found = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated settings
+    with without_warnings(Warning):
         for module in (torch._dynamo.config, torch._inductor.config, torch._functorch.config):
             found |= {f"{module.__name__}.{k}": repr(getattr(module, k, None)) for k in module._config}
     for flag in FLAGS:
@@ -108,9 +110,7 @@ def net():
 
 def steps(model, x, optimizer):
     for _ in range(3):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(x).square().mean())
     model.eval()
     with torch.no_grad():
         model(x)

@@ -5,16 +5,15 @@ import re
 import shlex
 import subprocess
 import sys
-import warnings
 import webbrowser
 
 import pytest
 import torch
 
 from amp_graph.cli.main import main, parser
-from amp_graph.errors import AmpGraphWarning
 from amp_graph.lists import load
 from tests.doc_blocks import MODEL, PAGES, PROGRAMS, ROOT, Block, blocks_of, chains, given, run_blocks
+from tests.warned import without_warnings
 
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
 # Pages whose Python runs in a test of its own, which has more to say of it.
@@ -84,8 +83,7 @@ def test_python_runs(blocks, folder, capsys):
             [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=200
         )
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         run_blocks(blocks, given())
 
 

@@ -10,15 +10,12 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError, ListError, PolicyError
+from tests.layers import forward_of, layers
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+@layers(lambda: dict(first=nn.Linear(16, 32), second=nn.Linear(32, 4)))
+def Net(self, x):
+    return self.second(torch.tanh(self.first(x)))
 
 
 class Unchanged:
@@ -161,9 +158,9 @@ def test_revert_and_report_of_what_is_not_converted():
 
 
 def test_no_tensors_at_all():
-    class Constant(nn.Module):
-        def forward(self, x):
-            return x
+    @forward_of(nn.Module)
+    def Constant(self, x):
+        return x
 
     model, x = amp_graph.convert(Constant()), torch.randn(2)
     with pytest.warns(amp_graph.errors.AmpGraphWarning, match="nothing was captured"):
@@ -177,16 +174,12 @@ class OwnError(Exception):
     pass
 
 
-class Raises(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.fc, self.kind, self.raising = nn.Linear(16, 4), kind, True
-
-    def forward(self, x):
-        y = self.fc(x)
-        if self.raising:
-            raise self.kind("because of reasons", 3)
-        return y
+@layers(lambda kind: dict(fc=nn.Linear(16, 4), kind=kind, raising=True))
+def Raises(self, x):
+    y = self.fc(x)
+    if self.raising:
+        raise self.kind("because of reasons", 3)
+    return y
 
 
 @pytest.mark.parametrize("kind", [OwnError, ValueError, RuntimeError, KeyError, NotImplementedError, StopIteration])

@@ -9,6 +9,7 @@ from torch import nn
 from tests import measure
 from tests.corpus.core import Case, args
 from tests.corpus.losses import project
+from tests.layers import layers
 from tests.measure import Run, error_ratio, gradient_errors
 
 BF16 = torch.bfloat16
@@ -66,13 +67,9 @@ def test_a_nan_is_never_hidden():
     assert math.isnan(ratios.gradient_worst)
 
 
-class Times(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
+@layers(lambda factor: dict(factor=factor))
+def Times(self, x):
+    return x * self.factor
 
 
 def test_a_gradient_that_is_mathematically_zero_is_measured_by_the_average_gradient():
@@ -89,14 +86,10 @@ def test_a_gradient_that_is_mathematically_zero_is_measured_by_the_average_gradi
     assert gradient_errors(wrong, ref)["0.bias"] > 1
 
 
-class Autocasted(nn.Module):
-    def __init__(self, model, low=BF16):
-        super().__init__()
-        self.model, self.low = model, low
-
-    def forward(self, *args, **kwargs):
-        with torch.autocast("cpu", self.low):
-            return self.model(*args, **kwargs)
+@layers(lambda model, low=BF16: dict(model=model, low=low))
+def Autocasted(self, *args, **kwargs):
+    with torch.autocast("cpu", self.low):
+        return self.model(*args, **kwargs)
 
 
 def test_the_ratio_of_autocast_to_itself_is_one_and_parameters_keep_their_names():

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
 from tests.measure import CastCounter, DtypeLog, compare, saved_bytes
 
 BF16 = torch.bfloat16
@@ -22,17 +23,12 @@ def counted(model, x, context=autocast):
     return casts
 
 
-class ThreeCasts(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(4, 4))))
+def ThreeCasts(self, x):
     """Exactly three activation casts, and those of one weight (used twice)."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        w = self.weight.to(BF16)
-        y = F.linear(x.to(BF16), w).float()
-        return F.linear(y.to(BF16), w)
+    w = self.weight.to(BF16)
+    y = F.linear(x.to(BF16), w).float()
+    return F.linear(y.to(BF16), w)
 
 
 def test_casts_are_counted_by_kind_with_their_bytes():

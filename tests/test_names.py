@@ -1,12 +1,12 @@
 """What users import: few names, in order, documented."""
 
 import re
-import warnings
 from pathlib import Path
 
 import pytest
 
 import amp_graph
+from tests.warned import warnings_are_errors
 
 LESSER = ("Calibration", "bisect", "calibrate", "compare", "frozen", "metrics", "thaw")
 DOCS = Path(__file__).parent.parent / "docs"
@@ -25,8 +25,7 @@ def test_each_name_is_documented(name):
 
 
 def test_no_name_warns_and_an_unknown_one_is_told_the_known():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors(Warning):
         for name in amp_graph.__all__:
             getattr(amp_graph, name)
     with pytest.raises(AttributeError, match=r"no attribute 'konvert'; it has AmpGraphError, .*, rewrite$"):

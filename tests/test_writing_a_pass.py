@@ -13,6 +13,7 @@ from amp_graph import Policy
 from amp_graph.passes import pipeline_table
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import TABLE, pipeline
+from tests.layers import layers
 
 PAGE = Path(__file__).parent.parent / "docs" / "internals" / "writing-a-pass.md"
 PASS, IMPORT, ROW, TEST = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -89,15 +90,10 @@ def test_the_test_of_the_page_fails_for_a_pass_that_is_wrong(followed, monkeypat
         module.test_no_bit_changes("without gradients")
 
 
-class Twice(torch.nn.Module):
+@layers(lambda: dict(weight=torch.nn.Parameter(torch.randn(8, 8))))
+def Twice(self, x):
     """A product with a weight that is transposed twice, the second time by another operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x):
-        return x @ self.weight.t().transpose(0, 1)
+    return x @ self.weight.t().transpose(0, 1)
 
 
 @pytest.mark.parametrize(("policy", "left"), [("bf16", 0), ("bf16,lists=autocast_cpu", 2)])

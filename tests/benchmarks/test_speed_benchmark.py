@@ -51,29 +51,27 @@ def prepared(monkeypatch):
 PARAMETERS = [4 * HIDDEN, HIDDEN, HIDDEN * OUT, OUT]
 
 
-def test_casts_of_a_training_step_under_autocast(prepared):
+DOWN, LOSS = [BATCH * 4, *PARAMETERS], [BATCH * OUT]
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "elements"),
+    [
+        # Down: the batch, four parameters. Up: the output, for the square. And backward, but for the batch.
+        ("autocast", True, [*DOWN, *LOSS, *LOSS, *PARAMETERS]),
+        ("autocast", False, DOWN),  # inside of linears
+        ("amp_graph", False, [BATCH * 4, *LOSS]),  # weights are cast by now
+        ("fp32", True, []),
+        ("pure bf16", True, [*LOSS, *LOSS]),  # the loss alone is fp32
+    ],
+)
+def test_casts_of_a_call_by_hand(prepared, name, training, elements):
     from step_costs import Casts, casts_of
 
-    # Down: the batch, four parameters. Up: the output, for the square. And backward, but for the batch.
-    elements = [BATCH * 4, *PARAMETERS, BATCH * OUT, BATCH * OUT, *PARAMETERS]
-    assert casts_of(prepared("autocast").run) == Casts(11, sum(elements) * (4 + 2))
-
-
-def test_casts_of_an_inference_call_are_seen_inside_of_linears(prepared):
-    from step_costs import Casts, casts_of
-
-    down = [BATCH * 4, *PARAMETERS]
-    assert casts_of(prepared("autocast", training=False).run) == Casts(5, sum(down) * (4 + 2))
-    ours = prepared("amp_graph", training=False)
-    ours.run()
-    assert casts_of(ours.run) == Casts(2, (BATCH * 4 + BATCH * OUT) * (4 + 2))  # weights are cast by now
-
-
-def test_no_casts_of_what_is_in_one_precision(prepared):
-    from step_costs import Casts, casts_of
-
-    assert casts_of(prepared("fp32").run) == Casts(0, 0)
-    assert casts_of(prepared("pure bf16").run) == Casts(2, 2 * BATCH * OUT * (4 + 2))  # the loss alone is fp32
+    made = prepared(name, training=training)
+    if name == "amp_graph":
+        made.run()
+    assert casts_of(made.run) == Casts(len(elements), sum(elements) * (4 + 2))
 
 
 def test_casts_are_those_that_the_test_suite_counts(prepared):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import amp_graph
+from tests.layers import forward_of, layers
 from tests.relative_error import error
 
 transformers = pytest.importorskip("transformers")
@@ -21,21 +22,17 @@ def own_asks():
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-class Asks(nn.Module):
-    def __init__(self, question):
-        super().__init__()
-        self.layer, self.question = nn.Linear(8, 8), question
-
-    def forward(self, x):
-        y = self.layer(x)
-        return y * 100 if self.question() else y
+@layers(lambda question: dict(layer=nn.Linear(8, 8), question=question))
+def Asks(self, x):
+    y = self.layer(x)
+    return y * 100 if self.question() else y
 
 
-class AsksBehindABreak(Asks):
-    def forward(self, x):
-        y = self.layer(x)
-        torch._dynamo.graph_break()
-        return y * 100 if self.question() else y
+@forward_of(Asks)
+def AsksBehindABreak(self, x):
+    y = self.layer(x)
+    torch._dynamo.graph_break()
+    return y * 100 if self.question() else y
 
 
 QUESTIONS = [
@@ -103,7 +100,9 @@ LIBRARY = {
     "Bart": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
              "encoder_attention_heads": 2, "decoder_attention_heads": 2},
     "LongT5": {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 1},
-    "SwitchTransformers": {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 2, "num_experts": 2},
+    "SwitchTransformers": {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 1,
+                           "num_decoder_layers": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+                           "num_experts": 2},
     "Llama": {"num_key_value_heads": 1},
     "Mistral": {"num_key_value_heads": 1, "sliding_window": 8},
     "Mamba": {"state_size": 4},
@@ -114,7 +113,7 @@ LIBRARY = {
 
 def tiny(name, attention=None):
     config = getattr(transformers, f"{name}Config")
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
     sizes = {**sizes, **({} if name in ("ViT", "Dinov2") else {"vocab_size": 100}), **LIBRARY[name]}
     torch.manual_seed(0)
     return getattr(transformers, f"{name}Model")(config(**sizes, attn_implementation=attention)).eval()

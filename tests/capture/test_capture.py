@@ -3,7 +3,6 @@
 import copy
 import inspect
 import logging
-import warnings
 
 import pytest
 import torch
@@ -16,28 +15,18 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from tests.corpus import CASES, make
-from tests.measure import DtypeLog
+from tests.layers import layers
+from tests.measure import PRODUCTS, DtypeLog, products
+from tests.warned import warnings_are_errors
 
 BF16 = torch.bfloat16
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low", "aten.convolution"}
 RECURRENT = {"amp_graph.lstm_forward", "amp_graph.gru_forward", "aten.mkldnn_rnn_layer", "aten.lstm", "aten.gru"}
 RECURRENT |= {"aten._thnn_fused_lstm_cell"}
 
 
-class Net(nn.Module):
-    def __init__(self, width=16, out=4):
-        super().__init__()
-        self.first, self.drop, self.second = nn.Linear(width, 32), nn.Dropout(0.1), nn.Linear(32, out)
-
-    def forward(self, x):
-        return self.second(self.drop(F.gelu(self.first(x))))
-
-
-def products(model, *args, names=PRODUCTS, **kwargs):
-    """Dtypes of the matrix products that one call executes."""
-    with DtypeLog() as log:
-        model(*args, **kwargs)
-    return [dtypes[0] for name, dtypes in log.entries if name in names]
+@layers(lambda width=16, out=4: dict(first=nn.Linear(width, 32), drop=nn.Dropout(0.1), second=nn.Linear(32, out)))
+def Net(self, x):
+    return self.second(self.drop(F.gelu(self.first(x))))
 
 
 def assert_runs_low(model, *args, dtype=BF16, names=PRODUCTS, **kwargs):
@@ -92,13 +81,9 @@ def test_generate_of_transformers():
     assert conversion_of(model).runs == 2
 
 
-class Gather(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(9, 16), nn.Linear(16, 4)
-
-    def forward(self, ids, scale=1):
-        return self.head(self.table(ids)) * scale
+@layers(lambda: dict(table=nn.Embedding(9, 16), head=nn.Linear(16, 4)))
+def Gather(self, ids, scale=1):
+    return self.head(self.table(ids)) * scale
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -113,13 +98,9 @@ def test_other_shapes_and_integer_dtypes(dtype):
 
 
 def test_float64_and_half_inputs_are_captured_as_they_come():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 4)
-
-        def forward(self, x, y):
-            return self.fc(x) * y
+    @layers(lambda: dict(fc=nn.Linear(8, 4)))
+    def Scale(self, x, y):
+        return self.fc(x) * y
 
     model, x = amp_graph.convert(Scale()), torch.randn(3, 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -204,8 +185,7 @@ def test_recurrent_roots(kind):
     model, x = kind(8, 8, batch_first=True), torch.randn(2, 5, 8)
     plain = model(x)[0]
     amp_graph.convert(model, "bf16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AmpGraphWarning)
+    with warnings_are_errors():
         out = model(x)[0]
     assert conversion_of(model).runs == 1
     torch.testing.assert_close(out, plain, rtol=0.05, atol=0.02)
@@ -215,15 +195,11 @@ def test_recurrent_roots(kind):
 # -- what is not captured -----------------------------------------------------------------------------
 
 
-class Breaks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.fc(x)
-        torch._dynamo.graph_break()  # the line to be named
-        return self.fc(x)
+@layers(lambda: dict(fc=nn.Linear(8, 8)))
+def Breaks(self, x):
+    x = self.fc(x)
+    torch._dynamo.graph_break()  # the line to be named
+    return self.fc(x)
 
 
 def test_a_graph_break_is_reported_with_the_users_line():
@@ -236,7 +212,7 @@ def test_a_graph_break_is_reported_with_the_users_line():
     assert not second.break_line
     with open(__file__) as source:
         line = next(i for i, text in enumerate(source, 1) if "the line to be named" in text)
-    assert f":{line}, in forward" in first.break_line
+    assert f":{line}, in Breaks" in first.break_line
     assert_runs_low(model, torch.randn(2, 8))
 
 
@@ -261,8 +237,7 @@ def test_nothing_captured_is_a_warning_with_the_cause():
         assert model(x).dtype == torch.float32
     assert torch.equal(model(x), low.float())
     assert any("nothing was captured" in note for note in amp_graph.report(model).notes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AmpGraphWarning)
+    with warnings_are_errors():
         model(x)  # said once
 
 

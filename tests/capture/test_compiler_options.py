@@ -10,6 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError, PolicyError
+from tests.layers import layers
 
 pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -17,13 +18,9 @@ pytestmark = [  # what importing Inductor says, by torch 2.11 to 2.13
 ]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x).relu()
+@layers(lambda: dict(linear=nn.Linear(8, 8)))
+def Net(self, x):
+    return self.linear(x).relu()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from tests.corpus import CASES, make
+from tests.layers import layers
 
 BF16 = torch.bfloat16
 
@@ -148,14 +149,10 @@ class Pair:
     note: str = "as given"
 
 
-class ReturnsDataclass(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 4)
-
-    def forward(self, x):
-        y = self.fc(x)
-        return Pair(y, y * 2)
+@layers(lambda: dict(fc=nn.Linear(8, 4)))
+def ReturnsDataclass(self, x):
+    y = self.fc(x)
+    return Pair(y, y * 2)
 
 
 def test_dataclass_outputs_keep_their_type():

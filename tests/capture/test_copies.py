@@ -11,29 +11,24 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
+from tests.by_hand import descend
 from tests.corpus import make
-from tests.measure import DtypeLog
+from tests.layers import layers
+from tests.measure import products
 from tests.threads import in_threads
 
 BF16 = torch.bfloat16
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm", "aten.linear", "amp_graph.product_low"}
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.second(F.gelu(self.norm(self.first(x))))
+@layers(lambda: dict(first=nn.Linear(16, 32), norm=nn.BatchNorm1d(32), second=nn.Linear(32, 4)))
+def Net(self, x):
+    return self.second(F.gelu(self.norm(self.first(x))))
 
 
 def assert_runs_low(model, *args, dtype=BF16, **kwargs):
     before = conversion_of(model).runs
     model(*args, **kwargs)
-    with DtypeLog() as log:
-        model(*args, **kwargs)
-    assert {dtypes[0] for name, dtypes in log.entries if name in PRODUCTS} == {dtype}
+    assert set(products(model, *args, **kwargs)) == {dtype}
     assert conversion_of(model).runs == before + 2
 
 
@@ -133,9 +128,7 @@ def test_an_exponential_moving_average():
     start = model.first.weight.detach().clone()
     average.update_parameters(model)
     for _ in range(2):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(x).square().mean())
         expected = (average.module.first.weight.detach() + model.first.weight.detach()) / 2
         average.update_parameters(model)
         torch.testing.assert_close(average.module.first.weight.detach(), expected)

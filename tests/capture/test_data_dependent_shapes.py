@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import warnings
 
 import pytest
 import torch
@@ -14,6 +13,8 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.passes.torch_compat import fake
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+from tests.layers import forward_of, layers
+from tests.warned import without_warnings
 
 WIDTH, ROWS = 16, 12
 
@@ -78,20 +79,22 @@ def messages(m, x, kinds):
     return [m.second(F.silu(torch.zeros_like(h).index_add(0, into, sent.to(h.dtype))))]
 
 
-class Model(nn.Module):
+@layers(
+    lambda program, own_loss=False: dict(
+        first=nn.Linear(WIDTH, WIDTH),
+        second=nn.Linear(WIDTH, WIDTH),
+        norm=nn.LayerNorm(WIDTH),
+        attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        experts=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)),
+        program=program,
+        own_loss=own_loss,
+    ),
+    seed=0,
+)
+def Model(self, x, kinds):
     """Layers for the programs above, which return tensors of sizes that depend on ``kinds``."""
-
-    def __init__(self, program, own_loss=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.program, self.own_loss = program, own_loss
-
-    def forward(self, x, kinds):
-        found = self.program(self, x, kinds)
-        return loss_of(found) if self.own_loss else found
+    found = self.program(self, x, kinds)
+    return loss_of(found) if self.own_loss else found
 
 
 def loss_of(found):
@@ -198,24 +201,17 @@ def test_a_step_is_one_graph(program):
         check(found, expected, other)
 
 
-class Listed(nn.Module):
+@layers(lambda: dict(layer=nn.Linear(WIDTH, WIDTH)), seed=0)
+def Listed(self, x, kinds):
     """Splits rows by counts whose number itself depends on data: no graph has them."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, kinds):
-        parts = self.layer(x).split(torch.bincount(kinds, minlength=3).tolist())
-        return torch.stack([part.float().sum(0) for part in parts])
+    parts = self.layer(x).split(torch.bincount(kinds, minlength=3).tolist())
+    return torch.stack([part.float().sum(0) for part in parts])
 
 
 def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
     model, batch = Listed(), batches()[0]
     ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         assert error(ours(*batch), model(*batch)) < 0.02
     assert "data-dependent" in amp_graph.report(ours).text()
     step = amp_graph.TrainStep(model, lambda out: out.sum(), torch.optim.SGD(model.parameters(), lr=0.1), policy="bf16")
@@ -224,12 +220,11 @@ def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
     assert any("not one graph" in str(one.message) and "amp_graph.convert(model)" in str(one.message) for one in told)
 
 
-class Shared(Listed):
+@forward_of(Listed)
+def Shared(self, x, kinds):
     """Returns a result of a layer, its conversion to bf16, a detached alias, and views."""
-
-    def forward(self, x, kinds):
-        h = torch.cat(self.layer(x).split(torch.bincount(kinds, minlength=3).tolist()) and [self.layer(x)])
-        return h, h.bfloat16(), h.detach(), h, h.view(-1), h.t()[1:], h.detach()[:, 2:]
+    h = torch.cat(self.layer(x).split(torch.bincount(kinds, minlength=3).tolist()) and [self.layer(x)])
+    return h, h.bfloat16(), h.detach(), h, h.view(-1), h.t()[1:], h.detach()[:, 2:]
 
 
 @pytest.mark.parametrize("grad", [True, False])

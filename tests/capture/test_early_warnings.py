@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import amp_graph
 from amp_graph.capture import diagnostics
 from amp_graph.capture.diagnostics import ELSE, fix_of
 from amp_graph.errors import AmpGraphWarning
+from tests.warned import heard
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
@@ -33,8 +33,7 @@ def said(policy, *, steps=2, scale=1.0, scaler=None):
     model = amp_graph.convert(
         torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)), policy
     )
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with heard() as found:
         for _ in range(steps):
             loss = F.cross_entropy(model(X), Y) * scale
             (loss if scaler is None else scaler.scale(loss)).backward()

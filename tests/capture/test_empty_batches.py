@@ -10,6 +10,7 @@ from torch import nn
 
 import amp_graph
 from tests.empty_networks import NETWORKS, inputs_of, network_of
+from tests.layers import layers
 
 POLICIES = ("bf16", "fp16")
 
@@ -122,19 +123,17 @@ def test_a_batch_among_others_may_be_empty(batches):
 
 
 def test_experts_that_nobody_is_sent_to():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(
-                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)
-            )
-
-        def forward(self, x, chosen):
-            out = torch.zeros_like(x)
-            for number, expert in enumerate(self.experts):
-                (rows,) = torch.where(chosen == number)
-                out = out.index_add(0, rows, expert(x[rows]).to(out.dtype))
-            return out
+    @layers(
+        lambda: dict(
+            experts=nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        )
+    )
+    def Experts(self, x, chosen):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(x[rows]).to(out.dtype))
+        return out
 
     torch.manual_seed(0)
     model = Experts()

@@ -9,19 +9,15 @@ from torch.fx import symbolic_trace
 
 import amp_graph
 from amp_graph.errors import CaptureError
+from tests.layers import layers
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Masked(nn.Module):
+@layers(lambda: dict(linear=nn.Linear(4, 4)))
+def Masked(self, x):
     """Which rows are returned depends on their numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x)[x[:, 0] > 0]
+    return self.linear(x)[x[:, 0] > 0]
 
 
 WRONG = {
@@ -59,13 +55,9 @@ def test_numbers_that_a_shape_depends_on_are_named(name):
 
 
 def test_inputs_with_a_default_may_be_left_out():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, scale=2.0):
-            return self.linear(x) * scale
+    @layers(lambda: dict(linear=nn.Linear(4, 4)))
+    def Scaled(self, x, scale=2.0):
+        return self.linear(x) * scale
 
     graph = symbolic_trace(Scaled())
     for inputs in ((X,), (X, 3.0)):

@@ -9,8 +9,7 @@ import amp_graph
 from amp_graph.capture import ladder
 from amp_graph.errors import AmpGraphWarning
 from tests.failing_calls import PLACES, Draw, drawn, failing, faults_of
-
-MODELS = ("resnet_basic", "vae_random", "mutates_input", "bert_sdpa")
+from tests.layers import layers
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +43,12 @@ def test_control_without_the_copies_that_would_be_seen(case, monkeypatch):
     assert faults_of(Draw(case, "behind call 1", "bf16", True))[0]
 
 
-class Halves(nn.Module):
+@layers(
+    lambda: dict(part=amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "bf16")), seed=0
+)
+def Halves(self, x):
     """Calls a converted part in a checkpoint, which stops its recomputation by an exception."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = amp_graph.convert(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), "bf16")
-
-    def forward(self, x):
-        return checkpoint(self.part, x, use_reentrant=False)
+    return checkpoint(self.part, x, use_reentrant=False)
 
 
 def test_the_end_of_a_checkpoints_recomputation_is_no_failure(recwarn):

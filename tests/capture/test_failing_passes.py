@@ -17,18 +17,15 @@ from amp_graph.passes.graph.meta_keys import UNPLANNED
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.recognize.gelu import FuseGelu
+from tests.layers import layers
 from tests.passes.graphs import BF16, body_text, capture_function, standard_passes
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(F.gelu(self.norm(self.first(x))))
+@layers(lambda: dict(first=nn.Linear(8, 16), norm=nn.LayerNorm(16), last=nn.Linear(16, 4)))
+def Net(self, x):
+    return self.last(F.gelu(self.norm(self.first(x))))
 
 
 @dataclass(frozen=True)
@@ -169,42 +166,36 @@ def test_a_graph_without_a_plan_runs_as_under_autocast(monkeypatch, how):
     assert_as_autocast(found, theirs)
 
 
-def test_a_graph_that_autocast_cannot_run_either_stays_fp32(monkeypatch):
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
+@layers(lambda: dict(fc=nn.Linear(8, 8)))
+def Mixed(self, x):
+    """What autocast cannot run."""
+    return torch.cdist(self.fc(x).view(6, 8), x) + torch.dot(self.fc(x)[0], x[0])
 
-        def forward(self, x):
-            return torch.cdist(self.fc(x).view(6, 8), x) + torch.dot(self.fc(x)[0], x[0])
 
+@pytest.mark.parametrize(
+    ("kind", "policy", "told"),
+    [
+        (Mixed, "bf16", "runs as captured: under torch.autocast it fails"),
+        (Net, "bf16,deny=aten.cdist", "runs as captured, without a plan"),
+    ],
+)
+def test_a_graph_without_a_plan_is_fp32_where_autocast_cannot_run_it_or_does_not_know_the_policy(
+    monkeypatch, kind, policy, told
+):
     fails(monkeypatch, PlanPrecision)
-    model = Mixed()
+    model = kind()
     exact = model(X)
-    amp_graph.convert(model, "bf16")
-    with pytest.warns(AmpGraphWarning, match="runs as captured: under torch.autocast it fails"):
-        assert torch.equal(model(X), exact)
-
-
-def test_a_graph_without_a_plan_is_fp32_where_autocast_does_not_know_the_policy(monkeypatch):
-    fails(monkeypatch, PlanPrecision)
-    model = Net()
-    exact = model(X)
-    amp_graph.convert(model, "bf16,deny=aten.cdist")
-    with pytest.warns(AmpGraphWarning, match="runs as captured, without a plan"):
+    amp_graph.convert(model, policy)
+    with pytest.warns(AmpGraphWarning, match=told):
         assert torch.equal(model(X), exact)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16,deny=aten.cdist"])
 def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch, policy):
-    class Tanh(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            h = self.fc(x)
-            return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
+    @layers(lambda: dict(fc=nn.Linear(8, 8)))
+    def Tanh(self, x):
+        h = self.fc(x)
+        return 0.5 * h * (1.0 + torch.tanh(0.7978845608028654 * (h + 0.044715 * torch.pow(h, 3.0))))
 
     own, calls = F.gelu, []
 
@@ -230,25 +221,20 @@ def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch, policy):
     assert any("run as captured" in note for note in amp_graph.report(model).notes)
 
 
-class Looks(nn.Module):
+@layers(lambda region: dict(fc=nn.Linear(8, 8), rows=nn.Embedding(4, 8), region=region))
+def Looks(self, x, i):
     """Looks rows up inside of a region."""
-
-    def __init__(self, region):
-        super().__init__()
-        self.fc, self.rows, self.region = nn.Linear(8, 8), nn.Embedding(4, 8), region
-
-    def forward(self, x, i):
-        h = self.fc(x)
-        if self.region == "vmap":
-            return torch.vmap(lambda row, place: row + self.rows(place))(h, i)
-        if self.region == "no_grad":
-            with torch.no_grad():
-                return h + self.rows(i)
-        if self.region == "inference":
-            with torch.inference_mode():
-                return h + self.rows(i)
-        with torch.autocast("cpu", BF16):
-            return self.fc(h + self.rows(i))
+    h = self.fc(x)
+    if self.region == "vmap":
+        return torch.vmap(lambda row, place: row + self.rows(place))(h, i)
+    if self.region == "no_grad":
+        with torch.no_grad():
+            return h + self.rows(i)
+    if self.region == "inference":
+        with torch.inference_mode():
+            return h + self.rows(i)
+    with torch.autocast("cpu", BF16):
+        return self.fc(h + self.rows(i))
 
 
 @pytest.mark.parametrize("region", ["vmap", "no_grad", "inference", "autocast"])

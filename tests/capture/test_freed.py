@@ -8,13 +8,12 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory import reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import POOL
-from tests.step.test_train_step import batches, build
+from tests.step.test_train_step import batches, build, with_step
 
 ((X, Y),) = batches(1)
 
@@ -63,8 +62,7 @@ def test_what_a_reverted_model_had_is_freed():
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop], ids=["inside", "outside"])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 def test_a_training_step_is_freed_with_its_optimizer(kind, policy):
-    model, optimizer = build(optimizer=kind)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    model, optimizer, step = with_step(build(optimizer=kind), policy)
     step(X, Y)
     known = [weakref.ref(thing) for thing in (step, optimizer)]
     del step, optimizer

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -17,19 +16,23 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.layers import layers
+from tests.warned import heard, warnings_are_errors, without_warnings
 
 X = torch.randn(4, 16, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(16, 64, 3, padding=1), nn.BatchNorm2d(64)
-        self.first, self.last = nn.Linear(1024, 256), nn.Linear(256, 10)
-
-    def forward(self, x):
-        h = F.max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
-        return self.last(torch.relu(self.first(h.flatten(1))))
+@layers(
+    lambda: dict(
+        conv=nn.Conv2d(16, 64, 3, padding=1),
+        norm=nn.BatchNorm2d(64),
+        first=nn.Linear(1024, 256),
+        last=nn.Linear(256, 10),
+    )
+)
+def Net(self, x):
+    h = F.max_pool2d(torch.relu(self.norm(self.conv(x))), 2)
+    return self.last(torch.relu(self.first(h.flatten(1))))
 
 
 def built():
@@ -146,16 +149,14 @@ def test_a_write_that_torch_shows_is_read_at_the_next_call_and_named(name):
     model = amp_graph.freeze(built())
     before = run(model)
     write(model)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with heard() as told:
         after = run(model)
     assert torch.equal(after, fresh(model))
     assert not torch.equal(after, before)
     shown = [str(w.message) for w in told if issubclass(w.category, AmpGraphWarning)]
     if name not in ("another module", "running statistics", "norm's weight"):  # captured anew, or read in fp32
         assert any("were written or replaced" in text for text in shown)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_are_errors(Warning):
         assert torch.equal(run(model), after)
 
 
@@ -269,8 +270,7 @@ def test_functional_call_reads_what_it_is_given_and_keeps_none_of_it():
     model = amp_graph.freeze(built())
     before = run(model)
     given = {name: p.detach() * 2 for name, p in model.named_parameters()}
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), without_warnings(Warning):
         doubled = torch.func.functional_call(model, given, (X,))
         assert not torch.equal(doubled, before)
         assert torch.equal(run(model), before)
@@ -383,8 +383,7 @@ def test_a_freed_model_is_saved_copied_and_moved(way):
     wanted = run(model)
     assert {t.dtype for t in model.state_dict().values()} == {torch.float32, torch.int64}
     found = LOADED[way](model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)  # of weights that are loaded
+    with without_warnings():
         assert torch.equal(run(found), wanted)
     with pytest.raises(CaptureError, match="computes no gradients"):
         found(X)
@@ -401,8 +400,7 @@ def test_what_is_written_to_freed_weights_is_read(write):
             model.last.weight += 1.0
         other.load_state_dict(model.state_dict())
     exact = other(X).detach()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         assert (run(model) - exact).abs().max() < 0.02 * exact.abs().max()
 
 

@@ -3,8 +3,8 @@
 import copy
 import logging
 import sys
-import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,81 +16,66 @@ import amp_graph
 from amp_graph.capture import captured_graphs
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
-from tests.measure import DtypeLog
+from tests.layers import forward_of, layers
+from tests.measure import products
+from tests.warned import heard, without_warnings
 
 BF16, FP16, FULL = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"bf16": BF16, "fp16": FP16}
-PRODUCTS = {"aten.addmm", "aten.mm", "aten.bmm"}
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
 logger = logging.getLogger("escape")
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+@layers(lambda: dict(first=nn.Linear(16, 16), second=nn.Linear(16, 4)))
+def Pair(self, x):
+    return self.second(self.first(x))
 
 
-class Logs(Pair):
-    def forward(self, x):
-        x = torch.relu(self.first(x))
-        logger.debug("mean %.3f", x.mean().item())
-        return self.second(x)
+@forward_of(Pair)
+def Logs(self, x):
+    x = torch.relu(self.first(x))
+    logger.debug("mean %.3f", x.mean().item())
+    return self.second(x)
 
 
-class Prints(Pair):
-    def forward(self, x):
-        x = torch.relu(self.first(x))
-        print(end="")
-        return self.second(x)
+@forward_of(Pair)
+def Prints(self, x):
+    x = torch.relu(self.first(x))
+    print(end="")
+    return self.second(x)
 
 
-class LooksAtAValue(Pair):
-    def forward(self, x):
-        x = torch.relu(self.first(x))
-        return self.second(x if x.sum().item() > 0 else x * 0.5)
+@forward_of(Pair)
+def LooksAtAValue(self, x):
+    x = torch.relu(self.first(x))
+    return self.second(x if x.sum().item() > 0 else x * 0.5)
 
 
-class Loops(Pair):
+@forward_of(Pair)
+def Loops(self, x):
     """The loop is given up as a whole: its products are in no graph."""
-
-    def forward(self, x):
-        total = torch.zeros_like(self.first(x))
-        for row in (x.sum(1) > 0).nonzero()[:, 0]:
-            total[row] = torch.tanh(self.first(x[row]))
-            torch._dynamo.graph_break()
-        return self.second(total)
-
-
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        x = F.gelu(self.up(x))
+    total = torch.zeros_like(self.first(x))
+    for row in (x.sum(1) > 0).nonzero()[:, 0]:
+        total[row] = torch.tanh(self.first(x[row]))
         torch._dynamo.graph_break()
-        return self.down(x)
+    return self.second(total)
 
 
-class CallsItsPartOften(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part, self.head = Part(), nn.Linear(16, 4)
+@layers(lambda: dict(up=nn.Linear(16, 32), down=nn.Linear(32, 16)))
+def Part(self, x):
+    x = F.gelu(self.up(x))
+    torch._dynamo.graph_break()
+    return self.down(x)
 
-    def forward(self, x):
-        for _ in range(3):
-            x = x + self.part(x)
-        return self.head(x)
+
+@layers(lambda: dict(part=Part(), head=nn.Linear(16, 4)))
+def CallsItsPartOften(self, x):
+    for _ in range(3):
+        x = x + self.part(x)
+    return self.head(x)
 
 
 BROKEN = [Logs, Prints, LooksAtAValue, Loops, CallsItsPartOften]
-
-
-def products(model, *args):
-    with DtypeLog() as log:
-        model(*args)
-    return [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS]
 
 
 def gradients(model, x, context=None, scale=1.0):
@@ -210,18 +195,13 @@ def test_the_results_of_a_call_without_graphs_are_those_of_the_first_but_for_rou
         torch.testing.assert_close(found["out"], first["out"], rtol=0.05, atol=0.05)
 
 
-class LooksUpInALoop(nn.Module):
+@layers(lambda: dict(table=nn.Embedding(4, 16), part=Part()))
+def LooksUpInALoop(self, x):
     """The table alone is in no graph: its rows are chosen in a loop whose length depends on data."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.part = nn.Embedding(4, 16), Part()
-
-    def forward(self, x):
-        for row in (x.sum(1) > 0).nonzero()[:, 0]:
-            torch._dynamo.graph_break()
-            x = x + self.table(row % 4)
-        return self.part(x)
+    for row in (x.sum(1) > 0).nonzero()[:, 0]:
+        torch._dynamo.graph_break()
+        x = x + self.table(row % 4)
+    return self.part(x)
 
 
 def test_a_table_that_no_graph_reads_leaves_calls_in_graphs():
@@ -236,18 +216,14 @@ def test_a_table_that_no_graph_reads_leaves_calls_in_graphs():
 
 
 def test_the_users_own_regions_are_obeyed():
-    class Region(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.part, self.last = nn.Linear(16, 16), Part(), nn.Linear(16, 4)
-
-        def forward(self, x):
-            for _ in range(1):
-                x = self.first(x)
-                torch._dynamo.graph_break()
-                with torch.autocast("cpu", enabled=False):
-                    x = self.part(F.linear(x.float(), self.first.weight))
-            return self.last(x)
+    @layers(lambda: dict(first=nn.Linear(16, 16), part=Part(), last=nn.Linear(16, 4)))
+    def Region(self, x):
+        for _ in range(1):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            with torch.autocast("cpu", enabled=False):
+                x = self.part(F.linear(x.float(), self.first.weight))
+        return self.last(x)
 
     model = amp_graph.convert(Region())
     model(X)
@@ -334,18 +310,14 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-class Fails(nn.Module):
-    def __init__(self, error, fc=Doubled):
-        super().__init__()
-        self.fc, self.kept, self.error, self.fails = fc(16, 16), nn.Linear(16, 4), error, True
-
-    def forward(self, x):
-        for _ in range(2):
-            x = self.fc(x)
-            torch._dynamo.graph_break()
-            if self.fails:
-                raise self.error
-        return self.kept(x)
+@layers(lambda error, fc=Doubled: dict(fc=fc(16, 16), kept=nn.Linear(16, 4), error=error, fails=True))
+def Fails(self, x):
+    for _ in range(2):
+        x = self.fc(x)
+        torch._dynamo.graph_break()
+        if self.fails:
+            raise self.error
+    return self.kept(x)
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), StopIteration("mine"), SystemExit(3)])
@@ -399,8 +371,7 @@ def test_code_that_fails_under_autocast_runs_in_fp32_between_graphs(kind):
     exact = plain(X)
     amp_graph.convert(model, "bf16")
     torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         found = model(X)
     bound = 0.5 if kind == "dirichlet" else 0.05  # draws follow the rounded values
     assert (found - exact).norm() <= bound * exact.norm()
@@ -410,28 +381,32 @@ def test_code_that_fails_under_autocast_runs_in_fp32_between_graphs(kind):
     assert model.first.weight.grad.isfinite().all()
 
 
-class Unknown(nn.Module):
+@layers(
+    lambda kind: dict(
+        first=nn.Linear(16, 16),
+        norm=nn.BatchNorm1d(16),
+        kind=kind,
+        calls=0,
+        seen=[],
+        fails_from=1,
+        writes_weights=False,
+        steps=nn.Buffer(torch.zeros(())),
+    )
+)
+def Unknown(self, x):
     """A loop that no graph holds, with weights, whose end fails under autocast; counts its calls in all ways."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.norm, self.kind, self.calls, self.seen = nn.Linear(16, 16), nn.BatchNorm1d(16), kind, 0, []
-        self.fails_from, self.writes_weights = 1, False
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        self.seen.append(x)
-        self.steps = self.steps + 1
-        for _ in (x.sum(1) > 0).nonzero()[:1, 0]:
-            torch._dynamo.graph_break()
-            h = F.dropout(self.norm(F.linear(x, self.first.weight)), 0.5, self.training)
-            if self.writes_weights:
-                with torch.no_grad():
-                    self.norm.weight.add_(0)
-            h = F.linear(h, self.first.weight)
-            h = Reads.odd(self, h) if self.calls >= self.fails_from else h * 2
-        return h
+    self.calls += 1
+    self.seen.append(x)
+    self.steps = self.steps + 1
+    for _ in (x.sum(1) > 0).nonzero()[:1, 0]:
+        torch._dynamo.graph_break()
+        h = F.dropout(self.norm(F.linear(x, self.first.weight)), 0.5, self.training)
+        if self.writes_weights:
+            with torch.no_grad():
+                self.norm.weight.add_(0)
+        h = F.linear(h, self.first.weight)
+        h = Reads.odd(self, h) if self.calls >= self.fails_from else h * 2
+    return h
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -441,8 +416,7 @@ def test_a_later_call_without_graphs_that_fails_under_autocast_is_as_one_plain_c
     model.fails_from = 4
     plain = copy.deepcopy(model)
     amp_graph.convert(model, "bf16")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with heard() as said:
         for one in (model, plain):
             torch.manual_seed(1)
             for _ in range(5):
@@ -471,8 +445,7 @@ def test_a_call_without_graphs_that_fails_under_autocast_is_as_one_plain_call(ki
     model = Unknown(kind)
     plain = copy.deepcopy(model)
     amp_graph.convert(model, policy)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with heard() as said:
         for one in (model, plain):
             torch.manual_seed(1)
             for _ in range(3):
@@ -530,15 +503,11 @@ def _(x):
     return torch.empty_like(x)
 
 
-class LooksAtCastCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-
-    def forward(self, x):
-        x = looks_at_cast_cache(self.first(x))
-        torch._dynamo.graph_break()
-        return x + 1
+@layers(lambda: dict(first=nn.Linear(16, 16)))
+def LooksAtCastCache(self, x):
+    x = looks_at_cast_cache(self.first(x))
+    torch._dynamo.graph_break()
+    return x + 1
 
 
 def test_a_capture_leaves_autocasts_cache_alone():
@@ -556,17 +525,12 @@ def test_a_capture_leaves_autocasts_cache_alone():
 # -- errors, wherever they come from ------------------------------------------------------------------
 
 
-class LooksUp(nn.Module):
+@layers(lambda: dict(table=nn.Embedding(8, 16), part=Part(), head=nn.Linear(16, 4)))
+def LooksUp(self, x, ids):
     """The second piece fails on the CPU's own check of its indices."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.part, self.head = nn.Embedding(8, 16), Part(), nn.Linear(16, 4)
-
-    def forward(self, x, ids):
-        x = self.part(x)
-        torch._dynamo.graph_break()
-        return self.head(torch.relu(x + self.table(ids)))
+    x = self.part(x)
+    torch._dynamo.graph_break()
+    return self.head(torch.relu(x + self.table(ids)))
 
 
 def test_an_error_inside_of_a_graph_arrives_and_leaves_nothing_on():
@@ -581,19 +545,18 @@ def test_an_error_inside_of_a_graph_arrives_and_leaves_nothing_on():
 
 
 def test_an_error_that_forward_handles_itself():
-    class Handles(Pair):
-        def forward(self, x):
-            try:
-                x = self.first(x)
-                torch._dynamo.graph_break()
-                raise ValueError("mine")
-            except ValueError:
-                x = self.first(x)
-            return self.second(torch.relu(x))
+    @forward_of(Pair)
+    def Handles(self, x):
+        try:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            raise ValueError("mine")
+        except ValueError:
+            x = self.first(x)
+        return self.second(torch.relu(x))
 
     model = amp_graph.convert(Handles())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         model(X)
         assert products(model, X) == [BF16] * 3
     assert not torch.is_autocast_enabled("cpu")
@@ -613,8 +576,7 @@ def test_an_interrupt_while_a_piece_is_rewritten(error, monkeypatch):
         model(X)
     assert not torch.is_autocast_enabled("cpu")
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         model(X)
     assert set(products(model, X)) == {BF16}
 
@@ -622,18 +584,14 @@ def test_an_interrupt_while_a_piece_is_rewritten(error, monkeypatch):
 def test_code_on_which_tracing_fails_runs_as_written_and_once():
     """Dynamo raises an error of its own at a list whose length data decides."""
 
-    class Routes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part, self.head, self.calls = Part(), nn.Linear(16, 4), 0
-
-        def forward(self, x):
-            self.calls += 1
-            total = torch.zeros_like(x)
-            for group in (x.sum(1) > 0).long().unique().tolist():
-                rows = ((x.sum(1) > 0).long() == group).nonzero()[:, 0]
-                total = total.index_add(0, rows, self.part(x[rows]).to(x.dtype))
-            return self.head(total)
+    @layers(lambda: dict(part=Part(), head=nn.Linear(16, 4), calls=0))
+    def Routes(self, x):
+        self.calls += 1
+        total = torch.zeros_like(x)
+        for group in (x.sum(1) > 0).long().unique().tolist():
+            rows = ((x.sum(1) > 0).long() == group).nonzero()[:, 0]
+            total = total.index_add(0, rows, self.part(x[rows]).to(x.dtype))
+        return self.head(total)
 
     model, plain = Routes(), Routes()
     plain.load_state_dict(model.state_dict())
@@ -645,19 +603,14 @@ def test_code_on_which_tracing_fails_runs_as_written_and_once():
     assert any("tracing failed" in reason for _, reason in amp_graph.report(model).skipped)
 
 
-class WhileLarge(nn.Module):
+@layers(lambda: dict(part=nn.Linear(8, 8), turns=0))
+def WhileLarge(self, x):
     """Shrinks its input, a turn at a time, until a value says that it is small enough."""
-
-    def __init__(self):
-        super().__init__()
-        self.part, self.turns = nn.Linear(8, 8), 0
-
-    def forward(self, x):
-        self.turns = 0
-        while x.norm() > 10:
-            x = 0.9968 * x + 1e-5 * self.part(x)
-            self.turns += 1
-        return self.part(x)
+    self.turns = 0
+    while x.norm() > 10:
+        x = 0.9968 * x + 1e-5 * self.part(x)
+        self.turns += 1
+    return self.part(x)
 
 
 @pytest.mark.filterwarnings("ignore:amp_graph")
@@ -673,39 +626,29 @@ def test_a_loop_of_a_thousand_turns_that_values_decide():
             assert abs(model.turns - turns) <= 2
 
 
-class WritesToTheBase(nn.Module):
+@layers(lambda: dict(part=nn.Linear(8, 8)))
+def WritesToTheBase(self, x, view, z):
     """Gives an input a gradient of which another input is a view: Dynamo has no fake tensor for that."""
-
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(8, 8)
-
-    def forward(self, x, view, z):
-        x.copy_(z)
-        return self.part(z), view
+    x.copy_(z)
+    return self.part(z), view
 
 
-class ReadsItsBatch(WritesToTheBase):
+@forward_of(WritesToTheBase)
+def ReadsItsBatch(self, x, view, z):
     """Makes a constant of a size that its caller has marked as dynamic."""
-
-    def forward(self, x, view, z):
-        return self.part(z) * (2 if z.shape[0] == 4 else 3), view
+    return self.part(z) * (2 if z.shape[0] == 4 else 3), view
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
-    class Embeds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x, held):
-            h = self.first(x)
-            torch._dynamo.graph_break()
-            low = h.bfloat16() if dtype is torch.bfloat16 else h.half()
-            torch._dynamo.graph_break()
-            return self.second(h), low, low[0].relu(), h * 2, low * x, held + 1, low.float()
+    @layers(lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 8)))
+    def Embeds(self, x, held):
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        low = h.bfloat16() if dtype is torch.bfloat16 else h.half()
+        torch._dynamo.graph_break()
+        return self.second(h), low, low[0].relu(), h * 2, low * x, held + 1, low.float()
 
     torch.manual_seed(0)
     model, given = Embeds(), (torch.randn(4, 8), torch.ones(4, dtype=dtype))
@@ -718,36 +661,27 @@ def test_what_the_user_makes_low_stays_so_behind_a_graph_break(dtype):
             torch.testing.assert_close(one, exact, rtol=0.05, atol=0.05)
 
 
-def write_behind_float(h, x):
-    wide = h.float()
-    torch._dynamo.graph_break()
-    h.mul_(2)
-    torch._dynamo.graph_break()
-    return wide + x
+# What is read of a value, what is written then, and what is returned; each in a piece of its own.
+WRITES = {
+    "behind float": (lambda h: h.float(), lambda h, read: h.mul_(2), lambda h, read, x: read + x),
+    "to what float returns": (lambda h: h.to(FULL), lambda h, read: read.mul_(2), lambda h, read, x: h + x),
+    "to a view of it": (lambda h: h[1:].float(), lambda h, read: read[0].zero_(), lambda h, read, x: h + x),
+    "to a low copy": (lambda h: h.bfloat16(), lambda h, read: read.mul_(2), lambda h, read, x: read + h + x),
+    "to a complex view": (
+        lambda h: torch.view_as_complex(h.view(-1, 2)).mul_(1j),
+        lambda h, read: None,
+        lambda h, read, x: h + x,
+    ),
+}
 
 
-def write_to_what_float_returns(h, x):
-    wide = h.to(torch.float32)
+def written(name, h, x):
+    read, write, result = WRITES[name]
+    seen = read(h)
     torch._dynamo.graph_break()
-    wide.mul_(2)
+    write(h, seen)
     torch._dynamo.graph_break()
-    return h + x
-
-
-def write_to_a_view_of_it(h, x):
-    wide = h[1:].float()
-    torch._dynamo.graph_break()
-    wide[0].zero_()
-    torch._dynamo.graph_break()
-    return h + x
-
-
-def write_to_a_low_copy(h, x):
-    low = h.bfloat16()
-    torch._dynamo.graph_break()
-    low.mul_(2)
-    torch._dynamo.graph_break()
-    return low + h + x
+    return result(h, seen, x)
 
 
 def write_that_a_backward_would_miss(h, x):
@@ -758,33 +692,19 @@ def write_that_a_backward_would_miss(h, x):
     return low + h + x
 
 
-def write_to_a_complex_view(h, x):
-    torch.view_as_complex(h.view(-1, 2)).mul_(1j)
-    torch._dynamo.graph_break()
-    return h + x
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "writes",
-    [
-        write_behind_float, write_to_what_float_returns, write_to_a_view_of_it, write_to_a_low_copy,
-        write_that_a_backward_would_miss, write_to_a_complex_view,
-    ],
-)  # fmt: skip
+    "writes", [*(partial(written, name) for name in WRITES), write_that_a_backward_would_miss], ids=[*WRITES, "missed"]
+)
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_a_write_behind_a_conversion_and_a_graph_break_is_seen(writes):
     """Autocast loses them: there ``h.float()`` is another memory, and ``h.bfloat16()`` the same."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            h = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(writes(h, x))
+    @layers(lambda: dict(first=nn.Linear(8, 8), second=nn.Linear(8, 8)))
+    def Model(self, x):
+        h = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(writes(h, x))
 
     model, x = Model(), torch.randn(4, 8, requires_grad=True)
     weights = (x, *model.parameters())
@@ -822,18 +742,13 @@ def test_what_dynamo_cannot_trace_runs_as_it_is_written(kind):
 
 
 def test_the_users_tensors_are_written_as_under_autocast():
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part, self.head = Part(), nn.Linear(16, 4)
-            self.register_buffer("seen", torch.zeros(16))
-
-        def forward(self, x, out):
-            for _ in range(2):
-                x = self.part(x)
-                self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-                out[0] = x.detach()[0]
-            return self.head(x)
+    @layers(lambda: dict(part=Part(), head=nn.Linear(16, 4), seen=nn.Buffer(torch.zeros(16))))
+    def Writes(self, x, out):
+        for _ in range(2):
+            x = self.part(x)
+            self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            out[0] = x.detach()[0]
+        return self.head(x)
 
     ours, theirs = Writes(), Writes()
     theirs.load_state_dict(ours.state_dict())
@@ -848,18 +763,16 @@ def test_the_users_tensors_are_written_as_under_autocast():
     torch.testing.assert_close(out, their_out, rtol=1e-2, atol=1e-2)
 
 
-class Seeds(Pair):
+@forward_of(Pair)
+def Seeds(self, x):
     """As transformers' Reformer: a graph of its own that only asks for a seed, and computes on no tensor."""
-
-    def forward(self, x):
-        torch.seed()
-        print(end="")
-        return self.second(torch.relu(self.first(x)))
+    torch.seed()
+    print(end="")
+    return self.second(torch.relu(self.first(x)))
 
 
 def test_a_piece_without_any_tensor():
     model = amp_graph.convert(Seeds(), "bf16")
     model(X)
-    with DtypeLog() as log:
-        assert model(X).dtype == FULL
-    assert [dtypes[0] for name, dtypes in log.entries if name in PRODUCTS] == [BF16, BF16]
+    assert products(model, X) == [BF16, BF16]
+    assert model(X).dtype == FULL

@@ -8,22 +8,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
+from tests.layers import layers
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POLICY = {BF16: "bf16", FP16: "fp16"}
 
 
-class Adapted(nn.Module):
+@layers(
+    lambda dtype: dict(
+        base=nn.Linear(16, 16).to(dtype).requires_grad_(False),
+        down=nn.Linear(16, 2, bias=False),
+        up=nn.Linear(2, 16, bias=False),
+    )
+)
+def Adapted(self, x):
     """A frozen linear in half precision with a LoRA in fp32, which returns what the linear returns."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        self.base = nn.Linear(16, 16).to(dtype).requires_grad_(False)
-        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
-
-    def forward(self, x):
-        result = self.base(x)
-        return (result + self.up(self.down(x.to(self.down.weight.dtype)))).to(result.dtype)
+    result = self.base(x)
+    return (result + self.up(self.down(x.to(self.down.weight.dtype)))).to(result.dtype)
 
 
 class Model(nn.Module):

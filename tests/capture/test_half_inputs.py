@@ -13,6 +13,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.passes.casts import widen_halves
+from tests.layers import forward_of
 from tests.passes.planning import machine
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -58,10 +59,10 @@ class Conv(Net):
         return self.tail(self.a(x[:, :, None]).mean(-1))
 
 
-class Attention(Net):
-    def forward(self, x):
-        q = F.linear(x, self.a.weight[:8])[:, None]
-        return self.tail(self.a(F.scaled_dot_product_attention(q, x[:, None], x[:, None])[:, 0]))
+@forward_of(Net)
+def Attention(self, x):
+    q = F.linear(x, self.a.weight[:8])[:, None]
+    return self.tail(self.a(F.scaled_dot_product_attention(q, x[:, None], x[:, None])[:, 0]))
 
 
 class Encoder(Net):
@@ -82,9 +83,9 @@ class Gru(Net):
         return self.tail(self.cell(x.float(), scale))
 
 
-class Cond(Net):
-    def forward(self, x):
-        return self.tail(torch.cond(x.sum() > 0, lambda y: self.a(y).tanh(), lambda y: self.a(y).relu(), (x,)))
+@forward_of(Net)
+def Cond(self, x):
+    return self.tail(torch.cond(x.sum() > 0, lambda y: self.a(y).tanh(), lambda y: self.a(y).relu(), (x,)))
 
 
 class Checkpointed(Net):
@@ -92,11 +93,11 @@ class Checkpointed(Net):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Broken(Net):
-    def forward(self, x):
-        h = self.a(x) + (x @ x.t()).mean()
-        torch._dynamo.graph_break()
-        return self.tail(h)
+@forward_of(Net)
+def Broken(self, x):
+    h = self.a(x) + (x @ x.t()).mean()
+    torch._dynamo.graph_break()
+    return self.tail(h)
 
 
 class Loss(Net):

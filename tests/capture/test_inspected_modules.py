@@ -13,7 +13,9 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import modules, torch_version
+from tests.by_hand import descend
 from tests.capture.test_failing_conversions import state_of
+from tests.layers import layers
 from tests.relative_error import error
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -50,9 +52,7 @@ KINDS = {
 
 def train(model, optimizer):
     for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+        descend(optimizer, F.cross_entropy(model(X), Y))
     return model.eval()(X)
 
 
@@ -141,13 +141,9 @@ def test_a_missing_weight_is_an_error_of_the_call_as_without_us(weight):
     amp_graph.revert(model)
 
 
-class Narrow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Linear(16, 0), nn.Linear(0, 4)
-
-    def forward(self, x):
-        return self.up(self.down(x))
+@layers(lambda: dict(down=nn.Linear(16, 0), up=nn.Linear(0, 4)))
+def Narrow(self, x):
+    return self.up(self.down(x))
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(16, 0), Narrow, lambda: nn.Linear(0, 4)])
@@ -181,13 +177,9 @@ def test_the_first_call_initializes_lazy_modules():
     assert conversion_of(model).runs == 2
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.LazyLinear(4), nn.LazyLinear(4)
-
-    def forward(self, x, second=False):
-        return self.two(x) if second else self.one(x)
+@layers(lambda: dict(one=nn.LazyLinear(4), two=nn.LazyLinear(4)))
+def Branches(self, x, second=False):
+    return self.two(x) if second else self.one(x)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

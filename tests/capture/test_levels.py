@@ -14,7 +14,9 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.optim.master_weights import master_of
-from tests.step.test_train_step import Net, Normalized, batches, build, parameters, same
+from tests.by_hand import descend
+from tests.layers import layers
+from tests.step.test_train_step import Net, Normalized, batches, build, go, parameters, same, with_step
 
 BF16, F32 = torch.bfloat16, torch.float32
 IMAGES = (8, 1, 6, 6)
@@ -27,11 +29,14 @@ def dtypes(model):
 def train(model, optimizer, given, scaler=None):
     scaler = scaler or amp_graph.GradScaler("cpu", enabled=False)
     for x, y in given:
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        descend(optimizer, F.cross_entropy(model(x), y), scaler)
     return model
+
+
+def trained_at_o2(steps, **options):
+    """A model at O2 after some steps, and its optimizer."""
+    model, optimizer = build(**options)
+    return train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(steps)), optimizer
 
 
 def saved(model):
@@ -111,8 +116,7 @@ def test_o2_trains_as_o1_does_bit_for_bit(order, kind, fused):
 
 def test_control_without_masters_updates_are_lost():
     """O3 steps the bf16 parameters themselves, and rounds small updates away."""
-    one, theirs = build(lr=1e-5)
-    train(amp_graph.convert(one, "bf16-O2"), theirs, batches(20))
+    one, _ = trained_at_o2(20, lr=1e-5)
     two, optimizer = build(lr=1e-5)
     before = [p.clone() for p in amp_graph.convert(two, "bf16-O3").parameters()]
     train(two, optimizer, batches(20))
@@ -295,8 +299,7 @@ def low_bits(model):
 @pytest.mark.parametrize("whole", [True, False], ids=["step", "loop"])
 def test_what_takes_the_place_of_a_parameters_memory_counts(whole):
     """``p.data = ...`` bumps no version counter; torch's own ``vector_to_parameters`` does it."""
-    model, optimizer = build(fused=True)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O2")
+    model, optimizer, step = with_step(build(fused=True), "bf16-O2")
     go = (lambda given: [step(x, y) for x, y in given]) if whole else (lambda given: train(model, optimizer, given))
     go(batches(3))
     vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 3
@@ -321,9 +324,7 @@ def test_a_parameter_that_is_only_moved_keeps_its_master(to):
 
 
 def test_copies_and_pickles_have_masters_of_their_own():
-    model, optimizer = build()
-    amp_graph.convert(model, "bf16-O2")
-    train(model, optimizer, batches(5))
+    model, optimizer = trained_at_o2(5)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -394,8 +395,7 @@ def test_resumed_at_any_level_it_is_the_same_run(first, second):
 def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     results = []
     for level in ("O1", "O2"):
-        model, optimizer = build(optimizer=kind)
-        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, f"fp16-{level}", **options)
+        model, _, step = with_step(build(optimizer=kind), f"fp16-{level}", **options)
         losses = [step(x, y).item() for x, y in batches(30)]
         results.append((losses, saved(model)))
     assert results[0][0] == results[1][0]
@@ -406,8 +406,7 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
 def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(options):
-    model, optimizer = build(optimizer=torch.optim.Adagrad, **options)
-    train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(5))
+    model, optimizer = trained_at_o2(5, optimizer=torch.optim.Adagrad, **options)
     other, _ = build(optimizer=torch.optim.Adagrad, **options)
     amp_graph.convert(other, "bf16-O2")
     theirs = torch.optim.Adagrad(other.parameters(), **{**optimizer.defaults, **options})
@@ -418,10 +417,8 @@ def test_state_that_an_optimizer_makes_when_it_is_built_is_that_of_masters(optio
 
 @pytest.mark.parametrize(("kind", "options"), [(torch.optim.AdamW, {"fused": True}), (torch.optim.RMSprop, {})])
 def test_a_train_step_at_o3_updates_the_low_parameters_themselves(kind, options):
-    model, optimizer = build(optimizer=kind, **options)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O3")
-    for x, y in batches(10):
-        step(x, y)
+    model, _, step = with_step(build(optimizer=kind, **options), "bf16-O3")
+    go(step, batches(10))
     other, theirs = build(optimizer=kind, **options)
     train(amp_graph.convert(other, "bf16-O3"), theirs, batches(10))
     assert set(dtypes(model).values()) == {BF16}
@@ -429,18 +426,15 @@ def test_a_train_step_at_o3_updates_the_low_parameters_themselves(kind, options)
 
 
 def test_a_model_of_a_train_step_at_o2_can_be_called_and_reverted():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O2")
+    model, _, step = with_step(build(), "bf16-O2")
     given = list(batches(6))
     for x, y in given[:3]:
         step(x, y)
         model.eval()
         assert model(x).dtype is F32
         model.train()
-    other, theirs = build()
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16-O1")
-    for x, y in given[:3]:
-        plain(x, y)
+    other, _, plain = with_step(build(), "bf16-O1")
+    go(plain, given[:3])
     assert equal(saved(model), saved(other))
     amp_graph.revert(model)
     for x, y in given[3:]:
@@ -450,8 +444,7 @@ def test_a_model_of_a_train_step_at_o2_can_be_called_and_reverted():
 def test_a_converted_model_in_a_train_step_keeps_its_policy():
     model, optimizer = build()
     step = amp_graph.TrainStep(amp_graph.convert(model, "fp16"), F.cross_entropy, optimizer)
-    other, theirs = build()
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "fp16")
+    *_, plain = with_step(build(), "fp16")
     for x, y in batches(3):
         assert step(x, y) == plain(x, y)
     model.register_forward_hook(lambda *_: None)
@@ -471,10 +464,8 @@ def weight_casts(step):
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 def test_forward_casts_no_weight_and_the_update_writes_the_copies(policy):
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, micro_batches=2)
-    for x, y in batches(2):
-        step(x, y)
+    *_, step = with_step(build(), policy, micro_batches=2)
+    go(step, batches(2))
     assert not weight_casts(step)
     copies = [(c.parameter, c.low) for c in step._state.copies.values()]
     assert len(copies) == (4 if policy == "bf16" else 0)
@@ -484,12 +475,10 @@ def test_forward_casts_no_weight_and_the_update_writes_the_copies(policy):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_micro_batches_cast_weights_once_an_update(kind):
     """By the update where it is part of the graph, else behind it; not once a micro-batch."""
-    model, optimizer = build(optimizer=kind)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4)
-    for x, y in batches(2):
-        step(x, y)
+    *_, step = with_step(build(optimizer=kind), "bf16", micro_batches=4)
+    go(step, batches(2))
     before = [low._version for low in step.weight_copies()]
-    step(x, y)
+    step(*next(batches(1)))
     assert [low._version - known for low, known in zip(step.weight_copies(), before, strict=True)] == [1, 1, 1, 1]
 
 
@@ -517,8 +506,7 @@ def edit_by_stepping(model, optimizer):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("edit", [edit_in_place, edit_by_loading, edit_by_another_tensor, edit_by_stepping])
 def test_copies_follow_what_others_write(edit, fused):
-    model, optimizer = build(fused=fused)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, optimizer, step = with_step(build(fused=fused), "bf16")
     other, theirs = build(fused=True)
     amp_graph.convert(other, "bf16")
     for i, (x, y) in enumerate(batches(6)):
@@ -533,8 +521,7 @@ def test_copies_follow_what_others_write(edit, fused):
 
 
 def test_writes_through_data_are_seen_after_refresh():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, _, step = with_step(build(), "bf16")
     (x, y), *_ = batches(1)
     step(x, y)
     model.first.weight.data.mul_(3.0)
@@ -545,20 +532,14 @@ def test_writes_through_data_are_seen_after_refresh():
 
 
 def test_a_weight_read_low_and_full_gets_both_gradients_in_fp32():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(3, 6)
+    @layers(lambda: dict(embed=nn.Embedding(3, 6)))
+    def Tied(self, x):
+        return (x + self.embed.weight.exp().sum(0)) @ self.embed.weight.t()
 
-        def forward(self, x):
-            return (x + self.embed.weight.exp().sum(0)) @ self.embed.weight.t()
-
-    model, optimizer = build(Tied)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, _, step = with_step(build(Tied), "bf16")
     other, theirs = build(Tied, fused=True)
     amp_graph.convert(other, "bf16")
-    for x, y in batches(20):
-        step(x, y)
+    go(step, batches(20))
     train(other, theirs, batches(20))
     assert same(parameters(model), parameters(other))
 
@@ -577,8 +558,7 @@ def test_o2_takes_what_the_arithmetic_says_and_the_report_shows_it(whole):
     count = sum(p.numel() for p in model.parameters())
     if whole:
         step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O2")
-        for x, y in batches(1):
-            step(x, y)
+        go(step, batches(1))
         report = amp_graph.report(step)
     else:
         train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(1))
@@ -594,11 +574,9 @@ def test_o2_takes_what_the_arithmetic_says_and_the_report_shows_it(whole):
 
 
 def test_the_report_of_a_train_step_counts_its_weight_copies_and_shows_its_graph():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, _, step = with_step(build(), "bf16")
     assert "not captured yet: call the step once" in amp_graph.report(step).text()
-    for x, y in batches(1):
-        step(x, y)
+    go(step, batches(1))
     report = amp_graph.report(step)
     assert report.memory["weight copies"] == 2 * sum(p.numel() for n, p in model.named_parameters() if "norm" not in n)
     assert "linear x2 in first, second" in report.text()
@@ -617,9 +595,7 @@ def test_what_o2_refuses():
 
 def test_masters_keep_their_bits_where_a_write_changes_nothing():
     """As DDP does with what it broadcasts."""
-    model, optimizer = build()
-    amp_graph.convert(model, "bf16-O2")
-    train(model, optimizer, batches(3))
+    model, _ = trained_at_o2(3)
     before = {name: master_of(p).clone() for name, p in model.named_parameters() if master_of(p) is not None}
     assert any(not torch.equal(full, full.bfloat16().float()) for full in before.values()), "some bits are the masters'"
     with torch.no_grad():
@@ -628,9 +604,7 @@ def test_masters_keep_their_bits_where_a_write_changes_nothing():
 
 
 def test_a_write_to_one_element_changes_its_master_alone():
-    model, optimizer = build()
-    amp_graph.convert(model, "bf16-O2")
-    train(model, optimizer, batches(3))
+    model, _ = trained_at_o2(3)
     weight = model.first.weight
     expected = master_of(weight).clone()
     with torch.no_grad():

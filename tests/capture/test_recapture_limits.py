@@ -7,7 +7,6 @@ import copy
 import math
 import random
 import re
-import warnings
 
 import pytest
 import torch
@@ -17,6 +16,8 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.recapture_limits import MOST
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.layers import forward_of
+from tests.warned import heard, warnings_are_errors
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 STEPS = 12
@@ -62,9 +63,9 @@ class Inside(Net):
         return self.parts(x)
 
 
-class Epoch(Net):
-    def forward(self, x, epoch, rate=1.0):
-        return self.b(self.a(x) * rate) / (epoch + 1)
+@forward_of(Net)
+def Epoch(self, x, epoch, rate=1.0):
+    return self.b(self.a(x) * rate) / (epoch + 1)
 
 
 class Curriculum(Net):
@@ -80,33 +81,33 @@ class Curriculum(Net):
         return self.b(x)
 
 
-class Repeated(Net):
-    def forward(self, x, times):
-        for _ in range(int(times)):
-            x = torch.tanh(self.a(x))
-        return self.b(x)
+@forward_of(Net)
+def Repeated(self, x, times):
+    for _ in range(int(times)):
+        x = torch.tanh(self.a(x))
+    return self.b(x)
 
 
-class UntilSmall(Net):
-    def forward(self, x):
-        h = self.a(x)
-        while h.norm() > 1:
-            h = h * 0.7
-        return self.b(h)
+@forward_of(Net)
+def UntilSmall(self, x):
+    h = self.a(x)
+    while h.norm() > 1:
+        h = h * 0.7
+    return self.b(h)
 
 
-class StopsEarly(Net):
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-            if x.norm() < 0.5:
-                break
-        return self.b(x)
+@forward_of(Net)
+def StopsEarly(self, x):
+    for layer in self.layers:
+        x = layer(x)
+        if x.norm() < 0.5:
+            break
+    return self.b(x)
 
 
-class Named(Net):
-    def forward(self, x, mode):
-        return self.b(self.a(x)) if mode == "both" + mode[4:] else self.a(x)
+@forward_of(Net)
+def Named(self, x, mode):
+    return self.b(self.a(x)) if mode == "both" + mode[4:] else self.a(x)
 
 
 class Dropped(Net):
@@ -136,8 +137,7 @@ class Speaking(Net):
 def called(model, calls, **options):
     """Call a converted copy of ``model`` and the model itself in turn; return (its conversion, warnings)."""
     converted = amp_graph.convert(copy.deepcopy(model), "bf16", **options)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with heard() as seen:
         for args in calls:
             found, wanted = converted(*args), model(*args)
             assert found.dtype == wanted.dtype
@@ -250,8 +250,7 @@ def test_users_errors_take_no_graphs():
         with pytest.raises(RuntimeError):
             model(torch.randn(8, 3), 1)
         model(X, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AmpGraphWarning)
+    with warnings_are_errors():
         model(X, 2)
 
 
@@ -263,10 +262,10 @@ def test_what_dynamo_forgets_is_not_counted():
 
 
 def test_modes_and_orders_are_few_graphs():
-    class Options(Net):
-        def forward(self, x, options):
-            total = sum(value for value in options.values())
-            return self.b(nn.functional.dropout(self.a(x), 0.0, self.training)) * total
+    @forward_of(Net)
+    def Options(self, x, options):
+        total = sum(value for value in options.values())
+        return self.b(nn.functional.dropout(self.a(x), 0.0, self.training)) * total
 
     torch.manual_seed(0)
     model = Options()

@@ -1,7 +1,5 @@
 """torch's own transformers and cumulative batch norms, whose code looks at values, are captured whole all the same."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,9 @@ from torch.optim.swa_utils import update_bn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
+from tests.layers import layers
 from tests.relative_error import error
+from tests.warned import without_warnings
 
 # What torch says of nested tensors, which its encoders use where they infer, and of norm_first, which has none.
 pytestmark = [
@@ -185,15 +185,11 @@ def test_a_cumulative_average_in_training():
 # -- packed sequences ---------------------------------------------------------------------------------
 
 
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
-
-    def forward(self, x, lengths):
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        return self.head(out)
+@layers(lambda: dict(rnn=nn.GRU(8, 16, batch_first=True), head=nn.Linear(16, 4)))
+def Packed(self, x, lengths):
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+    return self.head(out)
 
 
 def test_packed_sequences_compute_as_autocast_does():
@@ -202,8 +198,7 @@ def test_packed_sequences_compute_as_autocast_does():
     x, lengths = torch.randn(3, 5, 8), torch.tensor([5, 3, 4])
     wanted = plain(x, lengths)
     amp_graph.convert(ours, "bf16")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # says that a part runs under autocast
+    with without_warnings(Warning):
         found = ours(x, lengths)
         found.square().mean().backward()
     assert error(found, wanted) < 2e-2

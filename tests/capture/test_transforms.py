@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
-from tests.measure import DtypeLog
+from tests.layers import forward_of, layers
+from tests.measure import products
 
 BF16 = torch.bfloat16
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
@@ -21,42 +22,25 @@ def mlp():
     return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
 
 
-class Force(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def forward(self, x):
-        return torch.func.grad(lambda v: self.net(v).sum())(x)
+@layers(lambda: dict(net=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))))
+def Force(self, x):
+    return torch.func.grad(lambda v: self.net(v).sum())(x)
 
 
-class OfIntermediate(nn.Module):
+@layers(lambda: dict(linear=nn.Linear(16, 16)))
+def OfIntermediate(self, x):
     """A low-precision value meets a transform."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.linear(torch.func.grad(lambda a: (a @ a.T).sum())(self.linear(x)))
+    return self.linear(torch.func.grad(lambda a: (a @ a.T).sum())(self.linear(x)))
 
 
-class Vmapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.head = nn.Linear(16, 16), nn.Linear(16, 2)
-
-    def forward(self, x):
-        return self.head(torch.func.vmap(self.linear)(x))
+@layers(lambda: dict(linear=nn.Linear(16, 16), head=nn.Linear(16, 2)))
+def Vmapped(self, x):
+    return self.head(torch.func.vmap(self.linear)(x))
 
 
-class Tangent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 4)
-
-    def forward(self, x):
-        return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
+@layers(lambda: dict(linear=nn.Linear(16, 4)))
+def Tangent(self, x):
+    return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
 
 
 def pair(kind, policy="bf16", **options):
@@ -154,20 +138,15 @@ def test_the_inference_path_of_a_transformer_encoder(norm_first, mask):
     assert (found - exact).norm() <= 1.15 * (theirs - exact).norm()
 
 
-class Prints(nn.Module):
-    def forward(self, x):
-        print(end="")
-        return x
+@forward_of(nn.Module)
+def Prints(self, x):
+    print(end="")
+    return x
 
 
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 16), Prints(), nn.Linear(16, 16))
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, x):
-        return self.head(self.body(x))
+@layers(lambda: dict(body=nn.Sequential(nn.Linear(16, 16), Prints(), nn.Linear(16, 16)), head=nn.Linear(16, 2)))
+def Broken(self, x):
+    return self.head(self.body(x))
 
 
 def test_a_part_that_escaped_capture_is_said_with_its_parameters():
@@ -183,13 +162,9 @@ def test_a_part_that_escaped_capture_is_said_with_its_parameters():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_buffers_that_forward_writes(reentrant):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-
-        def forward(self, x):
-            return checkpoint(self.block, x, use_reentrant=reentrant)
+    @layers(lambda: dict(block=nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())))
+    def Net(self, x):
+        return checkpoint(self.block, x, use_reentrant=reentrant)
 
     plain, ours = pair(Net)
     for model in (plain, ours):
@@ -201,9 +176,7 @@ def test_a_checkpoint_around_buffers_that_forward_writes(reentrant):
 def test_a_module_with_a_wish():
     model = nn.Sequential(nn.Linear(16, 16), amp_graph.precision("full")(nn.Linear(16, 16)), nn.Linear(16, 4))
     amp_graph.convert(model, "bf16")(X)
-    with DtypeLog() as log:
-        model(X)
-    assert [t[0] for name, t in log.entries if name == "aten.addmm"] == [BF16, torch.float32, BF16]
+    assert products(model, X) == [BF16, torch.float32, BF16]
     assert "amp_graph.precision" in amp_graph.report(model).text()
 
 

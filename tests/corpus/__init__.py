@@ -1,4 +1,4 @@
-"""Tiny models with real architectures, in unmodified user style: `CASES`, `make`, `to_double`.
+"""Tiny models with real architectures, whose forwards are as users write them: `CASES`, `make`, `to_double`.
 
 Tags: the family ("transformers", "cnn", "rnn", "graph", "recsys", ...); "trap" with what it traps
 ("graph_break", "mutation", "checkpoint", ...); "random" (draws random numbers in forward); "integer" (has no

@@ -4,36 +4,34 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import add, args
 from .losses import classify, project, regress
 
 WIDTH = 32
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x):
-        variance = x.pow(2).mean(-1, keepdim=True)
-        return self.weight * (x * torch.rsqrt(variance + self.eps))
+@layers(lambda width, eps=1e-06: dict(weight=nn.Parameter(torch.ones(width)), eps=eps))
+def RMSNorm(self, x):
+    variance = x.pow(2).mean(-1, keepdim=True)
+    return self.weight * (x * torch.rsqrt(variance + self.eps))
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.norm = RMSNorm(width)
-        self.gate, self.up = nn.Linear(width, 64, bias=False), nn.Linear(width, 64, bias=False)
-        self.down = nn.Linear(64, width, bias=False)
-        self.norm_f = nn.RMSNorm(width)
-        self.head = nn.Linear(width, 6)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return self.head(self.norm_f(x))
+@layers(
+    lambda width=WIDTH: dict(
+        norm=RMSNorm(width),
+        gate=nn.Linear(width, 64, bias=False),
+        up=nn.Linear(width, 64, bias=False),
+        down=nn.Linear(64, width, bias=False),
+        norm_f=nn.RMSNorm(width),
+        head=nn.Linear(width, 6),
+    )
+)
+def GatedMLP(self, x):
+    y = self.norm(x)
+    x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+    return self.head(self.norm_f(x))
 
 
 def _sequence():
@@ -75,26 +73,25 @@ class RotaryAttention(nn.Module):
 add("rotary_mqa", RotaryAttention, _sequence, regress, "attention", "positions")
 
 
-class Perceiver(nn.Module):
-    def __init__(self, width=24, latents=6):
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(latents, width) * 0.5)
-        self.project = nn.Linear(10, width)
-        self.norm_q, self.norm_kv = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.kv, self.out = (
-            nn.Linear(width, width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(width, width),
-        )
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x, mask=None):
-        kv = self.norm_kv(self.project(x))
-        q = self.q(self.norm_q(self.latents)).expand(x.shape[0], -1, -1)
-        k, v = self.kv(kv).chunk(2, dim=-1)
-        bias = None if mask is None else mask[:, None, :].expand(-1, q.shape[1], -1)
-        latents = self.latents + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
-        return self.head(latents.mean(1))
+@layers(
+    lambda width=24, latents=6: dict(
+        latents=nn.Parameter(torch.randn(latents, width) * 0.5),
+        project=nn.Linear(10, width),
+        norm_q=nn.LayerNorm(width),
+        norm_kv=nn.LayerNorm(width),
+        q=nn.Linear(width, width),
+        kv=nn.Linear(width, 2 * width),
+        out=nn.Linear(width, width),
+        head=nn.Linear(width, 5),
+    )
+)
+def Perceiver(self, x, mask=None):
+    kv = self.norm_kv(self.project(x))
+    q = self.q(self.norm_q(self.latents)).expand(x.shape[0], -1, -1)
+    k, v = self.kv(kv).chunk(2, dim=-1)
+    bias = None if mask is None else mask[:, None, :].expand(-1, q.shape[1], -1)
+    latents = self.latents + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+    return self.head(latents.mean(1))
 
 
 def _masked_bytes():
@@ -130,45 +127,43 @@ def squash(s, dim=-1):
     return squared / (1 + squared) * s / (squared.sqrt() + 1e-8)
 
 
-class Capsules(nn.Module):
-    def __init__(self, inputs=12, outputs=4, dim=6):
-        super().__init__()
-        self.outputs = outputs
-        self.weight = nn.Parameter(torch.randn(outputs, inputs, 8, dim) * 0.4)
-
-    def forward(self, u):
-        u = squash(u)
-        votes = (u[:, None, :, None, :] @ self.weight).squeeze(3)
-        logits = votes.new_zeros(*votes.shape[:3], 1)
-        for _ in range(3):
-            route = logits.softmax(dim=1)
-            v = squash((route * votes).sum(2))
-            logits = logits + (votes * v[:, :, None, :]).sum(-1, keepdim=True)
-        return v.norm(dim=-1)
+@layers(
+    lambda inputs=12, outputs=4, dim=6: dict(
+        outputs=outputs, weight=nn.Parameter(torch.randn(outputs, inputs, 8, dim) * 0.4)
+    )
+)
+def Capsules(self, u):
+    u = squash(u)
+    votes = (u[:, None, :, None, :] @ self.weight).squeeze(3)
+    logits = votes.new_zeros(*votes.shape[:3], 1)
+    for _ in range(3):
+        route = logits.softmax(dim=1)
+        v = squash((route * votes).sum(2))
+        logits = logits + (votes * v[:, :, None, :]).sum(-1, keepdim=True)
+    return v.norm(dim=-1)
 
 
 add("capsule_squash", Capsules, lambda: args(torch.randn(3, 12, 8)), classify, "norms")
 
 
-class MixtureOfExperts(nn.Module):
-    """Top-2 routing, gathered with boolean masks and added back in place."""
-
-    def __init__(self, width=16, experts=4):
-        super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(
+@layers(
+    lambda width=16, experts=4: dict(
+        router=nn.Linear(width, experts, bias=False),
+        experts=nn.ModuleList(
             nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width)) for _ in range(experts)
-        )
-
-    def forward(self, x):
-        flat = x.reshape(-1, x.shape[-1])
-        gates, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
-        gates = gates / gates.sum(-1, keepdim=True)
-        out = torch.zeros_like(flat)
-        for i, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == i)
-            out.index_add_(0, token, (expert(flat[token]) * gates[token, slot, None]).to(out.dtype))
-        return (x + out.view_as(x)).mean(1)
+        ),
+    )
+)
+def MixtureOfExperts(self, x):
+    """Top-2 routing, gathered with boolean masks and added back in place."""
+    flat = x.reshape(-1, x.shape[-1])
+    gates, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+    gates = gates / gates.sum(-1, keepdim=True)
+    out = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        token, slot = torch.where(chosen == i)
+        out.index_add_(0, token, (expert(flat[token]) * gates[token, slot, None]).to(out.dtype))
+    return (x + out.view_as(x)).mean(1)
 
 
 add(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import add, args
 from .losses import classify, full, project, regress
 
@@ -14,43 +16,44 @@ def _image():
     return args(torch.randn(4, 3, 16, 16))
 
 
-class Autoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Sequential(
+@layers(
+    lambda: dict(
+        encode=nn.Sequential(
             nn.Conv2d(3, 8, 3, 2, 1),
             nn.LeakyReLU(0.1),
             nn.Conv2d(8, 16, 3, 2, 1),
             nn.Flatten(),
             nn.Linear(256, 12),
-        )
-        self.widen = nn.Linear(12, 256)
-        self.decode = nn.Sequential(
+        ),
+        widen=nn.Linear(12, 256),
+        decode=nn.Sequential(
             nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.ELU(), nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh()
-        )
-
-    def forward(self, x):
-        return self.decode(self.widen(self.encode(x)).view(-1, 16, 4, 4))
+        ),
+    )
+)
+def Autoencoder(self, x):
+    return self.decode(self.widen(self.encode(x)).view(-1, 16, 4, 4))
 
 
 add("autoencoder", Autoencoder, _image, regress, "cnn", "kinks")
 
 
-class VAE(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Sequential(nn.Linear(20, 32), nn.ReLU())
-        self.mu, self.logvar = nn.Linear(32, 4), nn.Linear(32, 4)
-        self.decode = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 20))
-
-    def forward(self, x, noise=None):
-        h = self.encode(x)
-        mu, logvar = self.mu(h), self.logvar(h)
-        std = torch.exp(0.5 * logvar)
-        eps = torch.randn_like(std) if noise is None else noise
-        recon = self.decode(mu + eps * std)
-        kl = -0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
-        return recon, kl
+@layers(
+    lambda: dict(
+        encode=nn.Sequential(nn.Linear(20, 32), nn.ReLU()),
+        mu=nn.Linear(32, 4),
+        logvar=nn.Linear(32, 4),
+        decode=nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 20)),
+    )
+)
+def VAE(self, x, noise=None):
+    h = self.encode(x)
+    mu, logvar = self.mu(h), self.logvar(h)
+    std = torch.exp(0.5 * logvar)
+    eps = torch.randn_like(std) if noise is None else noise
+    recon = self.decode(mu + eps * std)
+    kl = -0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
+    return recon, kl
 
 
 def _elbo(out):
@@ -69,41 +72,43 @@ def timestep_embedding(t, dim, max_period=10000):
     return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1)
 
 
-class DiffusionBlock(nn.Module):
-    def __init__(self, cin, cout, time):
-        super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(4, cin), nn.Conv2d(cin, cout, 3, padding=1)
-        self.time = nn.Linear(time, cout)
-        self.norm2, self.conv2 = nn.GroupNorm(4, cout), nn.Conv2d(cout, cout, 3, padding=1)
-        self.skip = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
+@layers(
+    lambda cin, cout, time: dict(
+        norm1=nn.GroupNorm(4, cin),
+        conv1=nn.Conv2d(cin, cout, 3, padding=1),
+        time=nn.Linear(time, cout),
+        norm2=nn.GroupNorm(4, cout),
+        conv2=nn.Conv2d(cout, cout, 3, padding=1),
+        skip=nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity(),
+    )
+)
+def DiffusionBlock(self, x, emb):
+    h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(emb))[:, :, None, None]
+    return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
 
-    def forward(self, x, emb):
-        h = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(emb))[:, :, None, None]
-        return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
 
-
-class DiffusionUNet(nn.Module):
-    def __init__(self, width=8, time=16):
-        super().__init__()
-        self.width = width
-        self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
-        self.start = nn.Conv2d(3, width, 3, padding=1)
-        self.down = DiffusionBlock(width, width, time)
-        self.pool = nn.Conv2d(width, width, 3, 2, 1)
-        self.mid = DiffusionBlock(width, 2 * width, time)
-        self.attn = nn.Linear(2 * width, 6 * width)
-        self.up = DiffusionBlock(3 * width, width, time)
-        self.end = nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, 3, 3, padding=1))
-
-    def forward(self, x, t):
-        emb = self.time(timestep_embedding(t, self.width).to(x.dtype))
-        a = self.down(self.start(x), emb)
-        b = self.mid(self.pool(a), emb)
-        n, c, h, w = b.shape
-        q, k, v = self.attn(b.flatten(2).transpose(1, 2)).chunk(3, -1)
-        b = b + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, c, h, w)
-        b = F.interpolate(b, scale_factor=2, mode="nearest")
-        return self.end(self.up(torch.cat([a, b], 1), emb))
+@layers(
+    lambda width=8, time=16: dict(
+        width=width,
+        time=nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time)),
+        start=nn.Conv2d(3, width, 3, padding=1),
+        down=DiffusionBlock(width, width, time),
+        pool=nn.Conv2d(width, width, 3, 2, 1),
+        mid=DiffusionBlock(width, 2 * width, time),
+        attn=nn.Linear(2 * width, 6 * width),
+        up=DiffusionBlock(3 * width, width, time),
+        end=nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, 3, 3, padding=1)),
+    )
+)
+def DiffusionUNet(self, x, t):
+    emb = self.time(timestep_embedding(t, self.width).to(x.dtype))
+    a = self.down(self.start(x), emb)
+    b = self.mid(self.pool(a), emb)
+    n, c, h, w = b.shape
+    q, k, v = self.attn(b.flatten(2).transpose(1, 2)).chunk(3, -1)
+    b = b + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, c, h, w)
+    b = F.interpolate(b, scale_factor=2, mode="nearest")
+    return self.end(self.up(torch.cat([a, b], 1), emb))
 
 
 def _noisy():
@@ -155,21 +160,22 @@ class Conv3dNet(nn.Module):
 add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume", "kinks")
 
 
-class Dueling(nn.Module):
+@layers(
+    lambda: dict(
+        trunk=nn.Sequential(nn.Linear(6, 24), nn.Tanh()),
+        mean=nn.Linear(24, 2),
+        value=nn.Linear(24, 1),
+        advantage=nn.Linear(24, 4),
+        log_std=nn.Parameter(torch.full((2,), -0.5)),
+    )
+)
+def Dueling(self, state, action):
     """Reinforcement learning: a Gaussian policy's log-probability and entropy, and a dueling value."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(6, 24), nn.Tanh())
-        self.mean, self.value, self.advantage = nn.Linear(24, 2), nn.Linear(24, 1), nn.Linear(24, 4)
-        self.log_std = nn.Parameter(torch.full((2,), -0.5))
-
-    def forward(self, state, action):
-        h = self.trunk(state)
-        dist = torch.distributions.Normal(self.mean(h), self.log_std.exp(), validate_args=False)
-        advantage = self.advantage(h)
-        q = self.value(h) + advantage - advantage.mean(-1, keepdim=True)
-        return dist.log_prob(action).sum(-1), dist.entropy().sum(-1), q
+    h = self.trunk(state)
+    dist = torch.distributions.Normal(self.mean(h), self.log_std.exp(), validate_args=False)
+    advantage = self.advantage(h)
+    q = self.value(h) + advantage - advantage.mean(-1, keepdim=True)
+    return dist.log_prob(action).sum(-1), dist.entropy().sum(-1), q
 
 
 add(

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import Inputs, add, args
 from .losses import binary, classify, full, project
 
@@ -16,85 +18,74 @@ def _graph() -> Inputs:
     return args(torch.randn(NODES, 12), torch.cat([edges, loops], 1))
 
 
-class GCNLayer(nn.Module):
-    def __init__(self, cin, cout):
-        super().__init__()
-        self.lin = nn.Linear(cin, cout, bias=False)
-        self.bias = nn.Parameter(torch.zeros(cout))
-
-    def forward(self, x, edge_index):
-        src, dst = edge_index
-        x = self.lin(x)
-        degree = torch.zeros(x.size(0), dtype=x.dtype, device=x.device).index_add(
-            0, dst, torch.ones(dst.numel(), dtype=x.dtype, device=x.device)
-        )
-        norm = degree.rsqrt()
-        message = x[src] * (norm[src] * norm[dst]).unsqueeze(-1)
-        return torch.zeros_like(x).index_add(0, dst, message) + self.bias
+@layers(lambda cin, cout: dict(lin=nn.Linear(cin, cout, bias=False), bias=nn.Parameter(torch.zeros(cout))))
+def GCNLayer(self, x, edge_index):
+    src, dst = edge_index
+    x = self.lin(x)
+    degree = torch.zeros(x.size(0), dtype=x.dtype, device=x.device).index_add(
+        0, dst, torch.ones(dst.numel(), dtype=x.dtype, device=x.device)
+    )
+    norm = degree.rsqrt()
+    message = x[src] * (norm[src] * norm[dst]).unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, dst, message) + self.bias
 
 
-class GCN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = GCNLayer(12, 16), GCNLayer(16, 4)
-
-    def forward(self, x, edge_index):
-        return self.conv2(F.relu(self.conv1(x, edge_index)), edge_index)
+@layers(lambda: dict(conv1=GCNLayer(12, 16), conv2=GCNLayer(16, 4)))
+def GCN(self, x, edge_index):
+    return self.conv2(F.relu(self.conv1(x, edge_index)), edge_index)
 
 
 add("gcn", GCN, _graph, classify, "graph", "scatter", "kinks")
 
 
-class GATLayer(nn.Module):
+@layers(
+    lambda cin, cout, heads=2: dict(
+        heads=heads,
+        cout=cout,
+        lin=nn.Linear(cin, heads * cout, bias=False),
+        att_src=nn.Parameter(torch.randn(heads, cout) * 0.4),
+        att_dst=nn.Parameter(torch.randn(heads, cout) * 0.4),
+    )
+)
+def GATLayer(self, x, edge_index):
     """Softmax over the edges of each node: shift by the maximum, exp, sum, divide."""
-
-    def __init__(self, cin, cout, heads=2):
-        super().__init__()
-        self.heads, self.cout = heads, cout
-        self.lin = nn.Linear(cin, heads * cout, bias=False)
-        self.att_src = nn.Parameter(torch.randn(heads, cout) * 0.4)
-        self.att_dst = nn.Parameter(torch.randn(heads, cout) * 0.4)
-
-    def forward(self, x, edge_index):
-        src, dst = edge_index
-        n = x.size(0)
-        x = self.lin(x).view(n, self.heads, self.cout)
-        alpha = (x * self.att_src).sum(-1)[src] + (x * self.att_dst).sum(-1)[dst]
-        alpha = F.leaky_relu(alpha, 0.2)
-        index = dst.unsqueeze(-1).expand_as(alpha)
-        top = torch.full((n, self.heads), float("-inf"), dtype=alpha.dtype, device=alpha.device)
-        top = top.scatter_reduce(0, index, alpha.detach(), "amax")
-        alpha = torch.exp(alpha - top[dst])
-        total = torch.zeros(n, self.heads, dtype=alpha.dtype, device=alpha.device).scatter_add_(0, index, alpha)
-        alpha = alpha / (total[dst] + 1e-16)
-        message = (x[src] * alpha.unsqueeze(-1)).flatten(1)
-        out = torch.zeros(n, self.heads * self.cout, dtype=message.dtype, device=message.device)
-        return out.scatter_add(0, dst.unsqueeze(-1).expand_as(message), message)
+    src, dst = edge_index
+    n = x.size(0)
+    x = self.lin(x).view(n, self.heads, self.cout)
+    alpha = (x * self.att_src).sum(-1)[src] + (x * self.att_dst).sum(-1)[dst]
+    alpha = F.leaky_relu(alpha, 0.2)
+    index = dst.unsqueeze(-1).expand_as(alpha)
+    top = torch.full((n, self.heads), float("-inf"), dtype=alpha.dtype, device=alpha.device)
+    top = top.scatter_reduce(0, index, alpha.detach(), "amax")
+    alpha = torch.exp(alpha - top[dst])
+    total = torch.zeros(n, self.heads, dtype=alpha.dtype, device=alpha.device).scatter_add_(0, index, alpha)
+    alpha = alpha / (total[dst] + 1e-16)
+    message = (x[src] * alpha.unsqueeze(-1)).flatten(1)
+    out = torch.zeros(n, self.heads * self.cout, dtype=message.dtype, device=message.device)
+    return out.scatter_add(0, dst.unsqueeze(-1).expand_as(message), message)
 
 
-class GAT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = GATLayer(12, 8), GATLayer(16, 2)
-
-    def forward(self, x, edge_index):
-        return self.conv2(F.elu(self.conv1(x, edge_index)), edge_index)
+@layers(lambda: dict(conv1=GATLayer(12, 8), conv2=GATLayer(16, 2)))
+def GAT(self, x, edge_index):
+    return self.conv2(F.elu(self.conv1(x, edge_index)), edge_index)
 
 
 add("gat", GAT, _graph, classify, "graph", "scatter", "inplace")
 
 
-class PointNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv1d(3, 16, 1), nn.Conv1d(16, 32, 1)
-        self.bn1, self.bn2 = nn.BatchNorm1d(16), nn.BatchNorm1d(32)
-        self.fc = nn.Linear(32, 5)
-
-    def forward(self, points):
-        x = F.relu(self.bn1(self.conv1(points.transpose(1, 2))))
-        x = self.bn2(self.conv2(x))
-        return self.fc(torch.max(x, 2, keepdim=False)[0])
+@layers(
+    lambda: dict(
+        conv1=nn.Conv1d(3, 16, 1),
+        conv2=nn.Conv1d(16, 32, 1),
+        bn1=nn.BatchNorm1d(16),
+        bn2=nn.BatchNorm1d(32),
+        fc=nn.Linear(32, 5),
+    )
+)
+def PointNet(self, points):
+    x = F.relu(self.bn1(self.conv1(points.transpose(1, 2))))
+    x = self.bn2(self.conv2(x))
+    return self.fc(torch.max(x, 2, keepdim=False)[0])
 
 
 add("pointnet", PointNet, lambda: args(torch.randn(6, 40, 3)), classify, "points", "kinks")
@@ -126,18 +117,19 @@ def _clicks() -> Inputs:
 add("dlrm", DLRM, _clicks, binary, "recsys", "embedding_bag", "kinks")
 
 
-class WideAndDeep(nn.Module):
-    def __init__(self, users=15, items=25, width=8):
-        super().__init__()
-        self.wide = nn.Embedding(users * items, 1)
-        self.user, self.item = nn.Embedding(users, width), nn.Embedding(items, width)
-        self.deep = nn.Sequential(nn.Linear(2 * width, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
-        self.items = items
-
-    def forward(self, user, item):
-        deep = self.deep(torch.cat([self.user(user), self.item(item)], -1))
-        wide = self.wide(user * self.items + item)
-        return torch.sigmoid(deep + wide).squeeze(-1)
+@layers(
+    lambda users=15, items=25, width=8: dict(
+        wide=nn.Embedding(users * items, 1),
+        user=nn.Embedding(users, width),
+        item=nn.Embedding(items, width),
+        deep=nn.Sequential(nn.Linear(2 * width, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)),
+        items=items,
+    )
+)
+def WideAndDeep(self, user, item):
+    deep = self.deep(torch.cat([self.user(user), self.item(item)], -1))
+    wide = self.wide(user * self.items + item)
+    return torch.sigmoid(deep + wide).squeeze(-1)
 
 
 def _squared(out: torch.Tensor) -> torch.Tensor:
@@ -153,20 +145,18 @@ def _pairs() -> Inputs:
 add("wide_and_deep", WideAndDeep, _pairs, _squared, "recsys", "kinks")
 
 
-class MetricNet(nn.Module):
+@layers(
+    lambda: dict(
+        net=nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 8)), logit_scale=nn.Parameter(torch.tensor(1.5))
+    )
+)
+def MetricNet(self, anchor, positive, negative):
     """Triplet margin and a temperature over normalised embeddings, both inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 8))
-        self.logit_scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, anchor, positive, negative):
-        a, p, n = (F.normalize(self.net(x), dim=-1) for x in (anchor, positive, negative))
-        triplet = F.triplet_margin_loss(a, p, n, margin=1.0)
-        logits = self.logit_scale.exp() * a @ p.t()
-        target = torch.arange(len(a), device=a.device)
-        return triplet + F.cross_entropy(logits, target), logits
+    a, p, n = (F.normalize(self.net(x), dim=-1) for x in (anchor, positive, negative))
+    triplet = F.triplet_margin_loss(a, p, n, margin=1.0)
+    logits = self.logit_scale.exp() * a @ p.t()
+    target = torch.arange(len(a), device=a.device)
+    return triplet + F.cross_entropy(logits, target), logits
 
 
 def _triplets() -> Inputs:
@@ -177,16 +167,10 @@ def _triplets() -> Inputs:
 add("metric_learning", MetricNet, _triplets, lambda out: full(out[0]), "norms", "loss_inside")
 
 
-class TwoTower(nn.Module):
+@layers(lambda: dict(query=nn.EmbeddingBag(40, 12, mode="mean"), item=nn.Linear(9, 12)))
+def TwoTower(self, ids, features):
     """Embeddings with padding and max-norm free lookup, compared by cosine."""
-
-    def __init__(self):
-        super().__init__()
-        self.query = nn.EmbeddingBag(40, 12, mode="mean")
-        self.item = nn.Linear(9, 12)
-
-    def forward(self, ids, features):
-        return F.cosine_similarity(self.query(ids)[:, None], self.item(features)[None], dim=-1) * 5
+    return F.cosine_similarity(self.query(ids)[:, None], self.item(features)[None], dim=-1) * 5
 
 
 add(

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import LSTM, Inputs, add, args
 from .losses import classify, own, project, regress, segment
 
@@ -16,32 +18,26 @@ def _tokens(batch: int = 3, length: int = 12) -> Inputs:
     return args(torch.randint(0, VOCAB, (batch, length)))
 
 
-class CausalSelfAttention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-
-    def forward(self, x):
-        b, t, c = x.size()
-        q, k, v = self.c_attn(x).split(c, dim=2)
-        q, k, v = (u.view(b, t, self.heads, c // self.heads).transpose(1, 2) for u in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+@layers(lambda width, heads: dict(heads=heads, c_attn=nn.Linear(width, 3 * width), c_proj=nn.Linear(width, width)))
+def CausalSelfAttention(self, x):
+    b, t, c = x.size()
+    q, k, v = self.c_attn(x).split(c, dim=2)
+    q, k, v = (u.view(b, t, self.heads, c // self.heads).transpose(1, 2) for u in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 
-class GPTBlock(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = CausalSelfAttention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+@layers(
+    lambda width, heads: dict(
+        ln_1=nn.LayerNorm(width),
+        attn=CausalSelfAttention(width, heads),
+        ln_2=nn.LayerNorm(width),
+        mlp=nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+    )
+)
+def GPTBlock(self, x):
+    x = x + self.attn(self.ln_1(x))
+    return x + self.mlp(self.ln_2(x))
 
 
 class NanoGPT(nn.Module):
@@ -81,50 +77,44 @@ add("nanogpt", _small_nanogpt, _tokens, classify, "attention", "tied")
 add("nanogpt_loss_inside", _small_nanogpt, _next_token, own, "attention", "tied", "loss_inside")
 
 
-class LSTMLanguageModel(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.rnn = nn.LSTM(width, width, num_layers=2, batch_first=True)
-        self.head = nn.Linear(width, VOCAB)
-
-    def forward(self, ids):
-        out, _ = self.rnn(self.embed(ids))
-        return self.head(out)
+@layers(
+    lambda width=24: dict(
+        embed=nn.Embedding(VOCAB, width),
+        rnn=nn.LSTM(width, width, num_layers=2, batch_first=True),
+        head=nn.Linear(width, VOCAB),
+    )
+)
+def LSTMLanguageModel(self, ids):
+    out, _ = self.rnn(self.embed(ids))
+    return self.head(out)
 
 
 add("lstm_lm", LSTMLanguageModel, _tokens, classify, *LSTM)
 
 
-class GRUClassifier(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.gru = nn.GRU(width, width, bidirectional=True, batch_first=True)
-        self.head = nn.Linear(2 * width, 4)
-
-    def forward(self, ids):
-        _, h = self.gru(self.embed(ids))
-        return self.head(torch.cat([h[0], h[1]], dim=-1))
+@layers(
+    lambda width=16: dict(
+        embed=nn.Embedding(VOCAB, width),
+        gru=nn.GRU(width, width, bidirectional=True, batch_first=True),
+        head=nn.Linear(2 * width, 4),
+    )
+)
+def GRUClassifier(self, ids):
+    _, h = self.gru(self.embed(ids))
+    return self.head(torch.cat([h[0], h[1]], dim=-1))
 
 
 add("gru_bidirectional", GRUClassifier, _tokens, classify, "rnn")
 
 
-class RNNCellLoop(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.cell = nn.RNNCell(8, width)
-        self.lstm_cell = nn.LSTMCell(width, width)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x):
-        h = x.new_zeros(x.shape[0], 16)
-        state = (h, h)
-        for step in x.unbind(1):
-            h = self.cell(step, h)
-            state = self.lstm_cell(h, state)
-        return self.head(state[0])
+@layers(lambda width=16: dict(cell=nn.RNNCell(8, width), lstm_cell=nn.LSTMCell(width, width), head=nn.Linear(width, 3)))
+def RNNCellLoop(self, x):
+    h = x.new_zeros(x.shape[0], 16)
+    state = (h, h)
+    for step in x.unbind(1):
+        h = self.cell(step, h)
+        state = self.lstm_cell(h, state)
+    return self.head(state[0])
 
 
 add("rnn_cells", RNNCellLoop, lambda: args(torch.randn(4, 6, 8)), classify, "rnn")
@@ -148,99 +138,94 @@ def _padded_sequence() -> Inputs:
 add("transformer_encoder", _encoder, _padded_sequence, regress, "attention", "nn_root", "kinks")
 
 
-class MultiheadBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x):
-        y, weights = self.attn(x, x, x, need_weights=True)
-        return self.norm(x + y), weights
+@layers(lambda: dict(attn=nn.MultiheadAttention(WIDTH, 4, batch_first=True), norm=nn.LayerNorm(WIDTH)))
+def MultiheadBlock(self, x):
+    y, weights = self.attn(x, x, x, need_weights=True)
+    return self.norm(x + y), weights
 
 
 add("multihead_attention", MultiheadBlock, _sequence, project, "attention")
 
 
-class WaveNet(nn.Module):
-    def __init__(self, width=12, dilations=(1, 2, 4, 8)):
-        super().__init__()
-        self.start = nn.Conv1d(1, width, 1)
-        self.dilated = nn.ModuleList(nn.Conv1d(width, 2 * width, 2, dilation=d) for d in dilations)
-        self.residual = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in dilations[1:])
-        self.skip = nn.ModuleList(nn.Conv1d(width, width, 1) for _ in dilations)
-        self.end = nn.Conv1d(width, 16, 1)
-
-    def forward(self, wave):
-        x, skips = self.start(wave), 0
-        for i, conv in enumerate(self.dilated):
-            y = conv(F.pad(x, (conv.dilation[0], 0)))
-            a, b = y.chunk(2, dim=1)
-            y = torch.tanh(a) * torch.sigmoid(b)
-            skips = skips + self.skip[i](y)
-            if i < len(self.residual):
-                x = x + self.residual[i](y)
-        return self.end(F.relu(skips))
+@layers(
+    lambda width=12, dilations=(1, 2, 4, 8): dict(
+        start=nn.Conv1d(1, width, 1),
+        dilated=nn.ModuleList(nn.Conv1d(width, 2 * width, 2, dilation=d) for d in dilations),
+        residual=nn.ModuleList(nn.Conv1d(width, width, 1) for _ in dilations[1:]),
+        skip=nn.ModuleList(nn.Conv1d(width, width, 1) for _ in dilations),
+        end=nn.Conv1d(width, 16, 1),
+    )
+)
+def WaveNet(self, wave):
+    x, skips = self.start(wave), 0
+    for i, conv in enumerate(self.dilated):
+        y = conv(F.pad(x, (conv.dilation[0], 0)))
+        a, b = y.chunk(2, dim=1)
+        y = torch.tanh(a) * torch.sigmoid(b)
+        skips = skips + self.skip[i](y)
+        if i < len(self.residual):
+            x = x + self.residual[i](y)
+    return self.end(F.relu(skips))
 
 
 add("wavenet", WaveNet, lambda: args(torch.randn(2, 1, 40)), segment, "cnn", "audio", "kinks")
 
 
-class ConformerBlock(nn.Module):
-    def __init__(self, width=24, kernel=5):
-        super().__init__()
-        self.ff = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 48), nn.SiLU(), nn.Linear(48, width))
-        self.norm = nn.LayerNorm(width)
-        self.pointwise = nn.Conv1d(width, 2 * width, 1)
-        self.depthwise = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width)
-        self.bn = nn.BatchNorm1d(width)
-        self.out = nn.Conv1d(width, width, 1)
-
-    def forward(self, x):
-        x = x + 0.5 * self.ff(x)
-        y = F.glu(self.pointwise(self.norm(x).transpose(1, 2)), dim=1)
-        y = self.out(F.silu(self.bn(self.depthwise(y))))
-        return x + y.transpose(1, 2)
+@layers(
+    lambda width=24, kernel=5: dict(
+        ff=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 48), nn.SiLU(), nn.Linear(48, width)),
+        norm=nn.LayerNorm(width),
+        pointwise=nn.Conv1d(width, 2 * width, 1),
+        depthwise=nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=width),
+        bn=nn.BatchNorm1d(width),
+        out=nn.Conv1d(width, width, 1),
+    )
+)
+def ConformerBlock(self, x):
+    x = x + 0.5 * self.ff(x)
+    y = F.glu(self.pointwise(self.norm(x).transpose(1, 2)), dim=1)
+    y = self.out(F.silu(self.bn(self.depthwise(y))))
+    return x + y.transpose(1, 2)
 
 
 add("conformer_glu", ConformerBlock, lambda: args(torch.randn(3, 14, 24)), regress, "cnn", "audio")
 
 
-class SelectiveScan(nn.Module):
+@layers(
+    lambda width=16: dict(
+        inner=nn.Linear(width, 2 * width),
+        dt=nn.Linear(width, width),
+        a_log=nn.Parameter(torch.log(torch.linspace(0.5, 2.0, width))),
+        d=nn.Parameter(torch.ones(width)),
+        out=nn.Linear(width, width),
+    )
+)
+def SelectiveScan(self, x):
     """A diagonal state space, computed with cumulative sums in log space."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.inner = nn.Linear(width, 2 * width)
-        self.dt = nn.Linear(width, width)
-        self.a_log = nn.Parameter(torch.log(torch.linspace(0.5, 2.0, width)))
-        self.d = nn.Parameter(torch.ones(width))
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x):
-        u, gate = self.inner(x).chunk(2, dim=-1)
-        dt = F.softplus(self.dt(u))
-        decay = torch.cumsum(-dt * torch.exp(self.a_log) * 0.2, dim=1)
-        state = torch.exp(decay) * torch.cumsum(dt * u * torch.exp(-decay), dim=1)
-        return self.out((state + self.d * u) * F.silu(gate))
+    u, gate = self.inner(x).chunk(2, dim=-1)
+    dt = F.softplus(self.dt(u))
+    decay = torch.cumsum(-dt * torch.exp(self.a_log) * 0.2, dim=1)
+    state = torch.exp(decay) * torch.cumsum(dt * u * torch.exp(-decay), dim=1)
+    return self.out((state + self.d * u) * F.silu(gate))
 
 
 add("ssm_cumsum", SelectiveScan, lambda: args(torch.randn(2, 16, 16)), regress, "ssm")
 
 
-class FNet(nn.Module):
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, width)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, ids):
-        x = self.embed(ids) * math.sqrt(self.embed.embedding_dim)
-        x = self.norm1(x + torch.fft.fft2(x, dim=(-2, -1)).real / 20)
-        x = self.norm2(x + self.mlp(x))
-        return self.head(x.mean(1))
+@layers(
+    lambda width=WIDTH: dict(
+        embed=nn.Embedding(VOCAB, width),
+        norm1=nn.LayerNorm(width),
+        norm2=nn.LayerNorm(width),
+        mlp=nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)),
+        head=nn.Linear(width, 4),
+    )
+)
+def FNet(self, ids):
+    x = self.embed(ids) * math.sqrt(self.embed.embedding_dim)
+    x = self.norm1(x + torch.fft.fft2(x, dim=(-2, -1)).real / 20)
+    x = self.norm2(x + self.mlp(x))
+    return self.head(x.mean(1))
 
 
 add("fnet_fft", FNet, _tokens, classify, "fft")

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.layers import forward_of, layers
+
 from .core import LSTM, add, args
 from .losses import classify, of, own, project, regress
 
@@ -23,30 +25,26 @@ def _mlp(out: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, out))
 
 
-class LogsInForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = _mlp(), _mlp(4)
-
-    def forward(self, x):
-        x = self.first(x)
-        logger.info("mean activation %.3f", x.mean().item())
-        return self.second(x)
+@layers(lambda: dict(first=_mlp(), second=_mlp(4)))
+def LogsInForward(self, x):
+    x = self.first(x)
+    logger.info("mean activation %.3f", x.mean().item())
+    return self.second(x)
 
 
-class BranchesOnValue(LogsInForward):
-    def forward(self, x):
-        x = self.first(x)
-        x = x / x.abs().max() if x.abs().max().item() > 1e-3 else x
-        return self.second(x)
+@forward_of(LogsInForward)
+def BranchesOnValue(self, x):
+    x = self.first(x)
+    x = x / x.abs().max() if x.abs().max().item() > 1e-3 else x
+    return self.second(x)
 
 
-class PrintsInForward(LogsInForward):
-    def forward(self, x):
-        x = self.first(x)
-        if x.shape[0] > 1:
-            print(end="")
-        return self.second(x)
+@forward_of(LogsInForward)
+def PrintsInForward(self, x):
+    x = self.first(x)
+    if x.shape[0] > 1:
+        print(end="")
+    return self.second(x)
 
 
 add("graph_break_logging", LogsInForward, _rows, classify, "trap", "graph_break")
@@ -54,18 +52,19 @@ add("graph_break_branch", BranchesOnValue, _rows, classify, "trap", "graph_break
 add("graph_break_print", PrintsInForward, _rows, classify, "trap", "graph_break")
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()) for _ in range(2))
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
+@layers(
+    lambda reentrant: dict(
+        reentrant=reentrant,
+        stem=nn.Linear(WIDTH, WIDTH),
+        head=nn.Linear(WIDTH, 4),
+        blocks=nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()) for _ in range(2)),
+    )
+)
+def Checkpointed(self, x):
+    x = self.stem(x)
+    for block in self.blocks:
+        x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+    return self.head(x)
 
 
 add("checkpoint_reentrant", lambda: Checkpointed(True), _rows, classify, "trap", "checkpoint", "graph_break")
@@ -87,72 +86,53 @@ class StraightThrough(torch.autograd.Function):
         return grad * inside, (grad * x).sum().reshape(scale.shape).to(scale.dtype)
 
 
-class Quantized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.scale = nn.Parameter(torch.tensor(8.0))
-
-    def forward(self, x):
-        return self.second(StraightThrough.apply(self.first(x), self.scale))
+@layers(lambda: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, 4), scale=nn.Parameter(torch.tensor(8.0))))
+def Quantized(self, x):
+    return self.second(StraightThrough.apply(self.first(x), self.scale))
 
 
 # Rounds to a grid: where the product lands beside a rounding border, one bit moves a whole step.
 add("custom_function", Quantized, _rows, classify, "trap", "autograd_function", "discontinuous")
 
 
-class NestedAutocast(nn.Module):
-    def __init__(self, enabled):
-        super().__init__()
-        self.enabled = enabled
-        self.first, self.second, self.third = _mlp(), _mlp(), _mlp(4)
-
-    def forward(self, x):
-        x = self.first(x)
-        if self.enabled:
-            with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=True):
-                x = self.second(x)
-        else:
-            with torch.autocast(x.device.type, enabled=False):
-                x = self.second(x.to(self.third[0].weight.dtype))
-        return self.third(x.to(self.third[0].weight.dtype))
+@layers(lambda enabled: dict(enabled=enabled, first=_mlp(), second=_mlp(), third=_mlp(4)))
+def NestedAutocast(self, x):
+    x = self.first(x)
+    if self.enabled:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=True):
+            x = self.second(x)
+    else:
+        with torch.autocast(x.device.type, enabled=False):
+            x = self.second(x.to(self.third[0].weight.dtype))
+    return self.third(x.to(self.third[0].weight.dtype))
 
 
 add("autocast_disabled_inside", lambda: NestedAutocast(False), _rows, classify, "trap", "nested_autocast")
 add("autocast_enabled_inside", lambda: NestedAutocast(True), _rows, classify, "trap", "nested_autocast")
 
 
-class NoGradPart(nn.Module):
+@layers(lambda: dict(net=_mlp(), predict=nn.Linear(WIDTH, WIDTH)))
+def NoGradPart(self, x):
     """A target without gradients from weights that are trained as well: cast caches mix the two up."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.predict = _mlp(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        with torch.no_grad():
-            target = F.normalize(self.net(x + 0.1), dim=-1)
-        online = F.normalize(self.predict(self.net(x)), dim=-1)
-        return ((online - target) ** 2).sum(-1).mean()
+    with torch.no_grad():
+        target = F.normalize(self.net(x + 0.1), dim=-1)
+    online = F.normalize(self.predict(self.net(x)), dim=-1)
+    return ((online - target) ** 2).sum(-1).mean()
 
 
 add("no_grad_part", NoGradPart, _rows, own, "trap", "no_grad", "loss_inside")
 
 
-class Cond(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        # Both branches use both layers: each parameter has a gradient whichever side is taken.
-        return torch.cond(
-            x.sum() > 0,
-            lambda x: self.left(x).relu() + self.right(x),
-            lambda x: self.left(x) - self.right(x).tanh(),
-            (x,),
-        )
+@layers(lambda: dict(first=nn.Linear(WIDTH, WIDTH), left=nn.Linear(WIDTH, 4), right=nn.Linear(WIDTH, 4)))
+def Cond(self, x):
+    x = self.first(x)
+    # Both branches use both layers: each parameter has a gradient whichever side is taken.
+    return torch.cond(
+        x.sum() > 0,
+        lambda x: self.left(x).relu() + self.right(x),
+        lambda x: self.left(x) - self.right(x).tanh(),
+        (x,),
+    )
 
 
 add("cond", Cond, _rows, classify, "trap", "higher_order")
@@ -165,38 +145,28 @@ class Detection:
     labels: torch.Tensor
 
 
-class Outputs(nn.Module):
+@layers(lambda kind: dict(kind=kind, boxes=_mlp(4), scores=_mlp(3)))
+def Outputs(self, x):
     """The same computation behind different kinds of outputs."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.boxes, self.scores = _mlp(4), _mlp(3)
-
-    def forward(self, x):
-        boxes, scores = self.boxes(x), self.scores(x)
-        labels = scores.argmax(-1)
-        if self.kind == "dataclass":
-            return Detection(boxes, scores, labels)
-        if self.kind == "dict":
-            return {"boxes": boxes, "extra": {"scores": scores, "labels": labels}, "name": "detector"}
-        if self.kind == "list":
-            return [boxes, scores, labels]
-        return boxes, (scores, (labels, boxes * 2)), None
+    boxes, scores = self.boxes(x), self.scores(x)
+    labels = scores.argmax(-1)
+    if self.kind == "dataclass":
+        return Detection(boxes, scores, labels)
+    if self.kind == "dict":
+        return {"boxes": boxes, "extra": {"scores": scores, "labels": labels}, "name": "detector"}
+    if self.kind == "list":
+        return [boxes, scores, labels]
+    return boxes, (scores, (labels, boxes * 2)), None
 
 
 for kind in ("dataclass", "dict", "list", "nested_tuple"):
     add(f"output_{kind}", lambda kind=kind: Outputs(kind), _rows, project, "trap", "outputs")
 
 
-class KeywordInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
-
-    def forward(self, query, *, keys, scale=1.0, options=None):
-        weights = torch.softmax(self.query(query) @ self.key(keys).t() * scale, -1)
-        return {"mixed": weights @ (options["values"] if options else keys), "weights": weights}
+@layers(lambda: dict(query=nn.Linear(WIDTH, 8), key=nn.Linear(WIDTH, 8)))
+def KeywordInputs(self, query, *, keys, scale=1.0, options=None):
+    weights = torch.softmax(self.query(query) @ self.key(keys).t() * scale, -1)
+    return {"mixed": weights @ (options["values"] if options else keys), "weights": weights}
 
 
 def _keywords():
@@ -217,17 +187,12 @@ add("lstm_root", lambda: nn.LSTM(WIDTH, 12, batch_first=True), _steps, project, 
 add("gru_root", lambda: nn.GRU(WIDTH, 12, batch_first=True), _steps, project, "trap", "nn_root", "rnn")
 
 
-class Repeated(nn.Module):
+@layers(lambda: dict(block=nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()), head=nn.Linear(WIDTH, 4)))
+def Repeated(self, x):
     """One block called three times: its weights need one cast, its activations three."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()), nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        for _ in range(3):
-            x = x + self.block(x)
-        return self.head(x)
+    for _ in range(3):
+        x = x + self.block(x)
+    return self.head(x)
 
 
 add("module_repeated", Repeated, _rows, classify, "trap", "repeated")

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import add, args
 from .losses import classify, regress
 
@@ -18,29 +20,21 @@ def _image():
     return args(torch.randn(2, 3, 8, 8))
 
 
-class SpatialTransformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.theta = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(3, 6)
-
-    def forward(self, x):
-        theta = self.theta(x.mean((2, 3))).view(-1, 2, 3) * 0.2 + torch.eye(2, 3, device=x.device, dtype=x.dtype)
-        grid = F.affine_grid(theta, [*x.shape], align_corners=False)
-        return self.conv(F.grid_sample(x, grid.to(x.dtype), align_corners=False))
+@layers(lambda: dict(conv=nn.Conv2d(3, 4, 3, padding=1), theta=nn.Linear(3, 6)))
+def SpatialTransformer(self, x):
+    theta = self.theta(x.mean((2, 3))).view(-1, 2, 3) * 0.2 + torch.eye(2, 3, device=x.device, dtype=x.dtype)
+    grid = F.affine_grid(theta, [*x.shape], align_corners=False)
+    return self.conv(F.grid_sample(x, grid.to(x.dtype), align_corners=False))
 
 
 add("grid_sample", SpatialTransformer, _image, regress, "trap", "cnn", "no_kernel")
 
 
-class Distances(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.centres = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(5, 8))
-
-    def forward(self, x):
-        x = self.net(x)
-        near = torch.cdist(x, self.centres.to(x.dtype))
-        return -near + torch.quantile(x.float(), 0.25, dim=-1, keepdim=True).to(near.dtype)
+@layers(lambda: dict(net=nn.Linear(WIDTH, 8), centres=nn.Parameter(torch.randn(5, 8))))
+def Distances(self, x):
+    x = self.net(x)
+    near = torch.cdist(x, self.centres.to(x.dtype))
+    return -near + torch.quantile(x.float(), 0.25, dim=-1, keepdim=True).to(near.dtype)
 
 
 add("cdist", Distances, _rows, classify, "trap", "no_kernel", "norms")
@@ -54,29 +48,20 @@ add("batch_norm_train", _bn, _image, classify, "trap", "cnn", "sequential_root")
 add("batch_norm_eval", lambda: _bn().eval(), _image, classify, "trap", "cnn", "sequential_root", "eval")
 
 
-class LongNorm(nn.Module):
+@layers(lambda: dict(first=nn.Linear(8, WIDTH), norm=nn.LayerNorm(WIDTH), second=nn.Linear(WIDTH, 4)))
+def LongNorm(self, x):
     """2,048 rows in one LayerNorm: its kernel's dweight and dbias lose digits when the input is bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.second(self.norm(self.first(x)))
+    return self.second(self.norm(self.first(x)))
 
 
 add("long_layer_norm", LongNorm, lambda: args(torch.randn(2, 1024, 8)), classify, "trap", "long_norm")
 
 
-class Interpolated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 3, 1)
-
-    def forward(self, x):
-        y = F.interpolate(self.conv(x), scale_factor=2, mode="bilinear", align_corners=False)
-        y = y + F.interpolate(self.conv(x), size=y.shape[-2:], mode="nearest")
-        return self.out(F.interpolate(y, size=(9, 9), mode="bicubic", align_corners=True))
+@layers(lambda: dict(conv=nn.Conv2d(3, 6, 3, padding=1), out=nn.Conv2d(6, 3, 1)))
+def Interpolated(self, x):
+    y = F.interpolate(self.conv(x), scale_factor=2, mode="bilinear", align_corners=False)
+    y = y + F.interpolate(self.conv(x), size=y.shape[-2:], mode="nearest")
+    return self.out(F.interpolate(y, size=(9, 9), mode="bicubic", align_corners=True))
 
 
 add("interpolate", Interpolated, _image, regress, "trap", "cnn")

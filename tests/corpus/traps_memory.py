@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import forward_of, layers
+
 from .core import add, args
 from .losses import classify, project, regress
 
@@ -18,64 +20,51 @@ def _steps():
     return args(torch.randn(3, 8, WIDTH))
 
 
-class ViewsWritten(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net, self.token, self.head = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, 4),
-        )
-
-    def forward(self, x):
-        x = self.net(x)
-        second = self.token(x[:, 1].clone())
-        x[:, 0] += second
-        x[:, 2:4].mul_(0.5)
-        last = x.view(x.shape[0], -1)[:, -x.shape[2] :]
-        last.add_(1.0)
-        x[:, 4] = second
-        return self.head(x)
+@layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH), token=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 4)))
+def ViewsWritten(self, x):
+    x = self.net(x)
+    second = self.token(x[:, 1].clone())
+    x[:, 0] += second
+    x[:, 2:4].mul_(0.5)
+    last = x.view(x.shape[0], -1)[:, -x.shape[2] :]
+    last.add_(1.0)
+    x[:, 4] = second
+    return self.head(x)
 
 
 add("inplace_on_views", ViewsWritten, _steps, classify, "trap", "inplace")
 
 
-class InplaceChain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-        self.bias = nn.Parameter(torch.randn(24) * 0.1)
-
-    def forward(self, x):
-        h = self.first(x)
-        h.add_(self.bias).mul_(1.5)
-        h = F.relu(h, inplace=True)
-        y = x.clone()
-        y += self.second(h)
-        return y.clamp_(-3, 3)
+@layers(lambda: dict(first=nn.Linear(WIDTH, 24), second=nn.Linear(24, WIDTH), bias=nn.Parameter(torch.randn(24) * 0.1)))
+def InplaceChain(self, x):
+    h = self.first(x)
+    h.add_(self.bias).mul_(1.5)
+    h = F.relu(h, inplace=True)
+    y = x.clone()
+    y += self.second(h)
+    return y.clamp_(-3, 3)
 
 
 add("inplace_chain", InplaceChain, _rows, regress, "trap", "inplace")
 
 
-class BufferWritten(nn.Module):
+@layers(
+    lambda: dict(
+        net=nn.Linear(WIDTH, 8),
+        head=nn.Linear(8, 4),
+        mean=nn.Buffer(torch.zeros(8)),
+        count=nn.Buffer(torch.zeros((), dtype=torch.long)),
+        queue=nn.Buffer(torch.zeros(12, 8)),
+    )
+)
+def BufferWritten(self, x):
     """Statistics kept by hand, a step counter, and a queue that forward writes into."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("queue", torch.zeros(12, 8))
-
-    def forward(self, x):
-        x = self.net(x)
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
-            self.queue[: len(x)] = x
-            self.count += 1
-        return self.head(x - self.mean + self.queue.mean(0))
+    x = self.net(x)
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.queue[: len(x)] = x
+        self.count += 1
+    return self.head(x - self.mean + self.queue.mean(0))
 
 
 add("buffer_written", BufferWritten, _rows, classify, "trap", "mutation", "inplace")
@@ -102,18 +91,13 @@ def _decoding():
 add("kv_cache", KeyValueCache, _decoding, regress, "trap", "inplace")
 
 
-class InputWritten(nn.Module):
+@layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
+def InputWritten(self, x, total):
     """The caller holds `x` and `total`, and must see both changed."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, total):
-        x.mul_(0.5)
-        y = self.net(x)
-        total += y.detach().sum(0)
-        return y
+    x.mul_(0.5)
+    y = self.net(x)
+    total += y.detach().sum(0)
+    return y
 
 
 def _with_total():
@@ -123,16 +107,11 @@ def _with_total():
 add("input_written", InputWritten, _with_total, regress, "trap", "mutation", "inplace")
 
 
-class Aliases(nn.Module):
+@layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
+def Aliases(self, x):
     """Outputs that alias each other and an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        y = self.net(x)
-        return y, y.view(2, 3, WIDTH), y.t(), x[:2]
+    y = self.net(x)
+    return y, y.view(2, 3, WIDTH), y.t(), x[:2]
 
 
 add("aliased_outputs", Aliases, _rows, project, "trap", "outputs", "alias")
@@ -160,38 +139,28 @@ def _all_ids():
 add("tied_weights", TiedWeights, _all_ids, classify, "trap", "tied")
 
 
-class ExpandedBmm(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(WIDTH, 8) * 0.3), anchors=nn.Linear(WIDTH, 8)))
+def ExpandedBmm(self, x):
     """A small matrix expanded over the batch: cast after the expansion, it costs the whole batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 8) * 0.3)
-        self.anchors = nn.Linear(WIDTH, 8)
-
-    def forward(self, x):
-        a = x.bmm(self.weight.expand(x.shape[0], -1, -1))
-        anchors = self.anchors(x.mean((0, 1)))
-        return a + torch.bmm(a, (anchors[:, None] * anchors).expand(x.shape[0], -1, -1))
+    a = x.bmm(self.weight.expand(x.shape[0], -1, -1))
+    anchors = self.anchors(x.mean((0, 1)))
+    return a + torch.bmm(a, (anchors[:, None] * anchors).expand(x.shape[0], -1, -1))
 
 
 add("expand_bmm", ExpandedBmm, _steps, regress, "trap", "expand")
 
 
-class MixedIndexPut(nn.Module):
+@layers(
+    lambda: dict(net=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 4), mask_token=nn.Parameter(torch.randn(WIDTH)))
+)
+def MixedIndexPut(self, x, rows):
     """A full-precision destination that receives a matrix product: under autocast the dtypes do not meet."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        self.mask_token = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x, rows):
-        y = self.net(x)
-        out = x.clone()
-        out[rows] = y[rows].to(out.dtype)
-        out = out.index_put((rows[:1],), self.mask_token)
-        out = out.scatter(1, rows[:, None] % WIDTH, 0.5)
-        return self.head(out.index_add(0, rows, y[rows].to(out.dtype)))
+    y = self.net(x)
+    out = x.clone()
+    out[rows] = y[rows].to(out.dtype)
+    out = out.index_put((rows[:1],), self.mask_token)
+    out = out.scatter(1, rows[:, None] % WIDTH, 0.5)
+    return self.head(out.index_add(0, rows, y[rows].to(out.dtype)))
 
 
 def _chosen_rows():
@@ -202,36 +171,30 @@ SCATTER = ("trap", "inplace", "scatter")
 add("index_put_mixed", MixedIndexPut, _chosen_rows, classify, *SCATTER)
 
 
-class UncastIndexPut(MixedIndexPut):
+@forward_of(MixedIndexPut)
+def UncastIndexPut(self, x, rows):
     """The same without `.to(out.dtype)`: right in fp32, an error under autocast."""
-
-    def forward(self, x, rows):
-        y = self.net(x)
-        out = x.clone()
-        out[rows] = y[rows]
-        out.index_add_(0, rows, y[rows])
-        return self.head(out + self.mask_token)
+    y = self.net(x)
+    out = x.clone()
+    out[rows] = y[rows]
+    out.index_add_(0, rows, y[rows])
+    return self.head(out + self.mask_token)
 
 
 NO_AUTOCAST = ("no_autocast", "no_autocast_fp16")
 add("index_put_uncast", UncastIndexPut, _chosen_rows, classify, *SCATTER, *NO_AUTOCAST)
 
 
-class OutArgument(nn.Module):
+@layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
+def OutArgument(self, x):
     """Writes into memory of its own making: `out=`, `copy_`, and a list filled by position."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        y = self.net(x)
-        canvas = x.new_zeros(len(x) + 2, WIDTH)
-        canvas[1:-1].copy_(y)
-        with torch.no_grad():
-            mean = torch.empty(WIDTH, dtype=x.dtype, device=x.device)
-            torch.mean(x, 0, out=mean)
-        return canvas - mean
+    y = self.net(x)
+    canvas = x.new_zeros(len(x) + 2, WIDTH)
+    canvas[1:-1].copy_(y)
+    with torch.no_grad():
+        mean = torch.empty(WIDTH, dtype=x.dtype, device=x.device)
+        torch.mean(x, 0, out=mean)
+    return canvas - mean
 
 
 add("out_argument", OutArgument, _rows, regress, "trap", "inplace", "graph_break")

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 from .core import Inputs, add, args
 from .losses import classify, segment
 
@@ -57,20 +59,18 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
-class ResNet(nn.Module):
-    def __init__(self, block, width=8, classes=5):
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-        )
-        self.pool = nn.MaxPool2d(3, 2, 1)
-        self.layer1 = block(width, width)
-        self.layer2 = block(width * block.expansion, 2 * width, 2)
-        self.fc = nn.Linear(2 * width * block.expansion, classes)
-
-    def forward(self, x):
-        x = self.layer2(self.layer1(self.pool(self.stem(x))))
-        return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+@layers(
+    lambda block, width=8, classes=5: dict(
+        stem=nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+        pool=nn.MaxPool2d(3, 2, 1),
+        layer1=block(width, width),
+        layer2=block(width * block.expansion, 2 * width, 2),
+        fc=nn.Linear(2 * width * block.expansion, classes),
+    )
+)
+def ResNet(self, x):
+    x = self.layer2(self.layer1(self.pool(self.stem(x))))
+    return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
 add("resnet_basic", lambda: ResNet(BasicBlock), _image, classify, "cnn", "inplace", "kinks")
@@ -107,25 +107,25 @@ def _mobilenet() -> nn.Module:
 add("mobilenet", _mobilenet, _image, classify, "cnn", "inplace", "sequential_root", "kinks")
 
 
-class DenseNet(nn.Module):
-    def __init__(self, growth=6, layers=4):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.layers = nn.ModuleList(
+@layers(
+    lambda growth=6, layers=4: dict(
+        stem=nn.Conv2d(3, 8, 3, padding=1),
+        layers=nn.ModuleList(
             nn.Sequential(
                 nn.BatchNorm2d(8 + i * growth),
                 nn.ReLU(),
                 nn.Conv2d(8 + i * growth, growth, 3, padding=1, bias=False),
             )
             for i in range(layers)
-        )
-        self.head = nn.Linear(8 + layers * growth, 5)
-
-    def forward(self, x):
-        features = [self.stem(x)]
-        for layer in self.layers:
-            features.append(layer(torch.cat(features, 1)))
-        return self.head(F.avg_pool2d(torch.cat(features, 1), 4).amax((2, 3)))
+        ),
+        head=nn.Linear(8 + layers * growth, 5),
+    )
+)
+def DenseNet(self, x):
+    features = [self.stem(x)]
+    for layer in self.layers:
+        features.append(layer(torch.cat(features, 1)))
+    return self.head(F.avg_pool2d(torch.cat(features, 1), 4).amax((2, 3)))
 
 
 add("densenet", DenseNet, _image, classify, "cnn", "kinks")
@@ -158,20 +158,20 @@ class UNet(nn.Module):
 add("unet", UNet, _image, segment, "cnn", "kinks")
 
 
-class SqueezeExcite(nn.Module):
-    def __init__(self, channels=12):
-        super().__init__()
-        self.conv = nn.Conv2d(3, channels, 3, padding=1)
-        self.gn = nn.GroupNorm(3, channels)
-        self.reduce = nn.Conv2d(channels, 4, 1)
-        self.expand = nn.Conv2d(4, channels, 1)
-        self.head = nn.Linear(channels, 5)
-
-    def forward(self, x):
-        x = F.silu(self.gn(self.conv(x)))
-        scale = x.mean((2, 3), keepdim=True)
-        x = x * torch.sigmoid(self.expand(F.relu(self.reduce(scale))))
-        return self.head(x.mean((2, 3)))
+@layers(
+    lambda channels=12: dict(
+        conv=nn.Conv2d(3, channels, 3, padding=1),
+        gn=nn.GroupNorm(3, channels),
+        reduce=nn.Conv2d(channels, 4, 1),
+        expand=nn.Conv2d(4, channels, 1),
+        head=nn.Linear(channels, 5),
+    )
+)
+def SqueezeExcite(self, x):
+    x = F.silu(self.gn(self.conv(x)))
+    scale = x.mean((2, 3), keepdim=True)
+    x = x * torch.sigmoid(self.expand(F.relu(self.reduce(scale))))
+    return self.head(x.mean((2, 3)))
 
 
 add("squeeze_excite", SqueezeExcite, _image, classify, "cnn")

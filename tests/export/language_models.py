@@ -1,19 +1,15 @@
 """BERT, GPT-2 and Llama of transformers, small and with random weights, as models of one tensor to one tensor."""
 
 import torch
-from torch import nn
+
+from tests.layers import layers
 
 
-class Logits(nn.Module):
+@layers(lambda model: dict(model=model))
+def Logits(self, ids):
     """A model of transformers whose forward takes token numbers and returns the first output, without a cache."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids):
-        options = {} if self.model.config.model_type == "bert" else {"use_cache": False}
-        return self.model(input_ids=ids, return_dict=False, **options)[0]
+    options = {} if self.model.config.model_type == "bert" else {"use_cache": False}
+    return self.model(input_ids=ids, return_dict=False, **options)[0]
 
 
 def language_model(name):

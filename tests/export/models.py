@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 WITHOUT = """
 import importlib.abc, sys
 class Blocked(importlib.abc.MetaPathFinder):
@@ -31,83 +33,59 @@ def run_without_amp_graph(code, folder):
     return done.stdout
 
 
-class Mlp(nn.Module):
+@layers(lambda: dict(up=nn.Linear(32, 128), norm=nn.LayerNorm(128), down=nn.Linear(128, 8)))
+def Mlp(self, x):
     """Linears, a layer norm, a GELU written out and a softmax."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(32, 128), nn.LayerNorm(128), nn.Linear(128, 8)
-
-    def forward(self, x):
-        h = self.norm(self.up(x))
-        return self.down(0.5 * h * (1 + torch.erf(h * 0.7071067811865476))).softmax(-1)
+    h = self.norm(self.up(x))
+    return self.down(0.5 * h * (1 + torch.erf(h * 0.7071067811865476))).softmax(-1)
 
 
-class Cnn(nn.Module):
+@layers(
+    lambda: dict(
+        stem=nn.Conv2d(3, 16, 3, padding=1),
+        norm=nn.BatchNorm2d(16),
+        conv=nn.Conv2d(16, 16, 3, padding=1),
+        last=nn.BatchNorm2d(16),
+        head=nn.Linear(16, 8),
+    )
+)
+def Cnn(self, x):
     """Convolutions with batch norms, whose parameters and statistics stay fp32, and a skip connection."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.conv, self.last = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.head = nn.Linear(16, 8)
-
-    def forward(self, x):
-        h = F.max_pool2d(self.norm(self.stem(x)).relu(), 2)
-        return self.head((self.last(self.conv(h)) + h).relu().mean((2, 3)))
+    h = F.max_pool2d(self.norm(self.stem(x)).relu(), 2)
+    return self.head((self.last(self.conv(h)) + h).relu().mean((2, 3)))
 
 
-class Attention(nn.Module):
+@layers(lambda: dict(qkv=nn.Linear(32, 96), out=nn.Linear(32, 32), weight=nn.Parameter(torch.rand(32) + 0.5)))
+def Attention(self, x):
     """Attention written out, with an additive mask; a residual stream; an RMS norm written out."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out, self.weight = nn.Linear(32, 96), nn.Linear(32, 32), nn.Parameter(torch.rand(32) + 0.5)
-
-    def forward(self, x):
-        normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(normed).chunk(3, -1))
-        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
-        scores = (q @ k.transpose(-2, -1) / 8**0.5 + mask).softmax(-1)
-        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+    normed = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+    q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(normed).chunk(3, -1))
+    mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+    scores = (q @ k.transpose(-2, -1) / 8**0.5 + mask).softmax(-1)
+    return x + self.out((scores @ v).transpose(1, 2).flatten(2))
 
 
-class Recurrent(nn.Module):
+@layers(lambda: dict(lstm=nn.LSTM(16, 32), gru=nn.GRU(32, 16), out=nn.Linear(16, 4)))
+def Recurrent(self, x):
     """An LSTM and a GRU."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.gru, self.out = nn.LSTM(16, 32), nn.GRU(32, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.out(self.gru(self.lstm(x)[0])[0])
+    return self.out(self.gru(self.lstm(x)[0])[0])
 
 
-class Branches(nn.Module):
+@layers(lambda: dict(one=nn.Linear(16, 16), two=nn.Linear(16, 16)))
+def Branches(self, x):
     """A condition, whose branches are graphs of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.one(x).relu(), lambda x: self.two(x).sin(), (x,))
+    return torch.cond(x.sum() > 0, lambda x: self.one(x).relu(), lambda x: self.two(x).sin(), (x,))
 
 
-class Writes(nn.Module):
+@layers(lambda: dict(linear=nn.Linear(16, 16), norm=nn.LayerNorm(16), groups=nn.GroupNorm(4, 16)))
+def Writes(self, x):
     """Writes in place between dtypes, and a scalar tensor beside a low-precision one."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm, self.groups = nn.Linear(16, 16), nn.LayerNorm(16), nn.GroupNorm(4, 16)
-
-    def forward(self, x):
-        h = self.linear(x)
-        h += self.norm(x)
-        h[:, 0] = x[:, 0]
-        y = torch.zeros(x.shape)
-        y.copy_(h)
-        return self.groups(y) * torch.tensor(0.3) + h.clamp_(min=0)
+    h = self.linear(x)
+    h += self.norm(x)
+    h[:, 0] = x[:, 0]
+    y = torch.zeros(x.shape)
+    y.copy_(h)
+    return self.groups(y) * torch.tensor(0.3) + h.clamp_(min=0)
 
 
 SHAPES = {Mlp: (4, 32), Cnn: (2, 3, 16, 16), Attention: (2, 6, 32)} | {

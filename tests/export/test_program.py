@@ -13,6 +13,7 @@ from amp_graph.export import export
 from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.torch_compat.modules import is_exported
+from tests.layers import forward_of, layers
 
 from .models import Attention, Branches, Cnn, Mlp, Recurrent, Writes, error, made, run_without_amp_graph
 
@@ -85,14 +86,10 @@ def test_gradients_are_those_of_fp32_parameters():
 
 
 def test_several_readers_of_a_cast_have_one_each_so_that_their_gradients_are_summed_in_fp32():
-    class Readers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-
-        def forward(self, x):
-            h = torch.logsumexp(torch.stack([x, x]), 0)
-            return sum(part(h) for part in self.parts)
+    @layers(lambda: dict(parts=nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))))
+    def Readers(self, x):
+        h = torch.logsumexp(torch.stack([x, x]), 0)
+        return sum(part(h) for part in self.parts)
 
     torch.manual_seed(0)
     model, x = Readers(), torch.randn(8, 64, requires_grad=True)
@@ -185,13 +182,9 @@ def test_dynamic_sizes_stay_dynamic():
 
 
 def test_checks_of_captured_dtypes_do_not_force_casts():
-    class Converts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.two(self.one(x).to(torch.float32).relu())
+    @layers(lambda: dict(one=nn.Linear(64, 64), two=nn.Linear(64, 64)))
+    def Converts(self, x):
+        return self.two(self.one(x).to(torch.float32).relu())
 
     model, x = Converts().eval(), torch.randn(4, 64)
     program = export(model, (x,), policy="bf16")
@@ -229,9 +222,9 @@ def test_the_module_can_be_traced_by_torch_jit(tmp_path):
 
 
 def test_what_cannot_be_exported_is_one_error():
-    class Breaks(nn.Module):
-        def forward(self, x):
-            return x + 1 if x.sum() > 0 else x - 1
+    @forward_of(nn.Module)
+    def Breaks(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
 
     with pytest.raises(CaptureError, match=r"(?s)torch\.export cannot capture Breaks.*legal: .*fix: "):
         export(Breaks(), (torch.randn(3),))
@@ -245,14 +238,10 @@ def test_what_cannot_be_exported_is_one_error():
 def test_an_export_that_fails_leaves_no_hook_behind():
     """torch 2.11 and 2.12 leave one, at which Dynamo breaks the graph of each forward that assigns to a buffer."""
 
-    class Assigns(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(3))
-
-        def forward(self, x):
-            self.seen = x.detach()
-            return x + 1 if x.sum() > 0 else x - 1
+    @layers(lambda: dict(seen=nn.Buffer(torch.zeros(3))))
+    def Assigns(self, x):
+        self.seen = x.detach()
+        return x + 1 if x.sum() > 0 else x - 1
 
     with pytest.raises(CaptureError):
         export(Assigns(), (torch.randn(3),))

@@ -9,6 +9,7 @@ import torch
 
 from amp_graph.integrations import missing
 from amp_graph.integrations.lightning_precision import outermost_calls
+from tests.layers import forward_of, layers
 
 PACKAGES = {
     "lightning": "lightning",
@@ -36,18 +37,14 @@ def test_another_missing_module_is_its_own_error():
     assert missing(error, "lightning", "us") is error
 
 
-class Inner(torch.nn.Module):
-    def forward(self, x):
-        return x + 1
+@forward_of(torch.nn.Module)
+def Inner(self, x):
+    return x + 1
 
 
-class Outer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Inner(), Inner()
-
-    def forward(self, x):
-        return self.second(self.first(x))
+@layers(lambda: dict(first=Inner(), second=Inner()))
+def Outer(self, x):
+    return self.second(self.first(x))
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, lru_cache
@@ -13,11 +12,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from amp_graph.lists import OpList, Rule
 from amp_graph.lists.operators import overloads_of
+from tests.warned import without_warnings
 
 from .handwritten import HANDWRITTEN
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's test module misses hypothesis, and says so
+with without_warnings(Warning):
     from torch.testing._internal.common_methods_invocations import op_db
 
 Sample = tuple[tuple, dict]

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.layers import layers
+
 
 class Louder(torch.autograd.Function):
     """Its gradient is 1e5 times too large."""
@@ -17,73 +19,69 @@ class Louder(torch.autograd.Function):
         return grad * 1e5
 
 
-class Plant(nn.Module):
+@layers(lambda kind: dict(kind=kind))
+def Plant(self, x):
     """Where the overflow is: ``kind`` "big", "loud", or "" for none."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x):
-        if self.kind == "big":
-            return (x.abs() + 1) * 1e5  # planted
-        if self.kind == "loud":
-            return Louder.apply(x)  # planted
-        return x
+    if self.kind == "big":
+        return (x.abs() + 1) * 1e5  # planted
+    if self.kind == "loud":
+        return Louder.apply(x)  # planted
+    return x
 
 
-class MLP(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.second, self.plant = nn.Linear(8, 16), nn.Linear(16, 4), Plant(kind)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.second(self.plant(self.dropout(functional.gelu(self.first(x)))))
+@layers(lambda kind: dict(first=nn.Linear(8, 16), second=nn.Linear(16, 4), plant=Plant(kind), dropout=nn.Dropout(0.1)))
+def MLP(self, x):
+    return self.second(self.plant(self.dropout(functional.gelu(self.first(x)))))
 
 
-class CNN(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.stem, self.norm, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
-        self.plant, self.head = Plant(kind), nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.stem(x)))
-        return self.head(self.conv(self.plant(x)).mean((2, 3)))
-
-
-class Block(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.plant, self.mlp = Plant(kind), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(mixed)
-        return x + self.mlp(self.plant(x))
+@layers(
+    lambda kind: dict(
+        stem=nn.Conv2d(3, 8, 3, padding=1),
+        norm=nn.BatchNorm2d(8),
+        conv=nn.Conv2d(8, 8, 3),
+        plant=Plant(kind),
+        head=nn.Linear(8, 4),
+    )
+)
+def CNN(self, x):
+    x = torch.relu(self.norm(self.stem(x)))
+    return self.head(self.conv(self.plant(x)).mean((2, 3)))
 
 
-class GPT(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(20, 16), nn.Sequential(Block(""), Block(kind))
-        self.head = nn.Linear(16, 20)
+@layers(
+    lambda kind: dict(
+        norm=nn.LayerNorm(16),
+        qkv=nn.Linear(16, 48),
+        out=nn.Linear(16, 16),
+        plant=Plant(kind),
+        mlp=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+    )
+)
+def Block(self, x):
+    q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    x = x + self.out(mixed)
+    return x + self.mlp(self.plant(x))
 
-    def forward(self, ids):
-        return self.head(self.blocks(self.embed(ids)))[:, -1]
+
+@layers(
+    lambda kind: dict(embed=nn.Embedding(20, 16), blocks=nn.Sequential(Block(""), Block(kind)), head=nn.Linear(16, 20))
+)
+def GPT(self, ids):
+    return self.head(self.blocks(self.embed(ids)))[:, -1]
 
 
-class LSTM(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
-        self.mix, self.plant = nn.Linear(8, 8), Plant(kind)
-
-    def forward(self, ids):
-        return self.head(self.plant(self.mix(self.lstm(self.embed(ids))[0][:, -1])))
+@layers(
+    lambda kind: dict(
+        embed=nn.Embedding(20, 8),
+        lstm=nn.LSTM(8, 8, batch_first=True),
+        head=nn.Linear(8, 4),
+        mix=nn.Linear(8, 8),
+        plant=Plant(kind),
+    )
+)
+def LSTM(self, ids):
+    return self.head(self.plant(self.mix(self.lstm(self.embed(ids))[0][:, -1])))
 
 
 class Bert(nn.Module):

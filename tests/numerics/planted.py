@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 # What fp16 without a loss scale is warned of.
 SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
 FORWARD = {"plant:mul.1", "plant:div"}  # what makes the large value, and what reads it
@@ -40,37 +42,40 @@ class Plant(nn.Module):
         return x
 
 
-class MLP(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.plant, self.last = nn.Linear(16, 32), Plant(kind, 32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.plant(self.first(x))))
+@layers(lambda kind: dict(first=nn.Linear(16, 32), plant=Plant(kind, 32), last=nn.Linear(32, 4)))
+def MLP(self, x):
+    return self.last(torch.relu(self.plant(self.first(x))))
 
 
-class CNN(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.norm, self.plant = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Plant(kind, 8)
-        self.second, self.last = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+@layers(
+    lambda kind: dict(
+        first=nn.Conv2d(3, 8, 3),
+        norm=nn.BatchNorm2d(8),
+        plant=Plant(kind, 8),
+        second=nn.Conv2d(8, 8, 3),
+        last=nn.Linear(8, 4),
+    )
+)
+def CNN(self, x):
+    h = torch.relu(self.norm(self.first(x)))
+    return self.last(torch.relu(self.second(self.plant(h))).mean((2, 3)))
 
-    def forward(self, x):
-        h = torch.relu(self.norm(self.first(x)))
-        return self.last(torch.relu(self.second(self.plant(h))).mean((2, 3)))
 
-
-class Block(nn.Module):
-    def __init__(self, plant):
-        super().__init__()
-        self.plant = plant
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-        self.norm2, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.plant(self.down(F.gelu(self.up(self.norm2(x)))))
+@layers(
+    lambda plant: dict(
+        plant=plant,
+        norm=nn.LayerNorm(16),
+        qkv=nn.Linear(16, 48),
+        out=nn.Linear(16, 16),
+        norm2=nn.LayerNorm(16),
+        up=nn.Linear(16, 32),
+        down=nn.Linear(32, 16),
+    )
+)
+def Block(self, x):
+    q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+    x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+    return x + self.plant(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
@@ -84,14 +89,13 @@ class GPT(nn.Module):
         return self.last(self.norm(self.two(self.one(self.embed(ids))))).mean(1)
 
 
-class LSTM(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.lstm, self.middle = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 16)
-        self.plant, self.last = Plant(kind, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(self.plant(self.middle(self.lstm(x)[0]))[:, -1])
+@layers(
+    lambda kind: dict(
+        lstm=nn.LSTM(8, 16, batch_first=True), middle=nn.Linear(16, 16), plant=Plant(kind, 16), last=nn.Linear(16, 4)
+    )
+)
+def LSTM(self, x):
+    return self.last(self.plant(self.middle(self.lstm(x)[0]))[:, -1])
 
 
 class BERT(nn.Module):

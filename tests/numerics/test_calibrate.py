@@ -20,6 +20,7 @@ from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.graph.meta_keys import MARK
+from tests.layers import forward_of, layers
 from tests.numerics.planted import KEPT, MODELS, SILENT, Plant, made
 from tests.passes.graphs import capture_function
 
@@ -121,11 +122,10 @@ def test_masks_are_no_overflow():
     assert range_of([x[:2]]).mask == range_of([x[4:]]).mask == 0.0
 
 
-class Masked(nn.Module):
+@forward_of(nn.Module)
+def Masked(self, q, k, v, mask):
     """Attention whose mask is an addend of a product."""
-
-    def forward(self, q, k, v, mask):
-        return torch.baddbmm(mask, q, k.mT).softmax(-1) @ v
+    return torch.baddbmm(mask, q, k.mT).softmax(-1) @ v
 
 
 @pytest.mark.parametrize(
@@ -307,14 +307,10 @@ def test_calls_of_one_module_are_told_apart_also_by_a_step(tmp_path):
         assert float(step(x, x)) == pytest.approx(0.0, abs=1e-5)
 
 
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        h = torch.cond(x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.first(h) * 2.0,), (x,))[0]
-        return self.last(h) * 2.0
+@layers(lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 8)))
+def Branching(self, x):
+    h = torch.cond(x.sum() > 1e9, lambda h: (self.first(h),), lambda h: (self.first(h) * 2.0,), (x,))[0]
+    return self.last(h) * 2.0
 
 
 @pytest.mark.filterwarnings(SILENT)
@@ -352,14 +348,10 @@ def test_what_is_wrong_is_said_once_and_clearly():
 
 
 def test_batches_of_other_sizes_and_dicts_are_legal():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.plant = nn.Linear(4, 2), Plant("forward", 2)
-
-        def forward(self, x, labels=None):
-            out = self.plant(self.fc(x))
-            return {"out": out, "loss": F.mse_loss(out, labels)}
+    @layers(lambda: dict(fc=nn.Linear(4, 2), plant=Plant("forward", 2)))
+    def Own(self, x, labels=None):
+        out = self.plant(self.fc(x))
+        return {"out": out, "loss": F.mse_loss(out, labels)}
 
     batches = [({"x": torch.randn(n, 4), "labels": torch.randn(n, 2)},) for n in (3, 5, 2)]
     found = amp_graph.calibrate(Own(), batches)

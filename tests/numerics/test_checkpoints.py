@@ -7,20 +7,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
+from tests.layers import layers
 from tests.numerics.planted import BACKWARD, FORWARD, Plant
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, kind, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.block = nn.Sequential(nn.Linear(6, 6), Plant(kind, 6), nn.Linear(6, 6))
-
-    def forward(self, x):
-        x = self.first(x)
-        x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return self.last(x)
+@layers(
+    lambda kind, reentrant: dict(
+        reentrant=reentrant,
+        first=nn.Linear(6, 6),
+        last=nn.Linear(6, 3),
+        block=nn.Sequential(nn.Linear(6, 6), Plant(kind, 6), nn.Linear(6, 6)),
+    )
+)
+def Checkpointed(self, x):
+    x = self.first(x)
+    x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+    return self.last(x)
 
 
 def made(kind, reentrant):

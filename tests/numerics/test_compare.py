@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.errors import AmpGraphError
 from amp_graph.numerics.differences import Against
+from tests.layers import layers
 from tests.numerics.planted import COARSE, MODELS, made
 
 SLOW = ("CNN", "GPT", "LSTM", "BERT")
@@ -97,13 +98,9 @@ def test_the_model_is_as_before_and_dropout_is_no_error():
 
 
 def test_an_operation_without_fp64_makes_fp32_the_reference():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return torch.ops.amp_graph_tests.only_fp32(self.fc(x))
+    @layers(lambda: dict(fc=nn.Linear(4, 4)))
+    def Own(self, x):
+        return torch.ops.amp_graph_tests.only_fp32(self.fc(x))
 
     found = amp_graph.compare(Own(), [(torch.randn(3, 4), torch.randn(3, 4))] * 2, F.mse_loss, policy="bf16")
     assert found.reference == "fp32, as fp64 failed: only float32"
@@ -114,17 +111,13 @@ def test_an_operation_without_fp64_makes_fp32_the_reference():
 
 
 def test_an_operation_in_place_is_blamed_for_its_own_error():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            h = self.first(x)
-            h.mul_(600.0).mul_(600.0)
-            h /= 600.0
-            h /= 600.0
-            return self.last(h)
+    @layers(lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 4)))
+    def Own(self, x):
+        h = self.first(x)
+        h.mul_(600.0).mul_(600.0)
+        h /= 600.0
+        h /= 600.0
+        return self.last(h)
 
     torch.manual_seed(0)
     found = amp_graph.compare(Own(), [(torch.randn(4, 8), torch.randn(4, 4))], F.mse_loss, policy="fp16")
@@ -154,22 +147,16 @@ def test_control_without_the_local_error_another_operation_is_first(monkeypatch)
     assert compared("MLP", "coarse", "bf16").operations[0].introduced == 0.0
 
 
-class WritesBeforeABreak(nn.Module):
+@layers(lambda writes: dict(writes=writes, first=nn.Linear(6, 6), last=nn.Linear(6, 3), seen=nn.Buffer(torch.ones(6))))
+def WritesBeforeABreak(self, x):
     """A graph that writes to what the next one reads."""
-
-    def __init__(self, writes):
-        super().__init__()
-        self.writes, self.first, self.last = writes, nn.Linear(6, 6), nn.Linear(6, 3)
-        self.register_buffer("seen", torch.ones(6))
-
-    def forward(self, x):
-        self.writes(self, x)
-        torch._dynamo.graph_break()
-        h = self.first(x * self.seen)
-        torch._dynamo.graph_break()
-        h[:, :3].mul_(1.7)
-        torch._dynamo.graph_break()
-        return self.last(torch.tanh(h))
+    self.writes(self, x)
+    torch._dynamo.graph_break()
+    h = self.first(x * self.seen)
+    torch._dynamo.graph_break()
+    h[:, :3].mul_(1.7)
+    torch._dynamo.graph_break()
+    return self.last(torch.tanh(h))
 
 
 def written_weight(model, x):
@@ -188,13 +175,9 @@ def test_what_one_graph_writes_the_next_one_reads_in_every_precision(writes):
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear"}
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.last(checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=False))
+@layers(lambda: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 4)))
+def Checkpointed(self, x):
+    return self.last(checkpoint(lambda h: torch.tanh(self.first(h)), x, use_reentrant=False))
 
 
 def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
@@ -205,27 +188,18 @@ def test_a_checkpointed_layer_is_compared_with_autocast_as_well():
     assert 1e-4 < one.gradient_error <= 1.05 * one.gradient_autocast < 0.02
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.tanh(self.linear(x))
+@layers(lambda: dict(linear=nn.Linear(8, 8)))
+def Block(self, x):
+    return torch.tanh(self.linear(x))
 
 
-class Again(nn.Module):
+@layers(lambda: dict(block=Block(), last=nn.Linear(8, 4)))
+def Again(self, x):
     """One layer is captured once, and runs three times in a call, each time behind a graph break."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.last = Block(), nn.Linear(8, 4)
-
-    def forward(self, x):
-        for _ in range(3):
-            x = self.block(x)
-            torch._dynamo.graph_break()
-        return self.last(x)
+    for _ in range(3):
+        x = self.block(x)
+        torch._dynamo.graph_break()
+    return self.last(x)
 
 
 def test_each_run_of_a_graph_is_compared_with_its_own_reference():
@@ -268,14 +242,10 @@ SEVERAL = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_gradients_of_several_results_are_each_compared_with_their_own(name):
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(8, 8)
-
-        def forward(self, x):
-            one, other = SEVERAL[name](self.up(x))
-            return one.tanh().sum() + 3 * other.sigmoid().sum()
+    @layers(lambda: dict(up=nn.Linear(8, 8)))
+    def Parts(self, x):
+        one, other = SEVERAL[name](self.up(x))
+        return one.tanh().sum() + 3 * other.sigmoid().sum()
 
     torch.manual_seed(0)
     found = amp_graph.compare(Parts(), [(torch.randn(16, 8),)], lambda out: out, policy="bf16")

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
+from tests.layers import forward_of, layers
 from tests.numerics.overflows import MODELS, made
 
 SCALE = 2.0**10
@@ -109,14 +110,10 @@ def test_a_converted_model_gives_its_policy_and_stays_converted():
 
 
 def test_dropout_is_drawn_as_in_the_step():
-    class Rare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            h = nn.functional.dropout(torch.ones_like(x), 0.5)
-            return self.fc(h * h[:, :1] * 3e4)
+    @layers(lambda: dict(fc=nn.Linear(8, 8)))
+    def Rare(self, x):
+        h = nn.functional.dropout(torch.ones_like(x), 0.5)
+        return self.fc(h * h[:, :1] * 3e4)
 
     model, batch, seen = Rare(), (torch.randn(1, 8), torch.zeros(1, dtype=torch.long)), set()
     for seed in range(5):
@@ -133,31 +130,16 @@ def test_dropout_is_drawn_as_in_the_step():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_input_that_is_not_finite_is_named(value):
-    model, (x, y) = made("mlp", "")
-    x[1, 2] = value
-    found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
-    assert (found.kind, found.given) == ("given", "input batch[0]")
-
-
-def test_a_buffer_that_is_not_finite_is_named():
-    model, (x, y) = made("mlp", "")
-    model.register_buffer("shift", torch.zeros(x.shape[-1]))
-    plain = model.forward
-    model.forward = lambda x: plain(x + model.shift)
-    model.shift[1] = math.inf
-    found = amp_graph.locate(model, (x, y), cross_entropy, policy="fp16")
-    assert found.given == "buffer shift"
-
-
-def test_a_target_and_a_parameter_that_are_not_finite_are_named():
+@pytest.mark.parametrize("given", ["input batch[0]", "target batch[1]", "parameter second.bias", "buffer shift"])
+def test_what_is_given_and_not_finite_is_named(given, value):
     model, (x, _) = made("mlp", "")
-    y = torch.full((5, 4), math.nan)
-    assert amp_graph.locate(model, (x, y), nn.functional.mse_loss, policy="fp16").given == "target batch[1]"
-    with torch.no_grad():
-        model.second.bias[1] = math.nan
-    found = amp_graph.locate(model, (x, torch.zeros(5, 4)), nn.functional.mse_loss, policy="fp16")
-    assert found.given == "parameter second.bias"
+    model.register_buffer("shift", torch.zeros(x.shape[-1]))
+    y, plain = torch.zeros(len(x), 4), model.forward
+    model.forward = lambda x: plain(x + model.shift)
+    places = dict(zip(("input", "target", "parameter", "buffer"), (x, y, model.second.bias, model.shift), strict=True))
+    places[given.split()[0]].detach().view(-1)[1] = value
+    found = amp_graph.locate(model, (x, y), nn.functional.mse_loss, policy="fp16")
+    assert (found.kind, found.given) == ("given", given)
     assert "before the model was called" in found.text()
 
 
@@ -186,17 +168,13 @@ def test_without_a_line_of_the_user_a_module_or_an_operator_is_named(size, first
 
 
 def test_an_infinity_that_a_mask_fills_in_is_no_fault():
-    class Masked(nn.Module):
-        def __init__(self, rows):
-            super().__init__()
-            self.fc, self.rows = nn.Linear(8, 8), rows
-
-        def forward(self, x):
-            scores = self.fc(x)
-            mask = torch.zeros_like(scores, dtype=torch.bool)
-            mask[: self.rows, 2:] = True
-            mask[0, : 8 * self.rows - 8] = True
-            return torch.softmax(scores.masked_fill(mask, float("-inf")), -1)  # softmax
+    @layers(lambda rows: dict(fc=nn.Linear(8, 8), rows=rows))
+    def Masked(self, x):
+        scores = self.fc(x)
+        mask = torch.zeros_like(scores, dtype=torch.bool)
+        mask[: self.rows, 2:] = True
+        mask[0, : 8 * self.rows - 8] = True
+        return torch.softmax(scores.masked_fill(mask, float("-inf")), -1)  # softmax
 
     batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
     assert not amp_graph.locate(Masked(1), batch, cross_entropy, policy="fp16")
@@ -258,12 +236,12 @@ class Checkpointed(nn.Module):
         return self.second(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))
 
 
-class Halved(Checkpointed):
-    def forward(self, x):
-        h = self.first(x).half()
-        h *= 3e4
-        h.mul_(10.0)  # of the code's own
-        return self.second(h.float())
+@forward_of(Checkpointed)
+def Halved(self, x):
+    h = self.first(x).half()
+    h *= 3e4
+    h.mul_(10.0)  # of the code's own
+    return self.second(h.float())
 
 
 def test_the_body_of_a_checkpoint_is_run_node_by_node():

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.layers import forward_of, layers
 from tests.numerics.overflows import made
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -45,18 +46,14 @@ def test_the_fix_for_a_loop_of_the_users_was_tried(name):
     assert watched(fix_of(found)).skips == 0
 
 
-class Loud(torch.nn.Module):
-    def forward(self, x):
-        return x * 6e4 * 6e4 / 6e4 / 6e4
+@forward_of(torch.nn.Module)
+def Loud(self, x):
+    return x * 6e4 * 6e4 / 6e4 / 6e4
 
 
-class Called(torch.nn.Module):
-    def __init__(self, inner, name):
-        super().__init__()
-        self.inner, self.name = inner, name
-
-    def forward(self, x):
-        return self.inner[self.name](x)
+@layers(lambda inner, name: dict(inner=inner, name=name))
+def Called(self, x):
+    return self.inner[self.name](x)
 
 
 def test_a_skipped_step_is_located_and_changes_nothing():

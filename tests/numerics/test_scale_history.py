@@ -12,6 +12,7 @@ import amp_graph
 from amp_graph.errors import CaptureError
 from amp_graph.report.report_notes import notes_of_scale
 from amp_graph.scaling.scale_records import ScaleRecords
+from tests.by_hand import descend
 from tests.numerics.overflows import made
 
 
@@ -45,10 +46,7 @@ def test_a_scaler_and_an_optimizer_have_a_history_too():
     scaler, optimizer = amp_graph.GradScaler(init_scale=4.0), torch.optim.SGD(model.parameters(), 0.01)
     ours = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), 0.01), loss_scale="dynamic")
     for factor in (1.0, float("inf"), 1.0):
-        optimizer.zero_grad()
-        scaler.scale(cross_entropy(model(x), y) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        descend(optimizer, cross_entropy(model(x), y) * factor, scaler)
     optimizer.zero_grad()
     ours.backward(cross_entropy(model(x), y))
     ours.step()

@@ -12,6 +12,7 @@ import amp_graph
 from amp_graph.optim import torch_fused_update
 from amp_graph.optim.torch_fused_update import is_dense
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
+from tests.layers import layers
 
 KINDS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -129,16 +130,10 @@ def test_masters_of_a_model_that_changes_its_layout(kind, order, change_at):
         assert (a - b).norm() <= 1e-5 * a.norm()
 
 
-class Gaps(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(8, 16)[:, ::2]), last=nn.Linear(8, 4)), seed=0)
+def Gaps(self, x):
     """With a parameter whose columns are every other one of a larger matrix."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight, self.last = nn.Parameter(torch.randn(8, 16)[:, ::2]), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.last(x @ self.weight)
+    return self.last(x @ self.weight)
 
 
 @pytest.mark.sampled(4)

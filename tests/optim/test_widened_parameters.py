@@ -20,8 +20,8 @@ def batch(seed=0):
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def train(model, optimizer, steps=3):
-    for i in range(steps):
+def train(model, optimizer, steps=range(3)):
+    for i in steps:
         model(batch(i)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,10 +94,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(policy, first):
         amp_graph.convert(model, f"{policy},widen=true")
         for one, state in loaded:
             (model if one == "model" else optimizer).load_state_dict(copy.deepcopy(state))
-        for i in steps:
-            model(batch(i)).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, steps)
         return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
     saved, state = start(range(3))

@@ -2,13 +2,14 @@
 
 import ctypes
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
 from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears, panel_gemm
 from amp_graph.passes.native import kernel_table
-from amp_graph.passes.native.jit_compiler import CompilerError, load
+from amp_graph.passes.native.jit_compiler import FOLDER, CompilerError, load
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
 BUILDS = ("matrix units", "emulated units", "dot products")
@@ -38,6 +39,24 @@ def every_build(request, monkeypatch):
         library, found = panel_gemm.typed(built(panel_gemm.SOURCE, request.param)), None
         monkeypatch.setattr(panel_gemm, "library", lambda: library)
     monkeypatch.setattr(amx_gemm, "library", lambda: found)
+
+
+def forget_libraries():
+    """Have each kernel loaded anew."""
+    load.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("amp_graph.passes.") and hasattr(getattr(module, "library", None), "cache_clear"):
+            module.library.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine where nothing can be compiled, and nothing is kept that was."""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv(FOLDER, "/nonexistent")
+    forget_libraries()
+    yield
+    forget_libraries()
 
 
 def perturbed():

@@ -4,45 +4,39 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
 
-class Block(nn.Module):
+
+@layers(
+    lambda: dict(
+        ln_1=nn.LayerNorm(8),
+        ln_2=nn.LayerNorm(8),
+        qkv=nn.Linear(8, 24),
+        proj=nn.Linear(8, 8),
+        fc=nn.Linear(8, 32),
+        out=nn.Linear(32, 8),
+    )
+)
+def Block(self, x):
     """A pre-norm block as in GPT-2, of width 8."""
-
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
-        self.fc, self.out = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        q, k, v = (a.view(2, 3, 2, 4).transpose(1, 2) for a in self.qkv(self.ln_1(x)).chunk(3, -1))
-        weights = (q @ k.transpose(-1, -2) / 2.0).softmax(-1)
-        x = x + self.proj((weights @ v).transpose(1, 2).reshape(2, 3, 8))
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+    q, k, v = (a.view(2, 3, 2, 4).transpose(1, 2) for a in self.qkv(self.ln_1(x)).chunk(3, -1))
+    weights = (q @ k.transpose(-1, -2) / 2.0).softmax(-1)
+    x = x + self.proj((weights @ v).transpose(1, 2).reshape(2, 3, 8))
+    return x + self.out(F.gelu(self.fc(self.ln_2(x))))
 
 
-class Inside(nn.Module):
+@layers(lambda: dict(patch=nn.Linear(8, 8), block=Block(), head=nn.Linear(8, 8)))
+def Inside(self, x):
     """A block as most blocks are: in the middle of a residual stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch, self.block, self.head = nn.Linear(8, 8), Block(), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.head(self.block(self.patch(x)))
+    return self.head(self.block(self.patch(x)))
 
 
-class Stacked(nn.Module):
+@layers(lambda: dict(embed=nn.Embedding(5, 8), ln=nn.LayerNorm(8), fc=nn.Linear(8, 8)))
+def Stacked(self, ids):
     """The two ends of a residual stream."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.ln, self.fc = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x + self.fc(self.ln(x))
-        return x + self.fc(self.ln(x))
+    x = self.embed(ids)
+    x = x + self.fc(self.ln(x))
+    return x + self.fc(self.ln(x))
 
 
 class Residual(nn.Module):
@@ -59,34 +53,22 @@ class Residual(nn.Module):
         return self.relu(h)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.fc = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.fc(self.lstm(x)[0][:, -1])
+@layers(lambda: dict(lstm=nn.LSTM(4, 8, batch_first=True), fc=nn.Linear(8, 2)))
+def Recurrent(self, x):
+    return self.fc(self.lstm(x)[0][:, -1])
 
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
+@layers(lambda: dict(a=nn.Linear(8, 16), b=nn.Linear(16, 4)))
+def WithLoss(self, x, y):
+    return F.cross_entropy(self.b(torch.relu(self.a(x))), y)
 
 
-class WritesToView(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        h = self.a(x)
-        before = self.b(h)
-        h[:, :4].add_(1.0)
-        return self.b(h) - before
+@layers(lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8)))
+def WritesToView(self, x):
+    h = self.a(x)
+    before = self.b(h)
+    h[:, :4].add_(1.0)
+    return self.b(h) - before
 
 
 X = (2, 3, 8)

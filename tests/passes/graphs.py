@@ -1,7 +1,7 @@
 """Graphs to test passes on: captured from small models, run on real tensors, with their gradients."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -118,11 +118,20 @@ def passes_before(last: type[Pass], policy: str = "bf16") -> list[Pass]:
     return passes_until(last, policy)[:-1]
 
 
-def with_and_without(one: Pass, graph: Capture) -> tuple[GraphModule, GraphModule, tuple[Any, ...], PassResult]:
-    """Return ``graph`` before ``one`` and after it, what it was given, and what the pass did."""
-    plain, ours = (graph.through(passes_before(type(one)))[0] for _ in range(2))
+class Passed(NamedTuple):
+    """A graph before a pass and after it, what it was given, and what the pass did."""
+
+    plain: GraphModule
+    ours: GraphModule
+    given: tuple[Any, ...]
+    result: PassResult
+
+
+def with_and_without(one: Pass, graph: Capture, policy: str = "bf16") -> Passed:
+    """Run ``one`` over ``graph``, behind the passes that come before it."""
+    plain, ours = (graph.through(passes_before(type(one), policy))[0] for _ in range(2))
     (done,) = run_passes(ours, [one], checked=True)
-    return plain, ours, graph.given, done.result
+    return Passed(plain, ours, graph.given, done.result)
 
 
 def rewritten(captured: Capture, policy: str = "bf16") -> GraphModule:
@@ -181,6 +190,19 @@ def differences(a: Step, b: Step) -> list[str]:
             if not _identical(x, y):
                 found.append(f"{what}[{i}]")
     return found
+
+
+def assert_near(found: Step, expected: Step, bound: float) -> None:
+    """Assert that outputs and gradients are as near as ``bound`` of their norms, and that the same ones are there."""
+    for one, other in zip((*found.outputs, *found.grads), (*expected.outputs, *expected.grads), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one - other).norm() <= bound * other.norm()
+
+
+def assert_left_alone(passed: Passed) -> None:
+    """Assert that the pass changed nothing, and no bit of a step either."""
+    assert not passed.result.changes
+    assert not differences(run_step(passed.ours, passed.given), run_step(passed.plain, passed.given))
 
 
 def _identical(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:

@@ -9,34 +9,24 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.casts import share_casts
 from amp_graph.passes.torch_compat.devices import cpu_has_bf16
+from tests.layers import layers
 
 pytestmark = pytest.mark.by_profit
 needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="no rewrite without bf16 instructions")
 
 
-class Readers(nn.Module):
+@layers(lambda: dict(norm=nn.LayerNorm(8), parts=nn.ModuleList(nn.Linear(8, 8) for _ in range(3))))
+def Readers(self, x):
     """A norm, whose fp32 result three linears and a sum read."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        x = self.norm(x)
-        return x + sum(part(x) for part in self.parts).float()
+    x = self.norm(x)
+    return x + sum(part(x) for part in self.parts).float()
 
 
-class Attends(nn.Module):
+@layers(lambda: dict(qkv=nn.Linear(16, 48)))
+def Attends(self, x):
     """Attention of a few tokens, whose projections are one linear."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v)
+    q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v)
 
 
 class Recurs(nn.LSTM):

@@ -10,20 +10,17 @@ from amp_graph.passes.graph.fake_values import adopt_values
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
+from tests.layers import layers
 from tests.passes.graphs import standard_passes
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.a, self.b = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        h = nn.functional.layer_norm(x, (4,), self.norm.weight, self.norm.bias)
-        h = nn.functional.linear(h, self.a.weight, self.a.bias)
-        q, k = torch.tanh(h).chunk(2, -1)
-        w = torch.softmax(q @ k.transpose(0, 1), -1)
-        return x + nn.functional.linear(torch.cat([w @ k, q], -1), self.b.weight, self.b.bias)
+@layers(lambda: dict(norm=nn.LayerNorm(4), a=nn.Linear(4, 8), b=nn.Linear(8, 4)))
+def Layer(self, x):
+    h = nn.functional.layer_norm(x, (4,), self.norm.weight, self.norm.bias)
+    h = nn.functional.linear(h, self.a.weight, self.a.bias)
+    q, k = torch.tanh(h).chunk(2, -1)
+    w = torch.softmax(q @ k.transpose(0, 1), -1)
+    return x + nn.functional.linear(torch.cat([w @ k, q], -1), self.b.weight, self.b.bias)
 
 
 class _IntoAll(torch.fx.Tracer):

@@ -13,7 +13,8 @@ from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.lookahead import Lookahead
 from amp_graph.passes.precision.plan_precision import PlanPrecision, marks
-from tests.measure import DtypeLog
+from tests.layers import forward_of, layers
+from tests.measure import products
 from tests.passes.graphs import capture_function, node_named, passes_until, standard_passes
 
 ROWS, WIDTH = 8, 16
@@ -50,19 +51,14 @@ VIEWS = {
 }
 
 
-class Written(nn.Module):
+@layers(lambda view, through_view: dict(view=view, through_view=through_view))
+def Written(self, x, w, v):
     """A linear whose result is viewed; the view, or the result, is written, and then both are read."""
-
-    def __init__(self, view, through_view):
-        super().__init__()
-        self.view, self.through_view = view, through_view
-
-    def forward(self, x, w, v):
-        h = F.linear(x, w)
-        before = h.relu()
-        view = self.view(h)
-        (view if self.through_view else h).mul_(2)
-        return F.linear(h, v) + before, view * 1.0
+    h = F.linear(x, w)
+    before = h.relu()
+    view = self.view(h)
+    (view if self.through_view else h).mul_(2)
+    return F.linear(h, v) + before, view * 1.0
 
 
 def error(got, want):
@@ -170,13 +166,9 @@ def test_a_conversion_that_copied_at_capture_copies_still(through_copy, read):
     assert error(got, want) < 0.012
 
 
-class Broken(nn.Module):
-    def __init__(self, view):
-        super().__init__()
-        self.view = view
-
-    def forward(self, x, w, v):
-        return broken(x, w, v, self.view)
+@layers(lambda view: dict(view=view))
+def Broken(self, x, w, v):
+    return broken(x, w, v, self.view)
 
 
 @pytest.mark.filterwarnings("ignore:.*graph")
@@ -197,10 +189,10 @@ def test_outputs_that_are_one_memory_stay_so():
     assert (h[0] == 7.0).all()
 
 
-class Outputs(nn.Module):
-    def forward(self, x, w, v):
-        h = F.linear(x, w)
-        return h, h[0]
+@forward_of(nn.Module)
+def Outputs(self, x, w, v):
+    h = F.linear(x, w)
+    return h, h[0]
 
 
 def test_a_value_that_nobody_writes_later_is_lowered_as_before():
@@ -287,18 +279,13 @@ def test_overlap_is_that_of_the_elements(a, b, expected):
     assert may_overlap(b, a) is expected
 
 
-class Shared(nn.Module):
+@layers(lambda view: dict(view=view))
+def Shared(self, x, y, w, v):
     """Reads one input around a write to another, of which it may be a view."""
-
-    def __init__(self, view):
-        super().__init__()
-        self.view = view
-
-    def forward(self, x, y, w, v):
-        seen = self.view(y)
-        before = F.linear(seen, w)
-        x.mul_(2)
-        return before, F.linear(seen, v)
+    seen = self.view(y)
+    before = F.linear(seen, w)
+    x.mul_(2)
+    return before, F.linear(seen, v)
 
 
 @pytest.mark.parametrize("view", [lambda y: y, lambda y: y.t().contiguous().t(), lambda y: y.view(16, 8)[:, :4]])
@@ -318,23 +305,18 @@ def test_bits_are_those_of_fp32_where_code_reads_dtypes():
     check(Bits())
 
 
-class Bits(nn.Module):
-    def forward(self, x, w, v):
-        h = F.linear(x, w)
-        h.view(torch.int32).bitwise_xor_(-(1 << 31))
-        return torch.ones(ROWS, WIDTH).to(h.dtype) * h, h
+@forward_of(nn.Module)
+def Bits(self, x, w, v):
+    h = F.linear(x, w)
+    h.view(torch.int32).bitwise_xor_(-(1 << 31))
+    return torch.ones(ROWS, WIDTH).to(h.dtype) * h, h
 
 
-class Reads(nn.Module):
+@layers(lambda shown: dict(first=nn.Linear(8, 8), last=nn.Linear(8, 8), shown=shown))
+def Reads(self, x):
     """A product that reads what overlapping outputs are parts of, and is itself no part of it."""
-
-    def __init__(self, shown):
-        super().__init__()
-        self.first, self.last, self.shown = nn.Linear(8, 8), nn.Linear(8, 8), shown
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        return self.last(h), *self.shown(x, h)
+    h = torch.tanh(self.first(x))
+    return self.last(h), *self.shown(x, h)
 
 
 SHOWN = {
@@ -350,10 +332,7 @@ def test_what_only_reads_overlapping_outputs_is_low(shown):
     plain, x = Reads(SHOWN[shown]), torch.randn(6, 8)
     ours = amp_graph.convert(copy.deepcopy(plain), "bf16")
     found, expected = ours(x), plain(x)
-    with DtypeLog() as log:
-        ours(x)
-    products = [dtypes for op, dtypes in log.entries if op == "aten.addmm"]
-    assert products == [(torch.bfloat16,)] * 2
+    assert products(ours, x) == [torch.bfloat16] * 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     if shown == "hidden":

@@ -8,25 +8,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.by_hand import descend
+from tests.layers import forward_of, layers
 
 STEPS = 9  # three as they are, one recording, and replays
 LOOPS = {}
 DECLINED = {}  # the reason that the report must give where a loop is not recorded
 
 
-class Net(nn.Module):
+@layers(
+    lambda drop=0.0, norm=False, tied=False: dict(
+        first=nn.Linear(6, 24),
+        last=nn.Linear(24, 24),
+        norm=nn.BatchNorm1d(24) if norm else nn.Identity(),
+        drop=nn.Dropout(drop),
+        tied=tied,
+    )
+)
+def Net(self, x):
     """Two layers with dropout and batch norm by choice; returns logits and a feature."""
-
-    def __init__(self, drop=0.0, norm=False, tied=False):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 24), nn.Linear(24, 24)
-        self.norm = nn.BatchNorm1d(24) if norm else nn.Identity()
-        self.drop, self.tied = nn.Dropout(drop), tied
-
-    def forward(self, x):
-        h = self.drop(F.gelu(self.norm(self.first(x))))
-        h = F.linear(F.relu(self.last(h)), self.last.weight if self.tied else self.last.weight.detach())
-        return h[:, :3].contiguous(), h.mean()
+    h = self.drop(F.gelu(self.norm(self.first(x))))
+    h = F.linear(F.relu(self.last(h)), self.last.weight if self.tied else self.last.weight.detach())
+    return h[:, :3].contiguous(), h.mean()
 
 
 def loop(function, declined=""):
@@ -112,12 +115,12 @@ def kernels_chosen_by_settings(word):
     return found
 
 
-class Attends(Net):
-    def forward(self, x):
-        heads = self.first(x).view(2, -1, 4, 6).transpose(1, 2)
-        h = F.scaled_dot_product_attention(heads, heads.flip(2), heads, is_causal=True)
-        h = self.last(h.transpose(1, 2).reshape(x.shape[0], -1))
-        return h[:, :3].contiguous(), h.mean()
+@forward_of(Net)
+def Attends(self, x):
+    heads = self.first(x).view(2, -1, 4, 6).transpose(1, 2)
+    h = F.scaled_dot_product_attention(heads, heads.flip(2), heads, is_causal=True)
+    h = self.last(h.transpose(1, 2).reshape(x.shape[0], -1))
+    return h[:, :3].contiguous(), h.mean()
 
 
 @loop
@@ -143,13 +146,9 @@ def gradients_held(word):
     return held + found
 
 
-class Judge(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.body(x)
+@layers(lambda: dict(body=nn.Sequential(nn.Linear(3, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))))
+def Judge(self, x):
+    return self.body(x)
 
 
 @loop
@@ -239,11 +238,7 @@ def a_scaler_that_skips_steps(word):
     scaler = amp_graph.GradScaler(device=DEVICE[0], init_scale=2.0**30, growth_interval=3)
     for _ in range(2 * STEPS):
         x, y = batch()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        loss = descend(optimizer, F.cross_entropy(model(x)[0], y), scaler)
         found += seen(model, loss)
     return found
 
@@ -265,10 +260,7 @@ def eval_in_between(word):
     optimizer, found = sgd(model), []
     for i in range(2 * STEPS):
         x, y = batch()
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x)[0], y)
-        loss.backward()
-        optimizer.step()
+        loss = descend(optimizer, F.cross_entropy(model(x)[0], y))
         model.eval()
         with torch.no_grad() if i % 4 else torch.inference_mode():
             found += [model(x)[0].clone(), model(batch()[0])[0].clone()]
@@ -369,11 +361,10 @@ def hooks_on_parameters(word):
     return plain(model) + told
 
 
-class TwoHeads(Net):
+@forward_of(Net)
+def TwoHeads(self, x):
     """Each layer belongs to one output."""
-
-    def forward(self, x):
-        return self.first(x), self.last(F.pad(x.detach(), (0, 18))).square().mean()
+    return self.first(x), self.last(F.pad(x.detach(), (0, 18))).square().mean()
 
 
 def one_head_at_a_time(word, model, body=None):
@@ -395,13 +386,9 @@ def heads_that_take_turns(word):
     return one_head_at_a_time(word, converted(word, TwoHeads()))
 
 
-class Doubles(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return MakesZeros.apply(self.linear(x))
+@layers(lambda: dict(linear=nn.Linear(6, 6)))
+def Doubles(self, x):
+    return MakesZeros.apply(self.linear(x))
 
 
 class MakesZeros(torch.autograd.Function):

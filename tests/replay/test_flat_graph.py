@@ -9,6 +9,7 @@ from amp_graph.capture import captured_graphs
 from amp_graph.replay.recorder import CannotRecord
 from amp_graph.replay.trace_flat import trace_flat
 from tests.corpus import CASES, make
+from tests.layers import forward_of
 from tests.replay import stand_in
 from tests.replay.flat_runner import FlatRunner
 
@@ -94,10 +95,10 @@ def _tuple_of(gm):
     return gm
 
 
-class Several(nn.Module):
-    def forward(self, x, w, n):
-        h = x @ w
-        return h, h.relu().sum(), x, n
+@forward_of(nn.Module)
+def Several(self, x, w, n):
+    h = x @ w
+    return h, h.relu().sum(), x, n
 
 
 def test_outputs_that_are_given_back_and_gradients_of_any_layout():
@@ -122,9 +123,9 @@ def test_inputs_that_are_written_between_forward_and_backward_are_an_error_as_in
         out[0].sum().backward()
 
 
-class Trained(nn.Module):
-    def forward(self, x):
-        return (x.mul_(2),)
+@forward_of(nn.Module)
+def Trained(self, x):
+    return (x.mul_(2),)
 
 
 @pytest.mark.parametrize(

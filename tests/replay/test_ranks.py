@@ -14,33 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.replay import eligibility, recorder
+from tests.layers import layers
 from tests.replay.stand_in import StandIn
 
 STEPS = 8
 WIDTH = 512  # a layer is a bucket of DDP, the first of which has 1 MiB at least
 
 
-class Net(nn.Module):
+@layers(
+    lambda: dict(
+        layers=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+        last=nn.Linear(WIDTH, 4),
+    )
+)
+def Net(self, x):
     """Layers of a bucket each, with a batch norm, whose statistics DDP broadcasts."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.layers(x)))
+    return self.last(torch.relu(self.layers(x)))
 
 
-class TwoHeads(nn.Module):
+@layers(lambda: dict(body=nn.Linear(8, 8), one=nn.Linear(8, 2), two=nn.Linear(8, 2)))
+def TwoHeads(self, x, which):
     """DDP has to find the parameters that a step leaves out."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(8, 2)
-
-    def forward(self, x, which):
-        return (self.one if which else self.two)(self.body(x).relu())
+    return (self.one if which else self.two)(self.body(x).relu())
 
 
 def plain(ddp, model, rank):
@@ -161,13 +156,9 @@ def notes_of(model, call):
     return "\n".join(amp_graph.report(model).notes)
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x).relu() * 2
+@layers(lambda: dict(linear=nn.Linear(8, 8)))
+def Small(self, x):
+    return self.linear(x).relu() * 2
 
 
 def test_a_call_outside_of_ddp_and_static_graphs_are_not_recorded(group):

@@ -14,6 +14,7 @@ from amp_graph.policy import Policy
 from amp_graph.replay.eligibility import why_not_captured
 from amp_graph.replay.guard_set import MOST
 from amp_graph.replay.replays import Pace
+from tests.layers import layers
 from tests.replay import stand_in
 
 
@@ -162,13 +163,9 @@ def test_a_custom_operator_is_a_reason(recorders):
     twice.register_fake(torch.empty_like)
     twice.register_autograd(lambda ctx, grad: grad * 2)
 
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 2)
-
-        def forward(self, x):
-            return twice(self.linear(x))
+    @layers(lambda: dict(linear=nn.Linear(6, 2)))
+    def Calls(self, x):
+        return twice(self.linear(x))
 
     model = amp_graph.convert(Calls(), "bf16,replay=true")
     steps(model, 6)

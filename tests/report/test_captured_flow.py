@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.report.graph_facts import split_reason
+from tests.layers import layers
 
 
 def captured(model, *inputs, policy="bf16"):
@@ -16,14 +17,10 @@ def captured(model, *inputs, policy="bf16"):
     return told.graphs[0], told.graphs[0].captured
 
 
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x, y):
-        z = torch.einsum("ab,cb->ac", self.fc(x), y.half().float())
-        return nn.functional.pad(z, (1, 1), mode="constant").to(torch.float64)
+@layers(lambda: dict(fc=nn.Linear(8, 8)))
+def Reads(self, x, y):
+    z = torch.einsum("ab,cb->ac", self.fc(x), y.half().float())
+    return nn.functional.pad(z, (1, 1), mode="constant").to(torch.float64)
 
 
 def test_nodes_read_what_the_graph_says():
@@ -54,22 +51,14 @@ def test_a_node_keeps_its_name_through_the_rewriting():
     }  # einsum
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part, self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(checkpoint(self.part, x, use_reentrant=False))
+@layers(lambda: dict(part=nn.Sequential(nn.Linear(8, 8), nn.GELU()), head=nn.Linear(8, 4)))
+def Checkpointed(self, x):
+    return self.head(checkpoint(self.part, x, use_reentrant=False))
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
+@layers(lambda: dict(one=nn.Linear(8, 8), two=nn.Linear(8, 8)))
+def Branches(self, x):
+    return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
 
 
 @pytest.mark.parametrize("model", [Checkpointed, Branches])

@@ -18,25 +18,25 @@ from torch.utils.flop_counter import FlopCounterMode
 import amp_graph
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.records import NodeReport
+from tests.layers import layers
 from tests.report.test_report import Broken, Net, Tokens
 from tests.test_docs import ROOT, blocks
 
 
-class Block(nn.Module):
+@layers(
+    lambda: dict(
+        qkv=nn.Linear(16, 48),
+        conv=nn.Conv1d(16, 16, 3, padding=1, groups=2),
+        mlp=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+        norm=nn.LayerNorm(16),
+    )
+)
+def Block(self, x):
     """Attention and a convolution, and layers that the backward computes again."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=2)
-        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (4, 12)).transpose(1, 2).chunk(3, -1)
-        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.conv(x.mT).mT
-        return self.norm(x + checkpoint(self.mlp, x, use_reentrant=False)) @ x.mT
+    q, k, v = self.qkv(x).unflatten(-1, (4, 12)).transpose(1, 2).chunk(3, -1)
+    x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    x = x + self.conv(x.mT).mT
+    return self.norm(x + checkpoint(self.mlp, x, use_reentrant=False)) @ x.mT
 
 
 CASES = {

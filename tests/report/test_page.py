@@ -15,29 +15,22 @@ import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
 from amp_graph.report.report_html import html_page, page_place
+from tests.layers import layers
 from tests.report.pages import Page, copies_of
 
 EVIL = "</script><script>alert(1)</script><!--"
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return x + self.fc(self.norm(x)).relu()
+@layers(lambda: dict(norm=nn.LayerNorm(64), fc=nn.Linear(64, 64)))
+def Layer(self, x):
+    return x + self.fc(self.norm(x)).relu()
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.double().float().log_softmax(-1).double()  # casts of the user's own, two without effect
+@layers(lambda: dict(layers=nn.ModuleList(Layer() for _ in range(3))))
+def Net(self, x):
+    for layer in self.layers:
+        x = layer(x)
+    return x.double().float().log_softmax(-1).double()  # casts of the user's own, two without effect
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,12 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.casts.product_precision import lost_in
+from tests.layers import layers
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(F.gelu(self.first(x)))
+@layers(lambda: dict(first=nn.Linear(16, 16), last=nn.Linear(16, 4)))
+def Net(self, x):
+    return self.last(F.gelu(self.first(x)))
 
 
 def notes_of(model):

@@ -17,37 +17,28 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.report.graph_facts import split_reason
 from amp_graph.report.report_text import fold
+from tests.layers import forward_of, layers
 
 
-class Net(nn.Module):
+@layers(lambda: dict(layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), norm=nn.LayerNorm(8)))
+def Net(self, x):
     """Layers that fold, an operation of every sort, and one that no list names."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        x = torch.erfinv(self.norm(x).tanh() / 2)
-        return x.log_softmax(-1)
+    for layer in self.layers:
+        x = torch.relu(layer(x))
+    x = torch.erfinv(self.norm(x).tanh() / 2)
+    return x.log_softmax(-1)
 
 
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.fc(x)
-        torch._dynamo.graph_break()
-        return self.fc(x)
+@layers(lambda: dict(fc=nn.Linear(8, 8)))
+def Broken(self, x):
+    x = self.fc(x)
+    torch._dynamo.graph_break()
+    return self.fc(x)
 
 
-class Tokens(nn.Module):
-    def forward(self, x):
-        return (x + 1).clamp(max=5)
+@forward_of(nn.Module)
+def Tokens(self, x):
+    return (x + 1).clamp(max=5)
 
 
 def converted(model, *inputs, policy="bf16"):
@@ -257,9 +248,9 @@ def test_before_the_first_call_there_is_nothing_to_say():
 
 
 def test_a_call_that_captured_nothing_is_told_with_its_notes():
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x
+    @forward_of(nn.Module)
+    def Plain(self, x):
+        return x
 
     model = amp_graph.convert(Plain())
     with pytest.warns(AmpGraphWarning):
@@ -344,13 +335,9 @@ def test_rows_fold_by_operation_precision_and_reason():
 
 
 def test_operations_of_one_reason_are_one_line():
-    class Block(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            return self.down(nn.functional.gelu(self.up(x)))
+    @layers(lambda width: dict(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width)))
+    def Block(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
 
     model = converted(nn.Sequential(Block(64), nn.Linear(64, 512), Block(512)), torch.randn(256, 64))
     (graph,) = amp_graph.report(model).graphs
@@ -360,14 +347,10 @@ def test_operations_of_one_reason_are_one_line():
 
 
 def test_a_shared_cast_is_counted_as_a_cast():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.one, self.two = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            h = self.norm(x)
-            return self.one(h) + self.two(h)
+    @layers(lambda: dict(norm=nn.LayerNorm(64), one=nn.Linear(64, 64), two=nn.Linear(64, 64)))
+    def Reads(self, x):
+        h = self.norm(x)
+        return self.one(h) + self.two(h)
 
     (graph,) = amp_graph.report(converted(Reads(), torch.randn(8, 64))).graphs
     assert "shared_cast" in graph.text

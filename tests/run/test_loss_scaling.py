@@ -13,7 +13,7 @@ from amp_graph.run.trained_models import State
 from tests.run.test_scripts import python
 from tests.run.test_trained_models import Net, lines, state_of
 
-POLICY = "fp16"
+POLICY = "fp16"  # of the models that are watched: conftest.py
 
 
 def optimizer_of(model, kind=torch.optim.SGD, **options):

@@ -16,18 +16,13 @@ from amp_graph.run.call_site import site_of_call
 from amp_graph.run.exit_report import exit_report, write_reports
 from amp_graph.run.options import RunOptions
 from amp_graph.run.trained_models import State
+from tests.layers import forward_of, layers
 
 
-class Net(nn.Module):
+@layers(lambda: dict(encoder=nn.Sequential(nn.Linear(8, 16), nn.ReLU()), head=nn.Linear(16, 4)))
+def Net(self, x):
     """A model with two parts."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(self.encoder(x))
+    return self.head(self.encoder(x))
 
 
 def step(*outputs):
@@ -177,9 +172,9 @@ def test_recomputed_and_compiled_models_are_left(watch):
 
 
 def test_a_checkpoint_inside_of_a_model_is_part_of_it(watch):
-    class Checkpointed(Net):
-        def forward(self, x):
-            return self.head(checkpoint(self.encoder, x, use_reentrant=False))
+    @forward_of(Net)
+    def Checkpointed(self, x):
+        return self.head(checkpoint(self.encoder, x, use_reentrant=False))
 
     models, model, x = watch(), Checkpointed(), torch.randn(4, 8)
     train(model, x)

@@ -13,10 +13,12 @@ from torch.amp.grad_scaler import OptState
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, ScaleError
 from amp_graph.scaling.loss_scale import LossScale
+from tests.by_hand import descend
+from tests.measure_dtypes import HostCopies
+from tests.step.test_train_step import everything
 
 INF, NAN = float("inf"), float("nan")
 BAD = [INF, -INF, NAN]
-WIDE = {"floor": 1e-30, "ceiling": 1e30}
 
 
 def moved(scale, pattern):
@@ -147,9 +149,9 @@ OPTIMIZERS = {
 }
 
 
-def snapshot(model, optimizer):
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-    return [t.detach().clone() for t in (*model.parameters(), *state)]
+def finish(scaler, optimizer):
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def one_step(model, optimizer, scaler, harm=lambda: None):
@@ -157,8 +159,7 @@ def one_step(model, optimizer, scaler, harm=lambda: None):
     optimizer.zero_grad()
     scaler.scale(model(torch.ones(2, 6)).sum()).backward()
     harm()
-    scaler.step(optimizer)
-    scaler.update()
+    finish(scaler, optimizer)
 
 
 def train(model, optimizer, scaler, steps=3, unscale=False):
@@ -168,8 +169,7 @@ def train(model, optimizer, scaler, steps=3, unscale=False):
         scaler.scale(model(x).pow(2).mean()).backward()
         if unscale:
             scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        finish(scaler, optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -179,7 +179,7 @@ def test_the_same_parameters_as_with_torchs_scaler(name, unscale):
     ours, theirs = make(kind, **options), make(kind, **options)
     train(*ours, amp_graph.GradScaler("cpu", init_scale=2.0**10), unscale=unscale)
     train(*theirs, torch.amp.GradScaler("cpu", init_scale=2.0**10), unscale=unscale)
-    for a, b in zip(snapshot(*ours), snapshot(*theirs), strict=True):
+    for a, b in zip(everything(*ours), everything(*theirs), strict=True):
         assert torch.equal(a, b)
 
 
@@ -189,18 +189,18 @@ def test_a_step_with_an_infinite_gradient_changes_nothing(name):
     model, optimizer = make(kind, **options)
     scaler = amp_graph.GradScaler("cpu", init_scale=2.0**10)
     train(model, optimizer, scaler)
-    before, scale = snapshot(model, optimizer), scaler.get_scale()
+    before, scale = everything(model, optimizer), scaler.get_scale()
     cases = itertools.product(list(model.parameters()), [0, 1, -1], BAD)
     for count, (parameter, place, value) in enumerate(cases, 1):
         one_step(model, optimizer, scaler, lambda: parameter.grad.view(-1)[place].fill_(value))  # noqa: B023
-        assert all(torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
         assert scaler.skipped_steps.item() == count
         assert scaler.found_inf > 0
         scale = max(scale / 2, 2.0**-14)
         assert scaler.get_scale() == scale
     train(model, optimizer, scaler, steps=1)
     assert scaler.found_inf == 0
-    assert any(not torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
 
 
 def test_skipped_steps_is_one_tensor_from_the_first_loss_on():
@@ -214,8 +214,7 @@ def test_skipped_steps_is_one_tensor_from_the_first_loss_on():
     for tensor in (before, held):
         assert (tensor.shape, tensor.dtype, tensor.item()) == ((), torch.int32, 3)
     scaler.scale(model(torch.ones(2, 6)).sum() * INF).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    finish(scaler, optimizer)
     assert held.item() == scaler.skipped_steps.item() == 4
 
 
@@ -230,7 +229,7 @@ def test_a_bad_first_step_leaves_no_trace(name):
     scaler.update(2.0**10)
     train(*ours, scaler)
     train(*never, amp_graph.GradScaler("cpu", init_scale=2.0**10))
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(*ours), snapshot(*never), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(everything(*ours), everything(*never), strict=True))
 
 
 class Around(torch.optim.Optimizer):
@@ -269,12 +268,11 @@ def test_two_losses_and_two_optimizers():
     for loss in scaler.scale(losses):
         loss.backward(retain_graph=True)
     second[0].weight.grad[0, 0] = NAN
-    before = snapshot(first, one), snapshot(second, two)
+    before = everything(first, one), everything(second, two)
     scaler.step(one)
-    scaler.step(two)
-    scaler.update()
-    assert any(not torch.equal(a, b) for a, b in zip(snapshot(first, one), before[0], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(second, two), before[1], strict=True))
+    finish(scaler, two)
+    assert any(not torch.equal(a, b) for a, b in zip(everything(first, one), before[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(everything(second, two), before[1], strict=True))
     assert scaler.get_scale() == 2.0**15
 
 
@@ -287,8 +285,7 @@ def test_complex_gradients(bad):
     scaler.scale((parameter.abs() ** 2).sum()).backward()
     if bad is not None:
         torch.view_as_real(parameter.grad)[1, bad] = INF
-    scaler.step(optimizer)
-    scaler.update()
+    finish(scaler, optimizer)
     expected = torch.tensor([1 + 2j, 3 - 4j]) * (0.5 if bad is None else 1)
     assert torch.allclose(parameter, expected)
     assert scaler.get_scale() == (2.0**8 if bad is None else 2.0**7)
@@ -298,10 +295,9 @@ def test_a_step_without_gradients_is_legal():
     model, optimizer = make(torch.optim.SGD)
     scaler = amp_graph.GradScaler("cpu")
     scaler.scale(torch.ones((), requires_grad=True)).backward()
-    before = snapshot(model, optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(snapshot(model, optimizer), before, strict=True))
+    before = everything(model, optimizer)
+    finish(scaler, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
     assert scaler.get_scale() == 2.0**16
 
 
@@ -320,10 +316,7 @@ def test_sparse_gradients():
     optimizer, scaler = torch.optim.SparseAdam(embedding.parameters()), amp_graph.GradScaler("cpu")
     before = embedding.weight.detach().clone()
     for value in (INF, 1.0):
-        optimizer.zero_grad()
-        scaler.scale((embedding(torch.tensor([1, 1, 4])) * value).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        descend(optimizer, (embedding(torch.tensor([1, 1, 4])) * value).sum(), scaler)
         assert torch.equal(embedding.weight, before) == (value == INF)
 
 
@@ -525,8 +518,7 @@ def test_not_enabled_it_does_nothing():
     assert scaler.scale(loss) is loss
     loss.backward()
     scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    finish(scaler, optimizer)
     assert scaler.state_dict() == {}
     assert scaler.get_scale() == 1.0
 
@@ -547,22 +539,12 @@ def test_the_operators_are_sound():
 
 
 def test_a_step_with_a_fused_optimizer_copies_nothing_to_the_host():
-    """`.item()` is `aten._local_scalar_dense`, a copy elsewhere `aten._to_copy`: none of the first in a whole step."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Copies(TorchDispatchMode):
-        found = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.found += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     def copies(optimizer, **options):
         model, optimizer = make(optimizer, **options)
         scaler = amp_graph.GradScaler("cpu")
         train(model, optimizer, scaler)
         scaler._floor.look = lambda *given: None  # free on the CPU, where it looks each time
-        with Copies() as mode:
+        with HostCopies() as mode:
             train(model, optimizer, scaler, steps=1)
         return mode.found
 

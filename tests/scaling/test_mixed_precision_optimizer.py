@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from tests.step.test_train_step import Net, batches, build, parameters, same
 KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
 
 
-def run(model, optimizer, given, clip=None):
+def run(model, optimizer, given, clip=None, dtype=None):
     for x, y in given:
         optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(x), y))
+        optimizer.backward(F.cross_entropy(model(x.to(dtype or x.dtype)).float(), y))
         if clip:
             optimizer.clip_master_grads(clip)
         optimizer.step()
@@ -63,10 +64,7 @@ def test_a_model_cast_by_hand_gets_masters():
     masters = optimizer.state_dict()["masters"]
     assert {p.dtype for p in masters} == {torch.float32}
     before = [m.clone() for m in masters]
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(x.bfloat16()).float(), y))
-        optimizer.step()
+    run(model, optimizer, batches(5), dtype=torch.bfloat16)
     assert not any(torch.equal(a, b) for a, b in zip(before, masters, strict=True))
     assert same([m.bfloat16() for m in masters], parameters(model))
 
@@ -158,9 +156,7 @@ def test_it_goes_on_with_a_model_that_was_reverted():
         if i == 3:
             amp_graph.revert(model)
         before = parameters(model)
-        optimizer.zero_grad()
-        optimizer.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
+        run(model, optimizer, [(x, y)])
         assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     masters = optimizer.state_dict()["masters"]
     assert all(torch.equal(p, full) for p, full in zip(low, masters, strict=True))
@@ -207,13 +203,7 @@ def test_copied_together_both_train_on(copied, order, policy):
         model = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 3)).bfloat16()
         return model, amp_graph.MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
-    def go(model, optimizer, given):
-        for x, y in given:
-            optimizer.zero_grad()
-            x = x.bfloat16() if policy is None else x
-            optimizer.backward(F.cross_entropy(model(x).float(), y))
-            optimizer.step()
-
+    go = partial(run, dtype=torch.bfloat16 if policy is None else None)
     given = list(batches(6))
     model, optimizer = made()
     torch.optim.lr_scheduler.StepLR(optimizer, 100)  # which puts a step of its own there

@@ -19,22 +19,17 @@ from amp_graph.errors import CaptureError
 from amp_graph.replay import recorder
 from amp_graph.step import cuda_graph
 from amp_graph.step.trace_step import StepBuilder
+from tests.layers import layers
 from tests.replay import stand_in
 
 STEPS = 9  # three as they are, one recording, and replays
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-class Normed(nn.Module):
+@layers(lambda: dict(first=nn.Linear(6, 24), norm=nn.BatchNorm1d(24), last=nn.Linear(24, 3), drop=nn.Dropout(0.2)))
+def Normed(self, x):
     """With buffers that forward writes, and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Linear(24, 3)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.last(self.drop(F.gelu(self.norm(self.first(x)))))
+    return self.last(self.drop(F.gelu(self.norm(self.first(x)))))
 
 
 @pytest.fixture
@@ -122,14 +117,10 @@ def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
 
 
 def test_inputs_that_the_model_writes_to_are_written(recordings):
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x.add_(1)
-            return self.linear(x)
+    @layers(lambda: dict(linear=nn.Linear(4, 4)))
+    def Writes(self, x):
+        x.add_(1)
+        return self.linear(x)
 
     model = Writes()
     step = amp_graph.TrainStep(

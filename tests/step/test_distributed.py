@@ -16,6 +16,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.loss_scaling import average
+from tests.layers import layers
 from tests.measure import DtypeLog
 
 STEPS, BAD = 40, {3, 4, 17, 30}
@@ -144,13 +145,9 @@ def test_parts_are_converted_then_sharded(ranks, tmp_path):
     assert first[1]["_skipped"] == 1
 
 
-class _Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.net = nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))
-
-    def forward(self, x):
-        return x + self.net(self.norm(x))
+@layers(lambda: dict(norm=nn.LayerNorm(6), net=nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))))
+def _Residual(self, x):
+    return x + self.net(self.norm(x))
 
 
 def _train_whole_sharded(mesh, rank, order):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_graph
-from tests.step.test_train_step import batches, build
+from tests.step.test_train_step import batches, build, with_step
 
 WAYS = {
     "plain": {},
@@ -25,8 +25,7 @@ def test_it_is_that_of_the_loop_by_hand(way):
         options.pop(k, d) for k, d in (("policy", "bf16"), ("optimizer", torch.optim.SGD), ("sizes", False))
     )
     given = [b for n in range(4 if sizes else 1) for b in batches(2, (8 + 2 * n, 6))]
-    model, optimizer = build(optimizer=kind)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, clip_norm=0.1, **options)
+    *_, step = with_step(build(optimizer=kind), policy, clip_norm=0.1, **options)
     assert step.grad_norm is None
     other, theirs = build(optimizer=kind)
     amp_graph.convert(other, policy)
@@ -48,8 +47,7 @@ def test_it_is_that_of_the_loop_by_hand(way):
 
 
 def test_an_infinite_gradient_has_an_infinite_norm():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", clip_norm=1.0)
+    *_, step = with_step(build(), "fp16", clip_norm=1.0)
     x, y = next(batches(1))
     step(x * 1e38, y)
     assert not torch.isfinite(step.grad_norm)
@@ -57,8 +55,7 @@ def test_an_infinite_gradient_has_an_infinite_norm():
 
 
 def test_without_clipping_there_is_none():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", clip_value=1.0)
+    *_, step = with_step(build(), "bf16", clip_value=1.0)
     step(*next(batches(1)))
     assert step.grad_norm is None
     assert "grad_norm" not in amp_graph.metrics(step)

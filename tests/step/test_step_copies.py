@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import amp_graph
 from amp_graph.errors import CaptureError
-from tests.step.test_train_step import Net, batches, build, parameters, same
+from tests.step.test_train_step import Net, batches, build, parameters, same, with_step
 
 
 def saved(step):
@@ -57,8 +57,7 @@ def test_a_copy_trains_a_model_of_its_own(copied, policy):
 @pytest.mark.parametrize("first", [copy.deepcopy, saved])
 @pytest.mark.parametrize("what", ["step", "model"])
 def test_a_copy_of_a_copy_has_all_bits_of_its_masters(what, first, policy):
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    model, _, step = with_step(build(), policy)
     for one in batches(3):
         step(*one)
     twin = copy.deepcopy(first(step)) if what == "step" else copy.deepcopy(first(model))
@@ -88,8 +87,7 @@ def test_a_subclass_is_copied_with_what_it_has():
 
 
 def test_what_is_copied_along_stays_one_object():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, optimizer, step = with_step(build(), "bf16")
     twin, other, its = copy.deepcopy((step, model, optimizer))
     assert twin.model is other
     assert twin.optimizer is its
@@ -97,14 +95,12 @@ def test_what_is_copied_along_stays_one_object():
 
 
 def test_a_shallow_copy_is_another_step_of_the_same_model():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    model, optimizer, step = with_step(build(), "fp16")
     twin = copy.copy(step)
     assert twin.model is model
     assert twin.optimizer is optimizer
     assert twin.loss_scale is step.loss_scale
-    other, theirs = build()
-    alone = amp_graph.TrainStep(other, F.cross_entropy, theirs, "fp16")
+    other, _, alone = with_step(build(), "fp16")
     for i, one in enumerate(batches(4)):
         (twin if i % 2 else step)(*one)
         alone(*one)

@@ -9,6 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import CaptureError
+from tests.by_hand import descend
 from tests.capture.test_failing_conversions import state_of
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -234,10 +235,7 @@ def test_a_wrapper_that_torch_made_runs_as_it_steps():
     found, _ = losses(model, Lookahead(inner))
     cast, optimizer = amp_graph.convert(plain, "bf16"), Lookahead(other)
     for loss in found:
-        optimizer.zero_grad()
-        wanted = F.cross_entropy(cast(X), Y)
-        wanted.backward()
-        optimizer.step()
+        wanted = descend(optimizer, F.cross_entropy(cast(X), Y))
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
 
 

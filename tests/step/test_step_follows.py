@@ -12,6 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.step.train_step import MADE_FOR
+from tests.by_hand import descend
+from tests.layers import forward_of, layers
 from tests.step.test_train_step import parameters, same
 
 LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
@@ -31,33 +33,22 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-class Aside(nn.Module):
+@layers(lambda: dict(a=nn.Linear(8, 4), b=nn.Linear(8, 4)), seed=0)
+def Aside(self, x):
     """A layer that is read without gradient, beside one that is trained."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x):
-        with torch.no_grad():
-            aside = self.b(x)
-        return self.a(x) + aside
+    with torch.no_grad():
+        aside = self.b(x)
+    return self.a(x) + aside
 
 
-class Branches(nn.Module):
+@layers(
+    lambda alternate=True: dict(a=nn.Linear(8, 4), b=nn.Linear(8, 4), calls=0, taken=True, alternate=alternate), seed=0
+)
+def Branches(self, x):
     """Two layers, of which each call takes one; they alternate, or go by ``taken``."""
-
-    def __init__(self, alternate=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
-        self.calls, self.taken, self.alternate = 0, True, alternate
-
-    def forward(self, x):
-        self.calls += 1
-        taken = self.calls % 2 if self.alternate else self.taken
-        return self.a(x) if taken else self.b(x)
+    self.calls += 1
+    taken = self.calls % 2 if self.alternate else self.taken
+    return self.a(x) if taken else self.b(x)
 
 
 def batch(seed=1):
@@ -96,6 +87,12 @@ def stepped(model, optimizer, steps, policy, before=None, **options):
             before(i, model, optimizer)
         losses.append(step(*batch(i)).item())
     return step, losses
+
+
+def mlp_after(steps, make=None, policy="bf16"):
+    """A model and a step that has trained it."""
+    model = mlp()
+    return model, stepped(model, (make or sgd)(model.parameters()), steps, policy)[0]
 
 
 def at_step_2(change):
@@ -173,16 +170,14 @@ def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
 
 
 def test_a_model_of_which_the_optimizer_has_nothing_any_more_is_refused():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model, step = mlp_after(2)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     with pytest.raises(CaptureError, match=r"has none of the parameters(.|\n)*fix:"):
         step(*batch())
 
 
 def test_what_the_optimizer_has_not_is_not_trained():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model, step = mlp_after(2)
     model[2] = other_layer()
     was = model[2].weight.detach().clone()
     step(*batch(5))
@@ -205,8 +200,7 @@ def test_heads_of_one_architecture_share_one_capture():
 
 
 def test_parameters_that_nobody_has_any_more_are_let_go():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 2, "bf16")
+    model, step = mlp_after(2)
     for seed in range(5):
         torch.manual_seed(seed)
         model[2] = nn.Linear(16, 4)
@@ -240,9 +234,7 @@ def test_replaced_under_batches_of_two_shapes(policy):
         before(i, one, theirs)
         before(i, two, ours)
         x, y = (t[:rows] for t in batch(i))
-        theirs.zero_grad()
-        F.cross_entropy(one(x), y).backward()
-        theirs.step()
+        descend(theirs, F.cross_entropy(one(x), y))
         step(x, y)
     assert same(parameters(one), parameters(two))
 
@@ -414,13 +406,20 @@ def test_a_scheduler_that_sets_betas_is_followed_and_does_not_trace_each_step_an
 
 
 @pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
-def test_hooks_of_the_optimizers_step_are_called(make):
+def test_hooks_of_the_optimizers_step_are_called_as_long_as_they_are_registered(make):
     model, calls = mlp(), []
     optimizer = make(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    stepped(model, optimizer, 3, "bf16")
-    assert calls == ["before", "after"] * 3
+    step, _ = stepped(model, optimizer, 2, "bf16")
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    of_all = register_optimizer_step_post_hook(lambda *_: calls.append("of all"))
+    try:
+        step(*batch())
+    finally:
+        of_all.remove()
+    handle.remove()
+    step(*batch())
+    assert calls == ["before", "before", "before", "after", "of all", "before"]
 
 
 @pytest.mark.parametrize("make", [sgd, decayed, lambda p: Adagrad(p, lr=0.01, fused=True)])
@@ -441,29 +440,6 @@ def test_a_step_of_a_fused_optimizer_by_others_is_seen(make):
     assert torch.equal(step(*batch()), plain(*batch()))
     assert same(parameters(model), parameters(twin))
     assert "_fused_" in step.graph_text()
-
-
-def test_a_hook_that_is_registered_between_two_steps_is_called_and_one_removed_is_not():
-    model, calls = mlp(), []
-    optimizer = decayed(model.parameters())
-    step, _ = stepped(model, optimizer, 2, "bf16")
-    handle = optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    step(*batch())
-    assert calls == [1]
-    handle.remove()
-    step(*batch())
-    assert calls == [1]
-
-
-def test_a_hook_of_all_optimizers_is_called():
-    model, calls = mlp(), []
-    optimizer = decayed(model.parameters())
-    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
-    try:
-        stepped(model, optimizer, 2, "bf16")
-    finally:
-        handle.remove()
-    assert calls == [1, 1]
 
 
 def test_a_step_that_was_replaced_is_what_runs():
@@ -557,8 +533,7 @@ def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
 
 
 def test_what_graphs_are_made_for_is_not_set_later():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    _, step = mlp_after(1)
     for name in MADE_FOR:
         kept = getattr(step, name)
         with pytest.raises(CaptureError, match=rf"TrainStep: {name} is set to 2,(.|\n)*legal:(.|\n)*fix:"):
@@ -568,9 +543,8 @@ def test_what_graphs_are_made_for_is_not_set_later():
 
 
 def test_under_no_grad_there_is_no_step():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
-    was = [p.detach().clone() for p in model.parameters()]
+    model, step = mlp_after(1)
+    was = parameters(model)
     with torch.no_grad(), pytest.raises(CaptureError, match=r"torch\.no_grad\(\)(.|\n)*fix:"):
         step(*batch())
     with torch.inference_mode(), torch.enable_grad(), pytest.raises(CaptureError, match="inference_mode"):
@@ -593,8 +567,7 @@ def test_converted_and_reverted_between_two_steps(policy):
 
 
 def test_a_model_that_was_converted_otherwise_is_refused():
-    model = mlp()
-    step, _ = stepped(model, sgd(model.parameters()), 1, "bf16")
+    model, step = mlp_after(1)
     amp_graph.convert(model, "fp16")
     with pytest.raises(CaptureError, match=r"converted with policy='fp16-O1'(.|\n)*fix:"):
         step(*batch())
@@ -613,9 +586,9 @@ def test_gradients_that_would_go_on_behind_the_batch_are_refused():
             step(encoder(x), y)
         step(encoder(x).detach(), y)
 
-    class Generated(nn.Module):
-        def forward(self, x):
-            return x @ self.weight
+    @forward_of(nn.Module)
+    def Generated(self, x):
+        return x @ self.weight
 
     model, maker = Generated(), nn.Linear(3, 32)
     model.weight = maker(torch.ones(3)).view(8, 4)
@@ -639,8 +612,7 @@ def test_a_parameter_in_the_batch():
 
 
 def test_no_state_is_made_where_the_loop_makes_none():
-    model = mlp()
-    step, _ = stepped(model, SGD(model.parameters(), lr=0.1), 2, "bf16")
+    _, step = mlp_after(2, lambda parameters: SGD(parameters, lr=0.1))
     assert step.optimizer.state_dict()["state"] == {}
 
 

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.cli import main as cli
 from amp_graph.passes.backends.recurrent import lstm_functions
 from amp_graph.passes.base import VerifyError
+from tests.layers import layers
 
 
 class GoldenStep(expecttest.TestCase):
@@ -111,13 +112,9 @@ def test_step_goes_with_text_alone(capsys):
     assert "--step needs --format text" in capsys.readouterr().err
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.last = nn.LSTM(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.last(self.layer(x)[0][-1])
+@layers(lambda: dict(layer=nn.LSTM(8, 16), last=nn.Linear(16, 4)))
+def Recurrent(self, x):
+    return self.last(self.layer(x)[0][-1])
 
 
 @pytest.mark.parametrize("skip", ["", ",skip=backend"])

@@ -10,6 +10,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.scaling.loss_scale import STUCK
 from amp_graph.step import trace_step
+from tests.layers import forward_of
 from tests.step.test_step_follows import LEVELS, batch, compare, loop, sgd, stepped
 from tests.step.test_train_step import parameters, same
 
@@ -114,11 +115,11 @@ def test_tied_without_a_word_to_the_optimizer(policy):
 
 
 def test_tied_where_neither_gets_a_gradient():
-    class Aside(Layers):
-        def forward(self, x):
-            with torch.no_grad():
-                aside = self.b(self.a(x))
-            return self.head(x + aside)
+    @forward_of(Layers)
+    def Aside(self, x):
+        with torch.no_grad():
+            aside = self.b(self.a(x))
+        return self.head(x + aside)
 
     compare(Aside, adamw, "bf16", tied_at(2))
 

@@ -5,7 +5,6 @@ Every run is compared with a step that is traced anew for each kind of batch, wh
 
 import copy
 import re
-import warnings
 
 import pytest
 import torch
@@ -15,6 +14,8 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.scaling.loss_scale import LossScale
+from tests.layers import forward_of
+from tests.warned import heard, without_warnings
 
 STEPS = 5
 
@@ -37,14 +38,13 @@ class Counting(Net):
         return super().forward(x) * min(1.0, self.calls / 5)
 
 
-class Times(Net):
+@forward_of(Net)
+def Times(self, x, times, factor=1.0):
     """Takes as many turns as it is told, and another layer along from the fourth on."""
-
-    def forward(self, x, times, factor=1.0):
-        h = self.a(x) * factor
-        for _ in range(times):
-            h = self.norm(F.gelu(h))
-        return self.b(h) + (self.unused(h[:, :2]).sum() if times > 3 else 0.0)
+    h = self.a(x) * factor
+    for _ in range(times):
+        h = self.norm(F.gelu(h))
+    return self.b(h) + (self.unused(h[:, :2]).sum() if times > 3 else 0.0)
 
 
 def lengths(micro_batches=1):
@@ -74,8 +74,7 @@ def trained(kind, batches, policy, optimizer, traced, **options):
     if traced:
         step._runs.alone = False
         step._runs.capture()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with heard() as seen:
         losses = [step(*batch).item() for batch in batches]
     return model, made, step, losses, [str(one.message) for one in seen if one.category is AmpGraphWarning]
 
@@ -147,8 +146,7 @@ def test_a_size_that_the_user_marks_is_in_no_traced_step():
     for x, y in lengths():
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(y, 0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AmpGraphWarning)
+        with without_warnings():
             assert step(x, y).item() == pytest.approx(F.mse_loss(model(x), y).item(), rel=0.02)
     assert not step.captured
 
@@ -161,8 +159,7 @@ def test_a_bad_step_changes_nothing(max_graphs):
         model, F.mse_loss, optimizer, "fp16", max_graphs=max_graphs, loss_scale=LossScale(2.0**8)
     )
     batches = turns()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         for batch in batches[:3]:
             step(*batch)
         before = copy.deepcopy([*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())])
@@ -179,8 +176,7 @@ def test_outputs_are_returned_as_they_are_by_traced_steps():
     step = amp_graph.TrainStep(
         model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0), max_graphs=3, outputs=True
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AmpGraphWarning)
+    with without_warnings():
         for batch in turns():
             loss, out = step(*batch)
             assert loss.dtype == out.dtype == torch.float32

@@ -18,50 +18,56 @@ from amp_graph.errors import AmpGraphWarning, CaptureError, ScaleError
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step import choose_step
 from amp_graph.step.step_arguments import refuse_several_devices
+from tests.by_hand import descend
+from tests.layers import forward_of, layers
+from tests.measure_dtypes import HostCopies
 
 INF, NAN = float("inf"), float("nan")
 
 
-class Net(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 24), nn.LayerNorm(24), nn.Linear(24, 3)
-        self.drop = nn.Dropout(dropout)
+@layers(
+    lambda dropout=0.0: dict(
+        first=nn.Linear(6, 24), norm=nn.LayerNorm(24), second=nn.Linear(24, 3), drop=nn.Dropout(dropout)
+    )
+)
+def Net(self, x):
+    return self.second(self.drop(F.gelu(self.norm(self.first(x)))))
 
-    def forward(self, x):
-        return self.second(self.drop(F.gelu(self.norm(self.first(x)))))
 
-
-class Normalized(nn.Module):
+@layers(
+    lambda: dict(
+        conv=nn.Conv2d(1, 4, 3), norm=nn.BatchNorm2d(4), head=nn.Linear(4, 3), unused=nn.Parameter(torch.ones(3))
+    )
+)
+def Normalized(self, x):
     """With buffers that forward writes, and a parameter that nothing uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+    return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-class NormalizedTokens(nn.Module):
+@layers(lambda: dict(first=nn.Linear(6, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, 3, bias=False)))
+def NormalizedTokens(self, x):
     """Batch norm over the channels of tokens, whose result is laid out otherwise than tracing has it (PatchTST).
 
     The last linear has no bias: of rows that lie apart, eager PyTorch rounds the product before it adds one.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.head = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3, bias=False)
-
-    def forward(self, x):
-        return self.head(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).mean(1)
+    return self.head(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).mean(1)
 
 
 def build(kind=Net, optimizer=torch.optim.AdamW, seed=0, **options):
     torch.manual_seed(seed)
     model = kind()
     return model, optimizer(model.parameters(), **{"lr": 0.01, **options})
+
+
+def with_step(built, policy=None, loss=F.cross_entropy, **options):
+    """A model, its optimizer, and the whole step that trains them."""
+    return *built, amp_graph.TrainStep(built[0], loss, built[1], policy, **options)
+
+
+def go(step, given):
+    """Take a step with each batch."""
+    for x, y in given:
+        step(x, y)
 
 
 def batches(count, shape=(8, 6)):
@@ -112,8 +118,7 @@ OPTIMIZERS = {
 
 def beside_the_loop(policy, given, kind=Net, optimizer=torch.optim.AdamW, options=None, fused=True, loop=None, **step):
     """Train by a step and by hand, and compare parameters and buffers; return the step, its losses and the loop's."""
-    model, ours = build(kind, optimizer, **(options or {}))
-    train = amp_graph.TrainStep(model, F.cross_entropy, ours, policy, **step)
+    model, _ours, train = with_step(build(kind, optimizer, **(options or {})), policy, **step)
     torch.manual_seed(3)
     losses = [train(x, y).item() for x, y in given]
     other, theirs = build(kind, optimizer, **({"fused": True} if fused else {}), **(options or {}))
@@ -148,15 +153,10 @@ def test_under_a_dynamic_loss_scale(policy):
     assert scaler.get_scale() != 2.0**16
 
 
-class Recurrent(nn.Module):
+@layers(lambda: dict(lstm=nn.LSTM(6, 16, 2, batch_first=True), head=nn.Linear(16, 3)))
+def Recurrent(self, x):
     """Its kernel keeps what backward reads only where autograd records, which a traced step does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 16, 2, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(x if x.ndim == 3 else x[:, None].expand(-1, 4, -1))[0][:, -1])
+    return self.head(self.lstm(x if x.ndim == 3 else x[:, None].expand(-1, 4, -1))[0][:, -1])
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,8 @@ def test_models_of_all_kinds_train_as_by_hand(kind, shape, count):
 
 
 def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16", micro_batches=4)
-    other, theirs = build()
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16", micro_batches=4)
+    model, optimizer, step = with_step(build(), "bf16", micro_batches=4)
+    other, theirs, plain = with_step(build(), "bf16", micro_batches=4)
     (x, y), (u, v) = batches(2)
     step(x, y)
     plain(x, y)
@@ -201,8 +199,7 @@ def test_an_interrupted_step_leaves_nothing_to_the_next(monkeypatch):
 
 
 def test_a_static_scale_stays_where_it_is_set():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=128.0)
+    model, optimizer, step = with_step(build(), "fp16", loss_scale=128.0)
     x, y = next(batches(1))
     step(x, y)
     step.loss_scale.set(64.0)
@@ -215,12 +212,10 @@ def test_a_static_scale_stays_where_it_is_set():
 
 
 def test_a_restored_step_has_its_count_of_skipped_steps_before_it_runs():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    model, optimizer, step = with_step(build(), "fp16")
     x, y = next(batches(1))
     step(x * INF, y)
-    model, optimizer = build()
-    restored = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16")
+    model, optimizer, restored = with_step(build(), "fp16")
     restored.load_state_dict(step.state_dict())
     unscaled = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
     for count, wanted in ((step, 1), (restored, 1), (unscaled, 0)):
@@ -228,8 +223,7 @@ def test_a_restored_step_has_its_count_of_skipped_steps_before_it_runs():
 
 
 def test_a_learning_rate_may_be_any_number_and_come_back():
-    model, optimizer = build(optimizer=torch.optim.SGD, lr=0.1)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, optimizer, step = with_step(build(optimizer=torch.optim.SGD, lr=0.1), "bf16")
     other, theirs = build(optimizer=torch.optim.SGD, lr=0.1, fused=True)
     traced = []
     for rate, (x, y) in zip((0.1, 0.0, torch.tensor(0.2), 0.0, 0.1, 1), batches(6), strict=True):
@@ -260,9 +254,7 @@ def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile)
     theirs = kind(other.parameters(), **{"lr": 0.01, **options})
     for x, y in batches(5):
         step(x, y)
-        theirs.zero_grad()
-        F.cross_entropy(other(x), y).backward()
-        theirs.step()
+        descend(theirs, F.cross_entropy(other(x), y))
     for begun, ours, wanted in zip(start, model.parameters(), other.parameters(), strict=True):
         assert ours.dtype == torch.bfloat16
         went = (wanted.float() - begun).norm()
@@ -316,13 +308,11 @@ def _without_the_last(optimizer):
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 @pytest.mark.parametrize("reset", [_cleared, _replaced, _without_the_last])
 def test_state_that_is_reset_starts_anew(reset, policy):
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
+    model, optimizer, step = with_step(build(), policy)
     other, theirs = build(fused=True)
     given = list(batches(6))
     for part in (given[:3], given[3:]):
-        for x, y in part:
-            step(x, y)
+        go(step, part)
         by_hand(other, theirs, policy, part)
         assert same(optimizer_state(optimizer), optimizer_state(theirs))
         for one in (optimizer, theirs):
@@ -399,8 +389,7 @@ def test_two_steps_of_one_optimizer_are_traced_once_each():
 
 
 def test_other_shapes_are_captured_anew():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    *_, step = with_step(build(), "bf16")
     for size in (8, 5, 8, 3):
         step(*next(batches(1, (size, 6))))
     assert len(step.captured) == 2
@@ -426,10 +415,8 @@ def everything(model, optimizer):
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_a_bad_step_changes_nothing(name, first, value):
     kind, given = OPTIMIZERS.get(name, (torch.optim.RMSprop, {}))
-    model, optimizer = build(optimizer=kind, **given)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=LossScale(2.0**8))
-    twin_model, twin = build(optimizer=kind, **given)
-    untouched = amp_graph.TrainStep(twin_model, F.cross_entropy, twin, "fp16", loss_scale=LossScale(2.0**8))
+    model, optimizer, step = with_step(build(optimizer=kind, **given), "fp16", loss_scale=LossScale(2.0**8))
+    twin_model, twin, untouched = with_step(build(optimizer=kind, **given), "fp16", loss_scale=LossScale(2.0**8))
     x, y = next(batches(1))
     for one in () if first else (step, untouched):
         one(x, y)
@@ -449,33 +436,18 @@ def test_a_bad_step_changes_nothing(name, first, value):
 
 
 def test_without_a_loss_scale_a_bad_step_does_change_something():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
+    model, _, step = with_step(build(), "bf16")
     x, y = next(batches(1))
     step(x * INF, y)
     assert not all(p.isfinite().all() for p in model.parameters())
 
 
 def test_nothing_is_copied_to_the_host():
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Copies(TorchDispatchMode):
-        found = 0
-
-        @classmethod
-        def ignore_compile_internals(cls):
-            return True
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.found += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
     def copies(optimizer):
-        model, optimizer = build(optimizer=optimizer)
-        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", clip_norm=1.0)
+        _, optimizer, step = with_step(build(optimizer=optimizer), "fp16", clip_norm=1.0)
         x, y = next(batches(1))
         step(x, y)
-        with Copies() as mode:
+        with HostCopies() as mode:
             step(x, y)
         return mode.found
 
@@ -498,8 +470,7 @@ def test_resumed_in_the_middle_it_is_the_same_run(name, policy):
         return model, optimizer, amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, loss_scale=scale)
 
     whole, optimizer, step = fresh()
-    for x, y in batches(50):
-        step(x, y)
+    go(step, batches(50))
     model, first, half = fresh()
     given_batches = list(batches(50))
     for x, y in given_batches[:25]:
@@ -529,8 +500,8 @@ def test_a_model_that_computes_its_loss():
     x, y = next(batches(1))
     model, optimizer = build(WithLoss)
     loss, out = amp_graph.TrainStep(model, None, optimizer, "bf16", outputs=True)({"x": x, "y": y})
-    other, theirs = build()
-    expected = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16")(x, y)
+    other, _, plain = with_step(build(), "bf16")
+    expected = plain(x, y)
     assert torch.equal(loss, expected)
     assert out["logits"].shape == (8, 3)
     assert not loss.requires_grad
@@ -560,11 +531,9 @@ def test_a_frozen_model_computes_its_loss(kind):
 )
 def test_through_a_compiler(compile, name, level):
     kind, given = OPTIMIZERS[name]
-    model, optimizer = build(optimizer=kind, **given)
     policy = f"bf16-{level}"
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, compile=compile, loss_scale="dynamic")
-    other, theirs = build(optimizer=kind, **given)
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16", loss_scale="dynamic")
+    model, optimizer, step = with_step(build(optimizer=kind, **given), policy, compile=compile, loss_scale="dynamic")
+    *_, plain = with_step(build(optimizer=kind, **given), "bf16", loss_scale="dynamic")
     for x, y in batches(4):
         torch.testing.assert_close(step(x, y), plain(x, y), rtol=1e-2, atol=1e-2)
     assert step.loss_scale.values() == plain.loss_scale.values()
@@ -642,14 +611,9 @@ def test_bad_input():
 def test_complex_parameters():
     """As the loop does."""
 
-    class Complex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.weight, self.head = nn.Parameter(torch.randn(6, 16, dtype=torch.complex64)), nn.Linear(16, 3)
-
-        def forward(self, x):
-            return self.head((x.to(torch.complex64) @ self.weight).abs())
+    @layers(lambda: dict(weight=nn.Parameter(torch.randn(6, 16, dtype=torch.complex64)), head=nn.Linear(16, 3)), seed=0)
+    def Complex(self, x):
+        return self.head((x.to(torch.complex64) @ self.weight).abs())
 
     model, other = Complex(), Complex()
     step = amp_graph.TrainStep(
@@ -665,24 +629,22 @@ def test_complex_parameters():
     torch.testing.assert_close(parameters(model), parameters(other))
 
 
-class Checkpointed(Net):
-    def forward(self, x):
-        hidden = checkpoint(lambda h: F.gelu(self.norm(self.first(h))), x, use_reentrant=False)
-        return self.second(self.drop(hidden))
+@forward_of(Net)
+def Checkpointed(self, x):
+    hidden = checkpoint(lambda h: F.gelu(self.norm(self.first(h))), x, use_reentrant=False)
+    return self.second(self.drop(hidden))
 
 
-class DrawsInside(Net):
-    def forward(self, x):
-        hidden = checkpoint(lambda h: self.drop(F.gelu(self.norm(self.first(h)))), x, use_reentrant=False)
-        return self.second(hidden)
+@forward_of(Net)
+def DrawsInside(self, x):
+    hidden = checkpoint(lambda h: self.drop(F.gelu(self.norm(self.first(h)))), x, use_reentrant=False)
+    return self.second(hidden)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
 def test_checkpoints_are_computed_again_in_backward(policy):
-    model, optimizer = build(Checkpointed)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy)
-    other, theirs = build()
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, policy)
+    model, _, step = with_step(build(Checkpointed), policy)
+    other, _, plain = with_step(build(), policy)
     for x, y in batches(20):
         step(x, y)
         plain(x, y)
@@ -691,10 +653,8 @@ def test_checkpoints_are_computed_again_in_backward(policy):
 
 
 def test_checkpoints_that_draw_stay_as_they_are():
-    model, optimizer = build(lambda: DrawsInside(dropout=0.5))
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16")
-    other, theirs = build(lambda: Net(dropout=0.5))
-    plain = amp_graph.TrainStep(other, F.cross_entropy, theirs, "bf16")
+    *_, step = with_step(build(lambda: DrawsInside(dropout=0.5)), "bf16")
+    *_, plain = with_step(build(lambda: Net(dropout=0.5)), "bf16")
     for x, y in batches(5):
         torch.manual_seed(3)
         mine = step(x, y)
@@ -703,22 +663,20 @@ def test_checkpoints_that_draw_stay_as_they_are():
     assert step.graph_text().count("aten.native_layer_norm.default") == 1
 
 
-class Diverges(Net):
-    def forward(self, x):
-        out = self.first(x)
-        return self.second(self.norm(out)) + (out.float().sum() / 0.0).float() * 0.0
+@forward_of(Net)
+def Diverges(self, x):
+    out = self.first(x)
+    return self.second(self.norm(out)) + (out.float().sum() / 0.0).float() * 0.0
 
 
 @pytest.mark.filterwarnings("error::amp_graph.errors.AmpGraphWarning")
 @pytest.mark.parametrize("at_floor", ["warn", "error"])
 def test_gradients_that_stay_infinite_at_the_floor_are_named(at_floor):
-    model, optimizer = build(Diverges)
     scale = LossScale(2.0**-13, floor=2.0**-14)
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "fp16", loss_scale=scale, at_floor=at_floor)
+    model, _, step = with_step(build(Diverges), "fp16", loss_scale=scale, at_floor=at_floor)
     *given, last = batches(20)
     before = parameters(model)
-    for x, y in given:
-        step(x, y)
+    go(step, given)
     with pytest.raises((ScaleError, AmpGraphWarning), match=r"TrainStep: .*first bad one: amp_graph.locate"):
         step(*last)
     assert same(before, parameters(model))
@@ -729,25 +687,24 @@ def test_parameters_on_several_devices_are_refused():
         refuse_several_devices([torch.ones(1), torch.ones(1, device="meta")])
 
 
-class Prints(Net):
-    def forward(self, x):
-        out = self.first(x)
-        print(float(out.sum()))
-        return out
+@forward_of(Net)
+def Prints(self, x):
+    out = self.first(x)
+    print(float(out.sum()))
+    return out
 
 
-class Averages(Net):
-    def forward(self, x):
-        out = self.first(x)
-        return out / 2 if 1.0 / out.argmax().item() > 0.1 else out
+@forward_of(Net)
+def Averages(self, x):
+    out = self.first(x)
+    return out / 2 if 1.0 / out.argmax().item() > 0.1 else out
 
 
-class Global(Net):
+@forward_of(Net)
+def Global(self, x):
     """Dynamo has another error for a branch on such a size: is any token of Longformer's a global one?"""
-
-    def forward(self, x):
-        chosen = x[x.sum(1) > 0]
-        return self.first(x) * 2 if chosen.shape[0] == 1 else self.first(x)
+    chosen = x[x.sum(1) > 0]
+    return self.first(x) * 2 if chosen.shape[0] == 1 else self.first(x)
 
 
 @pytest.mark.parametrize(
@@ -808,8 +765,7 @@ def test_a_model_that_sets_itself_up_in_its_first_call_is_traced_later():
 
 
 def test_a_dispatch_mode_is_refused_by_name_and_does_no_harm_for_later():
-    model, optimizer = build()
-    step = amp_graph.TrainStep(model, F.cross_entropy, optimizer)
+    model, _, step = with_step(build())
     x, y = next(batches(1))
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):

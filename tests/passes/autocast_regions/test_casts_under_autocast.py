@@ -9,6 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
+from tests.layers import layers
 from tests.measure_casts import CastCounter
 
 
@@ -33,17 +34,12 @@ def convolutions():
     )
 
 
-class Broken(nn.Module):
+@layers(lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8)))
+def Broken(self, x):
     """The second graph starts with values that autocast would have lowered, and has weights of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.a(x)
-        torch._dynamo.graph_break()
-        return self.b(torch.exp(x))
+    x = self.a(x)
+    torch._dynamo.graph_break()
+    return self.b(torch.exp(x))
 
 
 MODELS = {
@@ -116,14 +112,10 @@ def test_they_are_counted_where_the_model_is_gone():
 
 
 def test_what_cannot_be_counted_says_why():
-    class Selects(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(8, 8)
-
-        def forward(self, x):
-            x = self.a(x)
-            return self.a(x[x.sum(1) > 0]).sum()
+    @layers(lambda: dict(a=nn.Linear(8, 8)))
+    def Selects(self, x):
+        x = self.a(x)
+        return self.a(x[x.sum(1) > 0]).sum()
 
     told, (graph,) = found(Selects(), torch.randn(4, 8))
     assert graph.why_not == "its sizes depend on data"

@@ -12,6 +12,7 @@ from amp_graph.passes.casts import eliminate_casts
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.manager import run_passes
+from tests.layers import layers
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
 from tests.passes.programs import captured
 
@@ -223,15 +224,10 @@ def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
     assert torch.equal(x, before[1])
 
 
-class TakesLow(nn.Module):
+@layers(lambda: dict(layer=nn.Linear(8, 8)))
+def TakesLow(self, x):
     """Is given low precision, and computes in fp32, by the user's word."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x.float())
+    return self.layer(x.float())
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -12,6 +12,7 @@ from amp_graph.passes.casts.share_casts import ShareCasts, shared_cast
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.manager import run_passes
+from tests.layers import layers
 from tests.passes.graphs import (
     BF16,
     FP32,
@@ -113,8 +114,8 @@ def test_a_full_reader_before_the_cast_stays_where_it_is(reads_again):
     assert all((x - y).norm() <= 0.01 * y.norm() for x, y in zip(a.grads, b.grads, strict=True) if y is not None)
 
 
-@pytest.mark.parametrize("function", [two, squared, low_and_full])
-def test_two_readers_add_as_one_cast_a_reader_does_bit_for_bit(function):
+@pytest.mark.parametrize("function", [two, squared, low_and_full, three])
+def test_readers_add_as_one_cast_a_reader_does_bit_for_bit_but_for_the_order_of_a_third(function):
     (plain, apart, shared), done, given = graphs(function)
     assert done.result.modified
     a, b, c = (run_step(gm, given) for gm in (plain, apart, shared))
@@ -122,17 +123,7 @@ def test_two_readers_add_as_one_cast_a_reader_does_bit_for_bit(function):
         assert torch.equal(x, z)
         assert torch.equal(y, z)
     for g, h in zip(b.grads, c.grads, strict=True):
-        assert torch.equal(g, h)
-
-
-def test_three_readers_differ_by_the_order_of_an_fp32_sum_at_most():
-    (plain, apart, shared), _, given = graphs(three)
-    a, b, c = (run_step(gm, given) for gm in (plain, apart, shared))
-    for x, y, z in zip(a.outputs, b.outputs, c.outputs, strict=True):
-        assert torch.equal(x, z)
-        assert torch.equal(y, z)
-    for g, h in zip(b.grads, c.grads, strict=True):
-        assert (g - h).norm() <= 2**-22 * h.norm()
+        assert torch.equal(g, h) or (function is three and (g - h).norm() <= 2**-22 * h.norm())
 
 
 def test_readers_behind_a_view_add_in_fp32_too():
@@ -238,13 +229,9 @@ def test_rewriting_a_graph_with_shared_casts_again_changes_nothing():
 def test_a_symbolic_trace_knows_what_trains():
     """Its values are recorded on fake tensors; without their requires_grad nothing would be shared or protected."""
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.v = torch.nn.Parameter(W), torch.nn.Parameter(V)
-
-        def forward(self, x):
-            return low_and_full(self, x)
+    @layers(lambda: dict(w=torch.nn.Parameter(W), v=torch.nn.Parameter(V)))
+    def Model(self, x):
+        return low_and_full(self, x)
 
     traced = torch.fx.symbolic_trace(Model())
     gm = amp_graph.rewrite(traced, "bf16", (X,))

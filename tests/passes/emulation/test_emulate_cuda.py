@@ -14,6 +14,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline_row import Stage
 from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.policy import Policy
+from tests.layers import layers
 from tests.passes.graphs import body_text, capture, capture_function, passes_before, run_step, standard_passes
 
 POLICY = "fp16,emulate=cuda"
@@ -125,13 +126,9 @@ def test_attention_with_a_mask_and_a_row_that_sees_nothing(mask):
 def test_operations_inside_of_one_call_round_one_by_one():
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, x):
-            return self.attention(x, x, x, need_weights=False)[0]
+    @layers(lambda: dict(attention=attention))
+    def Model(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
 
     graph = capture(Model(), torch.randn(2, 5, 8))
     before, after, done = planned(graph)

@@ -12,6 +12,7 @@ import amp_graph
 from amp_graph.capture import dynamo_backend
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph import autograd_functions
+from tests.layers import layers
 
 # Dynamo makes an object of each custom function that it captures.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -47,14 +48,9 @@ class Cubes(torch.autograd.Function):
         return grad * 3 * x * x
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+@layers(lambda function: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH), function=function))
+def Model(self, x):
+    return self.function(self, x)
 
 
 def tripled(s, x):

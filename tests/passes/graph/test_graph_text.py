@@ -8,6 +8,7 @@ from torch import nn
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.propagate_fake_values import record_values
+from tests.layers import layers
 from tests.passes.graphs import capture_function
 
 
@@ -18,14 +19,10 @@ def text_of(function, *inputs):
 
 
 def test_a_small_graph_in_full():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            a, b = torch.chunk(x * self.scale, 2)
-            return {"a": a[:, ::2], "b": [b.to(torch.float64), None]}
+    @layers(lambda: dict(scale=nn.Parameter(torch.ones(3))))
+    def Model(self, x):
+        a, b = torch.chunk(x * self.scale, 2)
+        return {"a": a[:, ::2], "b": [b.to(torch.float64), None]}
 
     assert text_of(Model(), torch.randn(4, 3)).splitlines()[:5] == [
         "%0: f32[4,3] = input x",

@@ -9,21 +9,16 @@ from torch.fx import GraphModule, Tracer
 
 import amp_graph
 from amp_graph.passes.graph.propagate_fake_values import inline_modules
+from tests.layers import forward_of, layers
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
 
-class Scaled(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.eye(4) * 1.5), calls=nn.Buffer(torch.zeros(()))))
+def Scaled(self, x, factor=2.0, *, shift=1.0):
     """A module with defaults, one of which is by name alone; ``calls`` counts in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4) * 1.5)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x, factor=2.0, *, shift=1.0):
-        self.calls.add_(1)
-        return x @ self.weight * factor + shift
+    self.calls.add_(1)
+    return x @ self.weight * factor + shift
 
 
 class Pair(Scaled):
@@ -31,14 +26,14 @@ class Pair(Scaled):
         return super().forward(x), x - 1
 
 
-class Any(nn.Module):
-    def forward(self, *given):
-        return given[0] - given[1]
+@forward_of(nn.Module)
+def Any(self, *given):
+    return given[0] - given[1]
 
 
-class Named(nn.Module):
-    def forward(self, **given):
-        return given["a"] - given["b"]
+@forward_of(nn.Module)
+def Named(self, **given):
+    return given["a"] - given["b"]
 
 
 class Hooked(nn.Module):
@@ -67,14 +62,9 @@ KEPT = {
 }
 
 
-class Whole(nn.Module):
-    def __init__(self, kind, call):
-        super().__init__()
-        torch.manual_seed(0)
-        self.part, self.call = kind(), call
-
-    def forward(self, x):
-        return self.call(self.part, x)
+@layers(lambda kind, call: dict(part=kind(), call=call), seed=0)
+def Whole(self, x):
+    return self.call(self.part, x)
 
 
 class OneLeaf(Tracer):

@@ -10,9 +10,8 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.layout import channels_last
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.memory_format import Layouts, is_channels_last
-from amp_graph.passes.manager import run_passes
 from tests.passes.drawn import drawn
-from tests.passes.graphs import Function, capture_function, differences, multiply_bf16, passes_before, run_step
+from tests.passes.graphs import Function, assert_left_alone, capture_function, multiply_bf16, run_step, with_and_without
 
 
 @pytest.fixture(autouse=True)
@@ -127,10 +126,7 @@ CASES |= {f.__name__: f for f in (seen_by_view, written_by_view, viewed_once_wri
 
 
 def passed(function, x=X, policy="bf16", state=STATE):
-    graph = capture_function(function, x, **state)
-    plain, ours = (graph.through(passes_before(ChannelsLast, policy))[0] for _ in range(2))
-    (done,) = run_passes(ours, [ChannelsLast()], checked=True)
-    return plain, ours, graph.given, done.result
+    return with_and_without(ChannelsLast(), capture_function(function, x, **state), policy)
 
 
 def errors(step, exact):
@@ -316,9 +312,7 @@ LEFT = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone(name):
-    plain, ours, given, result = passed(LEFT[name])
-    assert not result.changes
-    assert not differences(run_step(ours, given), run_step(plain, given))
+    assert_left_alone(passed(LEFT[name]))
 
 
 def test_sizes_that_vary_are_not_guarded():
@@ -343,11 +337,9 @@ def test_a_machine_where_it_is_not_profitable(monkeypatch):
 def test_images_of_one_channel_become_channels_last_behind_their_first_convolution():
     """Both layouts of one channel are the same memory: the first convolution gives contiguous images."""
     grey = drawn(2, 1, 6, 6, seed=5)
-    graph = capture_function(convs, grey, w=drawn(8, 1, 3, 3, seed=2) / 3, v=STATE["v"], b=STATE["b"])
-    ours = graph.through(passes_before(ChannelsLast))[0]
-    run_passes(ours, [ChannelsLast()], checked=True)
+    _, ours, given, _ = passed(convs, grey, state={**STATE, "w": drawn(8, 1, 3, 3, seed=2) / 3})
     seen = Seen(ours)
-    seen.run(*graph.given)
+    seen.run(*given)
     assert [seen.found[n] for n in ours.graph.nodes if "conv2d" in n.name] == [False, True]
     (relu,) = [n for n in ours.graph.nodes if n.name == "relu"]
     assert seen.found[relu]  # it is saved for backward, in this layout alone

@@ -6,9 +6,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph.passes.layout.global_avg_pool_gradient import GlobalAvgPoolGradient, pooled
-from amp_graph.passes.manager import run_passes
 from tests.passes.drawn import drawn
-from tests.passes.graphs import BF16, FP32, capture_function, differences, multiply_bf16, passes_before, run_step
+from tests.passes.graphs import (
+    BF16,
+    FP32,
+    assert_left_alone,
+    assert_near,
+    capture_function,
+    multiply_bf16,
+    run_step,
+    with_and_without,
+)
 
 LAST = torch.channels_last
 
@@ -75,10 +83,7 @@ POOLS = {
 
 
 def passed(function, x=X):
-    graph = capture_function(function, x, **STATE)
-    plain, ours = (graph.through(passes_before(GlobalAvgPoolGradient))[0] for _ in range(2))
-    (done,) = run_passes(ours, [GlobalAvgPoolGradient()], checked=True)
-    return plain, ours, graph.given, done.result
+    return with_and_without(GlobalAvgPoolGradient(), capture_function(function, x, **STATE))
 
 
 @pytest.mark.parametrize("name", POOLS)
@@ -87,9 +92,7 @@ def test_no_bit_of_a_block_changes(name):
     assert len(result.changes) == 1
     ours_step, plain_step = run_step(ours, given), run_step(plain, given)
     assert torch.equal(ours_step.outputs[0], plain_step.outputs[0])
-    for mine, other in zip(ours_step.grads, plain_step.grads, strict=True):  # products sum up another layout
-        assert (mine is None) == (other is None)
-        assert mine is None or (mine - other).norm() <= 0.005 * other.norm()
+    assert_near(ours_step, plain_step, 0.005)  # products sum up another layout
 
 
 def test_gradients_stay_channels_last_where_torchs_do_not():
@@ -116,9 +119,7 @@ def test_gradients_stay_channels_last_where_torchs_do_not():
     ids=["more places", "channels", "contiguous", "no gradient"],
 )
 def test_left_alone(pool):
-    plain, ours, given, result = passed(squeezed(pool))
-    assert not result.changes
-    assert not differences(run_step(ours, given), run_step(plain, given))
+    assert_left_alone(passed(squeezed(pool)))
 
 
 def test_control_a_share_of_another_size_is_seen():

@@ -9,15 +9,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_graph.passes.loss_scaling import UpdateLossScale, joint_of
 from amp_graph.passes.loss_scaling.scale_loss import COUNTS
+from tests.layers import layers
 
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x, y):
-        return (F.mse_loss(self.fc(x).float(), y),)
+@layers(lambda: dict(fc=nn.Linear(4, 3)))
+def WithLoss(self, x, y):
+    return (F.mse_loss(self.fc(x).float(), y),)
 
 
 def batch():

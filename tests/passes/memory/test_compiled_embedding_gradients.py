@@ -9,6 +9,7 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.memory import reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import OPS, POOL, Pool
+from tests.layers import layers
 
 ROWS, WIDTH = 512, 16
 IDS = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1))
@@ -76,15 +77,16 @@ def test_the_operator_adds_up_rows_as_torch_does(padding):
 # -- compiled models --------------------------------------------------------------------------------------
 
 
-class Tables(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.bag, self.words = nn.EmbeddingBag(ROWS, WIDTH, mode="sum"), nn.Embedding(ROWS, WIDTH, padding_idx=3)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, ids):
-        return self.head(self.bag(ids) + self.words(ids[:, 0]))
+@layers(
+    lambda: dict(
+        bag=nn.EmbeddingBag(ROWS, WIDTH, mode="sum"),
+        words=nn.Embedding(ROWS, WIDTH, padding_idx=3),
+        head=nn.Linear(WIDTH, 1),
+    ),
+    seed=0,
+)
+def Tables(self, ids):
+    return self.head(self.bag(ids) + self.words(ids[:, 0]))
 
 
 def gradients(model, ids):

@@ -16,6 +16,7 @@ from amp_graph.passes.memory.recomputable_ops import gelu_computed_again
 from amp_graph.passes.memory.recompute_activations import RecomputeActivations, is_seen
 from amp_graph.passes.memory.recompute_functions import KEY
 from amp_graph.policy import Policy
+from tests.layers import layers
 from tests.passes.graphs import capture, capture_function, differences, options, passes_for, run_step, standard_passes
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
@@ -159,21 +160,22 @@ def test_what_is_left_alone(name):
 # -- images -----------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+@layers(
+    lambda inplace=True: dict(
+        inplace=inplace,
+        conv1=nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        norm1=nn.BatchNorm2d(16),
+        conv2=nn.Conv2d(16, 16, 3, padding=1, bias=False),
+        norm2=nn.BatchNorm2d(16),
+    )
+)
+def Block(self, x):
     """A residual block; ``inplace`` as torchvision writes it."""
-
-    def __init__(self, inplace=True):
-        super().__init__()
-        self.inplace = inplace
-        self.conv1, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.conv2, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-
-    def forward(self, x):
-        h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), self.inplace)))
-        if self.inplace:
-            h += x
-            return F.relu(h, inplace=True)
-        return (h + x).relu()
+    h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), self.inplace)))
+    if self.inplace:
+        h += x
+        return F.relu(h, inplace=True)
+    return (h + x).relu()
 
 
 def residual(blocks=3, inplace=True):

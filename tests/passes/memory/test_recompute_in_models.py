@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.passes.backends.cpu.norm import fuse_batch_norm_relu
 from amp_graph.passes.memory import recompute_activations
+from tests.by_hand import descend
+from tests.layers import layers
 from tests.measure import saved_bytes
 
 WITHOUT = ",skip=recompute_activations"
@@ -52,35 +54,38 @@ def resnet():
     return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-class Layer(nn.Module):
+@layers(
+    lambda width=128, heads=2: dict(
+        heads=heads,
+        norm1=nn.LayerNorm(width),
+        norm2=nn.LayerNorm(width),
+        qkv=nn.Linear(width, 3 * width),
+        proj=nn.Linear(width, width),
+        mlp=nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+    )
+)
+def Layer(self, x):
     """A pre-norm transformer layer."""
-
-    def __init__(self, width=128, heads=2):
-        super().__init__()
-        self.heads, self.norm1, self.norm2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x):
-        b, t, d = x.shape
-        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(d, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
-        return x + self.mlp(self.norm2(x))
+    b, t, d = x.shape
+    q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(d, -1))
+    x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+    return x + self.mlp(self.norm2(x))
 
 
-class Vit(nn.Module):
+@layers(
+    lambda: dict(
+        patch=nn.Conv2d(3, 256, 8, 8),
+        token=nn.Parameter(torch.zeros(1, 1, 256)),
+        layers=nn.Sequential(*(Layer(256) for _ in range(4))),
+        norm=nn.LayerNorm(256),
+        head=nn.Linear(256, 10),
+    )
+)
+def Vit(self, x):
     """Patches, a class token, layers, a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch, self.token = nn.Conv2d(3, 256, 8, 8), nn.Parameter(torch.zeros(1, 1, 256))
-        self.layers = nn.Sequential(*(Layer(256) for _ in range(4)))
-        self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 10)
-
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = self.layers(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
-        return self.head(self.norm(x)[:, 0])
+    x = self.patch(x).flatten(2).transpose(1, 2)
+    x = self.layers(torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+    return self.head(self.norm(x)[:, 0])
 
 
 MODELS = {"resnet": resnet, "vit": Vit}
@@ -142,9 +147,7 @@ def trained(name, policy, steps=2):
     model = amp_graph.convert(made(name), policy)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(IMAGES).square().mean().backward()
-        optimizer.step()
+        descend(optimizer, model(IMAGES).square().mean())
     return dict(model.state_dict())
 
 

@@ -4,10 +4,8 @@ import errno
 import os
 import shutil
 import stat
-import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,9 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.native import code_cache, jit_compiler
 from amp_graph.passes.native.jit_compiler import CompilerError
+from tests.passes.builds import forget_libraries
+from tests.threads import in_threads
+from tests.warned import without_warnings
 
 NOBODY = 65534
 LAST = '#!/bin/sh\nfor out; do [ "$last" = -o ] && break; last=$out; done'  # the output that a compiler is given
@@ -283,8 +284,7 @@ def test_a_compiler_that_is_none(source, monkeypatch, words):
 
 def forked(function):
     """Call ``function`` in the child of a fork, and return the child."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which the child does not need
+    with without_warnings(Warning):
         child = os.fork()
     if not child:
         done = 1
@@ -326,11 +326,7 @@ def test_who_wants_what_is_being_compiled_waits_for_it(source, monkeypatch):
         return plain(*args)
 
     def load_at_once(macros):
-        threads = [threading.Thread(target=jit_compiler.load, args=(source, macros)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[lambda: jit_compiler.load(source, macros)] * 3)
         return len(begun)
 
     monkeypatch.setattr(jit_compiler, "_built", slow)
@@ -352,14 +348,6 @@ def test_a_fork_while_a_thread_compiles(source, monkeypatch, tmp_path):
 
 
 # -- without ----------------------------------------------------------------------------------------------
-
-
-def forget_libraries():
-    """Have each kernel loaded anew."""
-    jit_compiler.load.cache_clear()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("amp_graph.passes.") and hasattr(getattr(module, "library", None), "cache_clear"):
-            module.library.cache_clear()
 
 
 @pytest.mark.multiplied

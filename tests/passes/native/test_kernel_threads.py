@@ -29,20 +29,13 @@ def _needs_a_compiler():
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def on(request):
-    threads = torch.get_num_threads()
-
-    def run(count):
-        torch.set_num_threads(count)
-        out, stats = forward()
-        return [out, stats, *batch_norm_kernel.batch_norm_relu_backward(out, X, None, W, B, stats, True, True)]
-
-    yield run
-    torch.set_num_threads(threads)
+def on(count):
+    torch.set_num_threads(count)
+    out, stats = forward()
+    return [out, stats, *batch_norm_kernel.batch_norm_relu_backward(out, X, None, W, B, stats, True, True)]
 
 
-def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own(on):
+def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own():
     libraries = [batch_norm_kernel.library(torch.bfloat16)]
     assert all((library in jit_compiler._on_openmp) is jit_compiler.has_openmp() for library in libraries)
     one, two = on(1), on(2)
@@ -69,14 +62,12 @@ def test_shares_are_handed_to_openmp():
     )
     first, all_of_them = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0), ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
     functions = [ctypes.cast(f, ctypes.c_void_p).value for f in (parallel, first, all_of_them)]
-    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         wanted = forward()
         library.use_openmp((ctypes.c_void_p * 3)(*functions))
         found = forward()
     finally:
-        torch.set_num_threads(threads)
         jit_compiler._sharing_threads(library)
         jit_compiler._on_openmp.remove(library)
     assert seen == [2, 2], "a team for the statistics and one for the rest, of whom one did the shares of two"

@@ -8,6 +8,7 @@ import amp_graph
 from amp_graph.lists import effective
 from amp_graph.passes.graph.fake_values import fake_mode_of
 from amp_graph.passes.precision.classify import classify
+from tests.layers import layers
 from tests.passes.graph.test_identify_ops import traced
 
 X, W = torch.randn(3, 4), torch.randn(4, 4)
@@ -27,16 +28,10 @@ def test_only_what_computes_in_fp32_inside_has_a_full_result_under_autocast():
     assert full == {"softmax": True, "a conversion": False, "what is given": False, "a product": False}
 
 
-class Normed(nn.Module):
+@layers(lambda norm: dict(linear=nn.Linear(4, 4), norm=norm, weight=nn.Parameter(torch.linspace(0.9, 1.1, 4))))
+def Normed(self, x):
     """A product and a norm by an operator that torch's autocast does not name; parameters and statistics stay fp32."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), norm
-        self.weight = nn.Parameter(torch.linspace(0.9, 1.1, 4))
-
-    def forward(self, x):
-        return self.norm(self.linear(x), self.weight)
+    return self.norm(self.linear(x), self.weight)
 
 
 NORMS = {

@@ -17,7 +17,9 @@ from amp_graph.capture.sensitivity_sample import measure
 from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.precision.sensitivity import ONE_NUMBER
 from amp_graph.policy import Policy
+from tests.by_hand import descend
 from tests.corpus.sequence import NanoGPT
+from tests.layers import layers
 from tests.measure import gradient_errors, reference, run
 from tests.measure_budgets import predicted_and_measured
 from tests.passes.planning import machine
@@ -29,19 +31,19 @@ def _machine(monkeypatch):
     monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: machine("cpu_amx"))
 
 
-class CNN(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(4))
-        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(4))
-        self.head = nn.Linear(width, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + F.silu(norm(conv(x)))
-        return self.head(x.mean((2, 3)))
+@layers(
+    lambda width=32: dict(
+        stem=nn.Conv2d(3, width, 3, padding=1),
+        convs=nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(4)),
+        norms=nn.ModuleList(nn.GroupNorm(4, width) for _ in range(4)),
+        head=nn.Linear(width, 10),
+    )
+)
+def CNN(self, x):
+    x = self.stem(x)
+    for conv, norm in zip(self.convs, self.norms, strict=True):
+        x = x + F.silu(norm(conv(x)))
+    return self.head(x.mean((2, 3)))
 
 
 def gpt():
@@ -134,10 +136,7 @@ def test_training_goes_as_in_fp32(build):
         optimizer = torch.optim.Adam(model.parameters(), 1e-3)
         losses = []
         for _ in range(15):
-            optimizer.zero_grad()
-            losses.append(loss(model))
-            losses[-1].backward()
-            optimizer.step()
+            losses.append(descend(optimizer, loss(model)))
         assert losses[-1] < 0.9 * losses[0]
         last[policy] = losses[-1].item()
     assert last["bf16,accuracy=1.5"] == pytest.approx(last[None], rel=0.05)
@@ -219,13 +218,13 @@ def test_a_result_of_one_number_has_no_bound():
 # -- the sample call ----------------------------------------------------------------------------------------
 
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
-
-    def forward(self, x):
-        return self.body(x)
+@layers(
+    lambda: dict(
+        body=nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4))
+    )
+)
+def Noisy(self, x):
+    return self.body(x)
 
 
 def test_a_sample_leaves_no_trace():

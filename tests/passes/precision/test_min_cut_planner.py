@@ -230,11 +230,13 @@ def test_an_mlp_is_left_alone_where_low_precision_does_not_pay(on, name, policy,
         assert first.precision == FULL
 
 
-def test_what_the_owner_wants_low_stays_low(on):
+@pytest.mark.by_profit
+@pytest.mark.parametrize("policy", [f"bf16,{SKIP}", "auto"])
+def test_what_the_owner_wants_low_stays_low(on, policy):
     on("cpu")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     model[0] = amp_graph.precision("low")(model[0]) or model[0]
-    amp_graph.convert(model, f"bf16,{SKIP}")
+    amp_graph.convert(model, policy)
     model(torch.randn(2, 8))
     nodes = amp_graph.report(model).graphs[0].nodes
     assert [n.precision for n in nodes if "aten.linear" in n.ops] == ["low", "full"]

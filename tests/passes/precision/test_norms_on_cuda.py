@@ -9,6 +9,7 @@ from amp_graph import Policy
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import IdentifyOps, names_of
 from amp_graph.passes.graph.meta_keys import MARK
+from tests.layers import forward_of, layers
 from tests.passes.graphs import capture, passes_for, run_step
 
 X = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(3))
@@ -37,19 +38,14 @@ class Stream(nn.Module):
         return self.head(self.norms[2](x))
 
 
-class Images(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), norm(), nn.Conv2d(8, 4, 3)
-
-    def forward(self, x):
-        return self.last(F.relu(self.norm(self.first(x))))
+@layers(lambda norm: dict(first=nn.Conv2d(4, 8, 3), norm=norm(), last=nn.Conv2d(8, 4, 3)), seed=0)
+def Images(self, x):
+    return self.last(F.relu(self.norm(self.first(x))))
 
 
-class LastNorm(Stream):
-    def forward(self, x):
-        return self.norms[0](self.first(x))
+@forward_of(Stream)
+def LastNorm(self, x):
+    return self.norms[0](self.first(x))
 
 
 def layer_norm():

@@ -1,7 +1,6 @@
 """The predicted speed of a plan over full precision's, counted by hand; and what is left alone for it."""
 
 import os
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,11 @@ from amp_graph.passes.precision import predict_time
 from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine, machine_text
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.policy import Policy
+from tests.by_hand import descend
+from tests.layers import forward_of, layers
 from tests.passes.graphs import passes_for
 from tests.passes.planning import machine
+from tests.warned import heard
 
 FLOPS, BYTES = 1e9, 1e8  # of the machine below: a product of n x n x n is not bound by what it moves
 PLAN = "amp_graph.passes.precision.plan_precision.machine_for"
@@ -54,47 +56,39 @@ def predicted(model, x, policy="bf16", grad=True):
 N = 512
 
 
-def test_one_linear_without_gradients_by_hand(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
-    product = 2 * N**3 / FLOPS
-    casts = 3 * N * N * (4 + 2) / BYTES  # of the input, the weight and the output
-    assert found.speed == pytest.approx(product / (product / 2 + casts))
+PRODUCT = 2 * N**3 / FLOPS
+CAST = N * N * (4 + 2) / BYTES
+KEPT = N * N * 2 / BYTES
+
+
+@pytest.mark.parametrize(
+    ("policy", "grad", "products", "more"),
+    [
+        ("bf16", False, 1, 3 * CAST),  # of the input, the weight and the output
+        ("bf16,skip=prepack_weights", False, 1, 3 * CAST),  # a weight is cast at each call
+        # The input needs no gradient; casts of the input, of weight and output, and of their gradients; the low
+        # copies of both are kept, where in full precision they are there anyway.
+        ("bf16", True, 2, (1 + 2 + 2) * CAST + 2 * KEPT),
+    ],
+)
+def test_one_linear_by_hand(plain, policy, grad, products, more):
+    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), policy, grad=grad)
+    product = products * PRODUCT
+    assert found.speed == pytest.approx(product / (product / 2 + more))
     assert found.machine == "plain"
-
-
-def test_the_rules_of_autocast_are_predicted_beside_the_plan_by_hand(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16", grad=False)
-    product = 2 * N**3 / FLOPS
-    assert found.full == pytest.approx(product)
-    assert found.autocast == pytest.approx(found.speed), "one product has one plan"
+    if not grad:
+        assert found.full == pytest.approx(product)
+        assert found.autocast == pytest.approx(found.speed), "one product has one plan"
 
 
 def test_autocasts_rules_lower_what_the_plan_leaves(plain):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.large, self.thin = nn.Linear(N, N, bias=False), nn.Linear(N, 2, bias=False)
-
-        def forward(self, x):
-            return self.large(x), self.thin(x.exp())  # exp stays full: its cast takes longer than a thin product gains
+    @layers(lambda: dict(large=nn.Linear(N, N, bias=False), thin=nn.Linear(N, 2, bias=False)))
+    def Two(self, x):
+        return self.large(x), self.thin(x.exp())  # exp stays full: its cast takes longer than a thin product gains
 
     told = "bf16,skip_unprofitable=true"
     found = predicted(Two(), torch.randn(N, N), told, grad=False)
     assert found.speed > found.autocast
-
-
-def test_without_gradients_a_weight_is_cast_at_each_call(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N), "bf16,skip=prepack_weights", grad=False)
-    product = 2 * N**3 / FLOPS
-    assert found.speed == pytest.approx(product / (product / 2 + 3 * N * N * (4 + 2) / BYTES))
-
-
-def test_backward_counts_its_products_the_casts_of_gradients_and_what_is_kept(plain):
-    found = predicted(nn.Linear(N, N, bias=False), torch.randn(N, N))
-    product = 2 * 2 * N**3 / FLOPS  # the input needs no gradient
-    casts = (1 + 2 + 2) * N * N * (4 + 2) / BYTES  # of the input; of weight and output, and of their gradients
-    kept = 2 * N * N * 2 / BYTES  # the low copies of both; in full precision they are there anyway
-    assert found.speed == pytest.approx(product / (product / 2 + casts + kept))
 
 
 def test_the_call_of_a_graph_counts_but_not_in_a_step(on):
@@ -197,7 +191,7 @@ def test_each_kind_of_call_is_judged_by_itself(on):
 @by_profit
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 def test_left_alone_a_model_is_what_it_was(on):
-    """Gradients, hooks and edits of its code go as they always did; autocast around it is switched off."""
+    """Gradients, hooks and edits of its code go as they always did; autocast around it is off, and no trace is made."""
     on("cpu_bf16")
     model, _, _ = converted("auto", 1)
     x = torch.randn(1, 256)
@@ -206,8 +200,20 @@ def test_left_alone_a_model_is_what_it_was(on):
         found = model(x)
     assert found.dtype == torch.float32
     found.sum().backward()
-    assert torch.equal(found, amp_graph.revert(model)(x))
     assert model[0].weight.grad is not None
+    with pytest.raises(CaptureError, match="cannot be traced"):
+        torch.export.export(model, (x,))
+    assert torch.equal(found, amp_graph.revert(model)(x))
+
+
+@by_profit
+@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
+def test_moved_a_model_is_judged_anew(on):
+    on("cpu_bf16")
+    model, _, _ = converted("auto", 1)
+    runs = conversion_of(model).runs
+    assert model.to("meta")(torch.randn(1, 256, device="meta")).shape == (1, 256)
+    assert conversion_of(model).runs == runs + 1
 
 
 @by_profit
@@ -231,10 +237,7 @@ def test_a_whole_step_is_left_alone(on):
     assert len(step.captured) == 2
     optimizer = torch.optim.SGD(exact.parameters(), lr=0.1)
     for loss in losses:
-        optimizer.zero_grad()
-        expected = F.mse_loss(exact(x), x)
-        expected.backward()
-        optimizer.step()
+        expected = descend(optimizer, F.mse_loss(exact(x), x))
         assert torch.equal(loss, expected)
 
 
@@ -289,21 +292,10 @@ def test_the_backend_says_what_it_chose(on, policy):
     x, model = torch.randn(4, 256), mlp()
     options = {} if policy is None else {"options": {"policy": policy}}
     compiled = torch.compile(model, backend="amp_graph", **options)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with heard() as said:
         found = compiled(x)
     assert torch.equal(found, model(x)) == (policy is None)
     assert any("a graph of torch.compile runs in fp32" in str(one.message) for one in own(said)) == (policy is None)
-
-
-@by_profit
-def test_what_the_owner_wants_low_is_never_left_alone(on):
-    on("cpu")
-    model = mlp()
-    model[0] = amp_graph.precision("low")(model[0]) or model[0]
-    amp_graph.convert(model, "auto")
-    model(torch.randn(1, 256))
-    assert amp_graph.report(model).graphs[0].casts
 
 
 def test_the_words_of_the_policy():
@@ -331,13 +323,9 @@ def test_checkpoints_of_low_parameters_that_are_left_alone(on):
 def test_sizes_in_containers_are_looked_at(on):
     on("cpu_bf16")
 
-    class Takes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = mlp()
-
-        def forward(self, batch):
-            return self.layer(batch["x"])
+    @layers(lambda: dict(layer=mlp()))
+    def Takes(self, batch):
+        return self.layer(batch["x"])
 
     model = amp_graph.convert(Takes())
     with torch.no_grad():
@@ -348,34 +336,11 @@ def test_sizes_in_containers_are_looked_at(on):
     assert conversion_of(model).runs == runs + 1
 
 
-@by_profit
-@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
-def test_moved_a_model_is_judged_anew(on):
-    on("cpu_bf16")
-    model, _, _ = converted("auto", 1)
-    runs = conversion_of(model).runs
-    assert model.to("meta")(torch.randn(1, 256, device="meta")).shape == (1, 256)
-    assert conversion_of(model).runs == runs + 1
-
-
-@by_profit
-@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
-def test_left_alone_a_model_is_not_traced_without_a_word(on):
-    on("cpu_bf16")
-    model, _, _ = converted("auto", 1)
-    with pytest.raises(CaptureError, match="cannot be traced"):
-        torch.export.export(model, (torch.randn(1, 256),))
-
-
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        h = self.one(x)
-        torch._dynamo.graph_break()
-        return self.two(h.relu())
+@layers(lambda: dict(one=nn.Linear(64, 64), two=nn.Linear(64, 64)))
+def Broken(self, x):
+    h = self.one(x)
+    torch._dynamo.graph_break()
+    return self.two(h.relu())
 
 
 class Uncaptured(Broken):
@@ -416,9 +381,9 @@ def test_each_piece_is_judged_where_low_precision_pays(on, rows, low):
 
 @pytest.mark.parametrize("sizes", [((0, 4, 8), (0, 8, 4)), ((3, 0, 8), (3, 8, 0)), ((2, 4, 0), (2, 0, 4))], ids=str)
 def test_products_of_nothing_take_no_time(sizes):
-    class Product(nn.Module):
-        def forward(self, a, b):
-            return torch.bmm(a, b)
+    @forward_of(nn.Module)
+    def Product(self, a, b):
+        return torch.bmm(a, b)
 
     given = [torch.randn(size) for size in sizes]
     assert torch.equal(amp_graph.convert(Product(), "bf16")(*given), torch.bmm(*given))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.layers import layers
 
 LOGITS = torch.tensor([[-14.0], [9.0], [11.0], [14.0]])
 
@@ -52,13 +53,9 @@ def test_a_loss_inside_of_the_graph_reads_full_probabilities():
     torch.testing.assert_close(ours, exact, rtol=0.02, atol=0.02)
 
 
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.out(x * torch.sigmoid(self.gate(x)))
+@layers(lambda: dict(gate=nn.Linear(8, 8), out=nn.Linear(8, 8)))
+def Gate(self, x):
+    return self.out(x * torch.sigmoid(self.gate(x)))
 
 
 @pytest.mark.parametrize(

@@ -8,53 +8,34 @@ from torch import nn
 from amp_graph import Policy
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
+from tests.layers import layers
 from tests.passes.graphs import capture, passes_for
 
 
-class Heads(nn.Module):
+@layers(lambda norm: dict(first=nn.Linear(32, 32), last=nn.Linear(32, 32), norm=norm))
+def Heads(self, x):
     """Norms of queries, whose input comes from a product, and of a product's result that is returned."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.last, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), norm
-
-    def forward(self, x):
-        h = self.norm(self.first(x).view(*x.shape[:-1], 4, 8))
-        return self.last(h.flatten(-2))
+    h = self.norm(self.first(x).view(*x.shape[:-1], 4, 8))
+    return self.last(h.flatten(-2))
 
 
-class Written(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(8))))
+def Written(self, x):
     """As Llama and its relatives write it."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    wide = x.float()
+    return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
-class Scaled(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(8))))
+def Scaled(self, x):
     """With a weight that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-
-    def forward(self, x):
-        return F.rms_norm(x, (8,), 1 + self.weight)
+    return F.rms_norm(x, (8,), 1 + self.weight)
 
 
-class Both(nn.Module):
+@layers(lambda: dict(weight=nn.Linear(8, 8)))
+def Both(self, x):
     """With a weight that comes from a product."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return F.rms_norm(x, (8,), self.weight(x[0, 0, 0]))
+    return F.rms_norm(x, (8,), self.weight(x[0, 0, 0]))
 
 
 NORMS = {"a module": lambda: nn.RMSNorm(8), "written out": Written, "a computed weight": Scaled, "of products": Both}

@@ -9,17 +9,13 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import fp32_operands
+from tests.layers import layers
 
 
-class ByName(nn.Module):
+@layers(lambda: dict(weight=nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)))
+def ByName(self, x):
     """Names its operands, the weight before the volume."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, 3, 3, 3) / 10)
-
-    def forward(self, x):
-        return F.conv3d(weight=self.weight, input=x, padding=1)
+    return F.conv3d(weight=self.weight, input=x, padding=1)
 
 
 SHALLOW = {
@@ -48,29 +44,23 @@ def trained(model, x):
     return [p.grad.double() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", SHALLOW)
-def test_they_train_in_fp32(case, dtype):
-    build, shape = SHALLOW[case]
+@pytest.mark.parametrize(
+    ("case", "policy", "low"),
+    [
+        *((case, policy, False) for case in SHALLOW for policy in ("bf16", "fp16")),
+        *((case, "bf16", True) for case in DEEP),
+        ("deep kernel", "bf16,emulate=cuda", True),
+    ],
+)
+def test_shallow_ones_train_in_fp32_and_others_are_low_and_right(case, policy, low):
+    build, shape = (SHALLOW | DEEP)[case]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
     exact = trained(copy.deepcopy(model).double(), x.double())
-    ours = amp_graph.convert(model, dtype)
+    ours = amp_graph.convert(model, policy)
     for got, wanted in zip(trained(ours, x), exact, strict=True):
-        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
-    assert precision(ours) == {"full"}
-
-
-@pytest.mark.parametrize("case", DEEP)
-def test_others_are_low_and_right(case):
-    build, shape = DEEP[case]
-    torch.manual_seed(0)
-    model, x = build(), torch.randn(shape)
-    exact = trained(copy.deepcopy(model).double(), x.double())
-    ours = amp_graph.convert(model, "bf16")
-    for got, wanted in zip(trained(ours, x), exact, strict=True):
-        assert (got - wanted).norm() <= 0.02 * wanted.norm()
-    assert precision(ours) == {"low"}
+        assert (got - wanted).norm() <= (0.02 if low else 1e-5) * wanted.norm()
+    assert precision(ours) == {"low" if low else "full"}
 
 
 def test_the_backward_of_a_joint_graph_is_full():
@@ -84,17 +74,6 @@ def test_the_backward_of_a_joint_graph_is_full():
     low = amp_graph.rewrite(graph, "bf16", given)
     for got, wanted in zip(low(*given), step(*given), strict=True):
         assert torch.equal(got, wanted)
-
-
-def test_an_emulation_of_a_gpu_is_low_and_right():
-    build, shape = SHALLOW["deep kernel"]
-    torch.manual_seed(0)
-    model, x = build(), torch.randn(shape)
-    exact = trained(copy.deepcopy(model).double(), x.double())
-    ours = amp_graph.convert(model, "bf16,emulate=cuda")
-    for got, wanted in zip(trained(ours, x), exact, strict=True):
-        assert (got - wanted).norm() <= 0.02 * wanted.norm()
-    assert precision(ours) == {"low"}
 
 
 def test_control_without_the_rule_they_would_be_low(monkeypatch):

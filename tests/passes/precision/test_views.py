@@ -6,6 +6,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import plan_precision
+from tests.layers import layers
 from tests.passes.graphs import Function
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -19,19 +20,12 @@ FORMS = {
 }
 
 
-class Turned(nn.Module):
+@layers(lambda form, after=None: dict(weight=nn.Parameter(torch.randn(6, 8)), form=form, after=after), seed=0)
+def Turned(self, x):
     """A product with a weight as ``form`` has it; ``after`` is called with weight and view before the product."""
-
-    def __init__(self, form, after=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(6, 8))
-        self.form, self.after = form, after
-
-    def forward(self, x):
-        turned = self.form(self.weight)
-        more = self.after(self.weight, turned) if self.after else 0.0
-        return x @ turned + more
+    turned = self.form(self.weight)
+    more = self.after(self.weight, turned) if self.after else 0.0
+    return x @ turned + more
 
 
 def trained(model, policy="bf16"):

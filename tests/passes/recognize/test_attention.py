@@ -15,6 +15,7 @@ from amp_graph.passes.backends.cpu.loss import fuse_cross_entropy
 from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.graph.graph_text import graph_text
 from tests.corpus import make
+from tests.layers import forward_of, layers
 from tests.passes.graphs import Function
 from tests.relative_error import errors
 
@@ -230,17 +231,17 @@ OTHERS = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
-        self.register_buffer("kept", torch.zeros(2, HEADS, LENGTH, LENGTH))
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.function(self, q, k, v)
+@layers(
+    lambda function: dict(
+        function=function,
+        qkv=nn.Linear(WIDTH, 3 * WIDTH),
+        bias=nn.Parameter(torch.zeros(LENGTH, LENGTH)),
+        kept=nn.Buffer(torch.zeros(2, HEADS, LENGTH, LENGTH)),
+    )
+)
+def Model(self, x):
+    q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+    return self.function(self, q, k, v)
 
 
 def stepped(function, policy="bf16", wide=False):
@@ -313,19 +314,15 @@ def test_who_asks_for_a_precision_gets_it(policy):
     assert stepped(plain, policy)[1] == 0
 
 
-class Scoring(nn.Module):
-    def forward(self, q, k):
-        return q @ k.mT
+@forward_of(nn.Module)
+def Scoring(self, q, k):
+    return q @ k.mT
 
 
-class InParts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.scoring = nn.Linear(WIDTH, 3 * WIDTH), Scoring()
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.scoring(q, k).softmax(-1) @ v
+@layers(lambda: dict(qkv=nn.Linear(WIDTH, 3 * WIDTH), scoring=Scoring()))
+def InParts(self, x):
+    q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+    return self.scoring(q, k).softmax(-1) @ v
 
 
 @pytest.mark.parametrize(("policy", "count"), [("bf16", 1), ("bf16,keep_fp32=scoring", 0), ("bf16,keep_fp32=qkv", 1)])

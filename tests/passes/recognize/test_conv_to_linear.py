@@ -12,6 +12,7 @@ from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
+from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import Function, capture_function, differences, options, run_step
 
@@ -92,17 +93,18 @@ def test_images_whose_size_varies_are_left_alone():
         assert model(drawn(3, 4, height, 6)).shape == (3, 7, 1, 1)
 
 
-class Head(nn.Module):
+@layers(
+    lambda norm=False: dict(
+        conv=nn.Conv2d(4, 8, 3),
+        head=nn.Conv2d(8, 16, 4),
+        last=nn.Conv2d(16, 5, 1),
+        norm=nn.BatchNorm2d(16) if norm else nn.Identity(),
+    ),
+    seed=0,
+)
+def Head(self, x):
     """The end of VGG: images of one place behind a convolution that covers them."""
-
-    def __init__(self, norm=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.head, self.last = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 16, 4), nn.Conv2d(16, 5, 1)
-        self.norm = nn.BatchNorm2d(16) if norm else nn.Identity()
-
-    def forward(self, x):
-        return self.last(self.norm(self.head(self.conv(x).relu())).relu()).flatten(1)
+    return self.last(self.norm(self.head(self.conv(x).relu())).relu()).flatten(1)
 
 
 def trained_as_exactly_as_by_autocast(kind, x):
@@ -214,18 +216,19 @@ def test_control_patches_that_are_turned_differ(monkeypatch):
     assert not torch.allclose(gm(*graph.given)[0], graph.gm(*graph.given)[0], rtol=1e-2)
 
 
-class Transformer(nn.Module):
+@layers(
+    lambda: dict(
+        patch=nn.Conv2d(3, 64, 4, 4),
+        token=nn.Parameter(torch.randn(1, 1, 64)),
+        norm=nn.LayerNorm(64),
+        last=nn.Linear(64, 5),
+    ),
+    seed=0,
+)
+def Transformer(self, x):
     """The begin of a vision transformer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.patch, self.token = nn.Conv2d(3, 64, 4, 4), nn.Parameter(torch.randn(1, 1, 64))
-        self.norm, self.last = nn.LayerNorm(64), nn.Linear(64, 5)
-
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        return self.last(self.norm(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))
+    x = self.patch(x).flatten(2).transpose(1, 2)
+    return self.last(self.norm(torch.cat([self.token.expand(len(x), -1, -1), x], 1)))
 
 
 def test_a_vision_transformer_is_as_exact_as_autocasts(monkeypatch):

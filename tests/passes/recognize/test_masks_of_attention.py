@@ -19,6 +19,7 @@ import amp_graph
 from amp_graph.passes.backends.cpu.attention import attention_kernel
 from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.graph import call_arguments
+from tests.layers import layers
 from tests.relative_error import errors
 
 HEADS, WIDTH, BATCH = 2, 16, 3
@@ -114,15 +115,10 @@ BOOLEAN = (filled, chosen)
 CASES = [(form, name) for form in FORMS for name in MASKS if form not in BOOLEAN or name == "min32"]
 
 
-class Attends(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        torch.manual_seed(0)
-        self.projected, self.out, self.form = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), form
-
-    def forward(self, x, mask):
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
-        return self.out(self.form(q, k, v, mask).transpose(1, 2).flatten(2))
+@layers(lambda form: dict(projected=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH), form=form), seed=0)
+def Attends(self, x, mask):
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
+    return self.out(self.form(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class OwnLists(TorchFunctionMode):

@@ -31,27 +31,19 @@ from amp_graph.passes.step.update_parameters import (
     WriteLowCopies,
 )
 from amp_graph.scaling.loss_scale import LossScale
+from tests.layers import layers
 from tests.passes.loss_scaling.joint_graphs import exported, traced
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.second(F.gelu(self.first(x))), y)
+@layers(lambda: dict(first=nn.Linear(6, 16), second=nn.Linear(16, 3)))
+def Net(self, x, y):
+    return F.cross_entropy(self.second(F.gelu(self.first(x))), y)
 
 
-class AsTuple(nn.Module):
+@layers(lambda net: dict(net=net))
+def AsTuple(self, x, y):
     """AOTAutograd takes a tuple that begins with the loss."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, y):
-        return (self.net(x, y),)
+    return (self.net(x, y),)
 
 
 def batches(count):

@@ -10,6 +10,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 import amp_graph
 from amp_graph.passes.torch_compat.dynamo_patches import MENDS, mended
+from tests.layers import forward_of, layers
 
 X = torch.randn(4, 8)
 
@@ -26,9 +27,9 @@ def plainly(model):
 def test_there_are_few_and_they_go_with_the_capture():
     before, seen = names(), []
 
-    class Looks(nn.Module):
-        def forward(self, x):
-            return looks(x) + 1
+    @forward_of(nn.Module)
+    def Looks(self, x):
+        return looks(x) + 1
 
     @torch.library.custom_op("amp_graph_tests::looks_at_names", mutates_args=())
     def looks(x: torch.Tensor) -> torch.Tensor:
@@ -62,15 +63,11 @@ def test_no_other_thread_captures_meanwhile():
     assert got == [False]
 
 
-class Shrinks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = nn.Linear(8, 8)
-
-    def forward(self, x):
-        while x.norm() > 10:
-            x = 0.9 * x + 1e-5 * self.part(x)
-        return self.part(x)
+@layers(lambda: dict(part=nn.Linear(8, 8)))
+def Shrinks(self, x):
+    while x.norm() > 10:
+        x = 0.9 * x + 1e-5 * self.part(x)
+    return self.part(x)
 
 
 def test_needed_for_loops_whose_end_a_value_decides():
@@ -90,9 +87,9 @@ def test_needed_for_models_that_ask_whether_they_are_compiled():
     assert not torch.allclose(want, found), "torch computes what eager mode does: _calling_others can go"
 
 
-class Selects(nn.Module):
-    def forward(self, x, mask):
-        return torch.masked_select(x, mask), x.masked_select(mask), torch.masked_select(x, mask=mask)
+@forward_of(nn.Module)
+def Selects(self, x, mask):
+    return torch.masked_select(x, mask), x.masked_select(mask), torch.masked_select(x, mask=mask)
 
 
 def test_needed_for_masks_that_are_larger_than_their_tensor():

@@ -10,6 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.weights import batch_weight_casts
+from tests.layers import layers
 
 TOGETHER = "bf16,skip=channels_last"
 ALONE = "bf16,skip=channels_last|batch_weight_casts"
@@ -112,21 +113,21 @@ def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
     assert_same(*found)
 
 
-class Branches(nn.Module):
+@layers(
+    lambda: dict(
+        body=nn.Linear(4, 4),
+        beside=nn.Linear(4, 4),
+        heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+        idle=nn.Linear(4, 4),
+    )
+)
+def Branches(self, x):
     """Two heads, and a layer whose result goes by memory that is written."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.beside = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.idle = nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = self.body(x)
-        view = h.view(-1)
-        view.add_(self.beside(x).view(-1))
-        self.idle(h.detach())
-        return [head(h) for head in self.heads]
+    h = self.body(x)
+    view = h.view(-1)
+    view.add_(self.beside(x).view(-1))
+    self.idle(h.detach())
+    return [head(h) for head in self.heads]
 
 
 def test_weights_on_several_devices_are_apart(monkeypatch):
@@ -224,19 +225,14 @@ def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     assert bool(calls(model)) == grouped
 
 
-class Switching(nn.Module):
+@layers(lambda: dict(parts=nn.ModuleList(nn.Linear(16, 16) for _ in range(6))))
+def Switching(self, x):
     """A weight that is read without gradients, and others that train."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x):
-        with torch.no_grad():
-            x = self.parts[0](x)
-        for part in self.parts:
-            x = part(x)
-        return x
+    with torch.no_grad():
+        x = self.parts[0](x)
+    for part in self.parts:
+        x = part(x)
+    return x
 
 
 def test_a_graph_that_switches_gradients_off_casts_each_weight_where_it_is_read():

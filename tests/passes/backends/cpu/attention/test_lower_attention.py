@@ -15,7 +15,15 @@ from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat import autograd
 from tests.passes.drawn import drawn
-from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import (
+    BF16,
+    assert_left_alone,
+    assert_near,
+    capture_function,
+    passes_before,
+    run_step,
+    with_and_without,
+)
 from tests.passes.whole_steps import stepped
 from tests.relative_error import errors
 
@@ -183,10 +191,7 @@ X, W = drawn(2, 16, 32, seed=1), drawn(96, 32, seed=2) / 4
 
 
 def passed(function, x=X, policy="bf16", **state):
-    graph = capture_function(function, x, w=W, **state)
-    plain, ours = (graph.through(passes_before(Attention, policy))[0] for _ in range(2))
-    (done,) = run_passes(ours, [Attention()], checked=True)
-    return plain, ours, graph.given, done.result
+    return with_and_without(Attention(), capture_function(function, x, w=W, **state), policy)
 
 
 @pytest.mark.sampled(2)
@@ -195,15 +200,7 @@ def test_the_pass(options):
     plain, ours, given, result = passed(lambda s, x: attend(s, x, **options))
     assert [c.action for c in result.changes] == ["own kernel"]
     assert any(n.target is attention_low for n in ours.graph.nodes)
-    a, b = run_step(ours, given), run_step(plain, given)
-    assert (a.outputs[0] - b.outputs[0]).norm() <= 0.01 * b.outputs[0].norm()
-    for one, other in zip(a.grads, b.grads, strict=True):
-        assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
-
-
-def without_grad(s, x):
-    with torch.no_grad():
-        return attend(s, x) + 0 * s.w.sum()
+    assert_near(run_step(ours, given), run_step(plain, given), 0.01)
 
 
 def test_the_pass_takes_dropout_with_its_draws():
@@ -215,16 +212,14 @@ def test_the_pass_takes_dropout_with_its_draws():
         found.append((run_step(graph, given), torch.rand(3)))
     (a, drawn_behind), (b, behind_plain) = found
     assert torch.equal(drawn_behind, behind_plain)
-    for one, other in zip((a.outputs[0], *a.grads), (b.outputs[0], *b.grads), strict=True):
-        assert one is other is None or (one - other).norm() <= 0.01 * other.norm()
+    assert_near(a, b, 0.01)
 
 
 def test_the_rule_is_about_the_machine(monkeypatch):
     monkeypatch.setattr(call_arguments, "cpu_has_bf16", lambda: False)
-    plain, ours, given, result = passed(attend)
-    assert not result.changes
-    assert "no kernel of ours is faster" in result.skips[0].reason
-    assert not differences(run_step(ours, given), run_step(plain, given))
+    found = passed(attend)
+    assert_left_alone(found)
+    assert "no kernel of ours is faster" in found.result.skips[0].reason
 
 
 class Biased(torch.nn.Module):

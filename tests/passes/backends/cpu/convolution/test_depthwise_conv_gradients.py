@@ -12,10 +12,10 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import OPS, depthw
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
     Depthwise,
 )
-from amp_graph.passes.manager import run_passes
-from amp_graph.passes.native import jit_compiler
+from tests.layers import layers
+from tests.passes.builds import no_compiler  # noqa: F401
 from tests.passes.drawn import drawn
-from tests.passes.graphs import BF16, Function, capture_function, multiply_bf16, passes_before, run_step
+from tests.passes.graphs import BF16, Function, assert_near, capture_function, multiply_bf16, run_step, with_and_without
 from tests.passes.whole_steps import stepped
 from tests.relative_error import error
 
@@ -155,10 +155,7 @@ STATE |= {f"v{k}": drawn(32, 1, k, k, seed=3) / k for k in (3, 4, 5, 7)}
 
 
 def passed(function, x=X, **state):
-    graph = capture_function(function, x, **(STATE | state))
-    plain, mine = (graph.through(passes_before(Depthwise))[0] for _ in range(2))
-    (done,) = run_passes(mine, [Depthwise()], checked=True)
-    return plain, mine, graph.given, done.result
+    return with_and_without(Depthwise(), capture_function(function, x, **(STATE | state)))
 
 
 TAKEN = {
@@ -181,9 +178,7 @@ def test_those_that_pay_are_replaced(name):
     assert node.args[-2:] == own
     a, b = run_step(mine, given), run_step(plain, given)
     assert torch.equal(a.outputs[0], b.outputs[0])
-    for one, other in zip(a.grads, b.grads, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or (one - other).norm() <= 0.01 * other.norm()
+    assert_near(a, b, 0.01)
 
 
 LEFT_ALONE = {
@@ -203,15 +198,9 @@ def test_left_alone(name):
     assert [reason in skip.reason for skip in result.skips] == [True] * (reason is not None)
 
 
-@pytest.mark.usefixtures("pays")
-def test_without_a_compiler_torchs_stay(monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setenv(jit_compiler.FOLDER, "/nonexistent")
-    conv_functions.library.cache_clear()
-    jit_compiler.load.cache_clear()
+@pytest.mark.usefixtures("pays", "no_compiler")
+def test_without_a_compiler_torchs_stay():
     *_, result = passed(block())
-    conv_functions.library.cache_clear()
-    jit_compiler.load.cache_clear()
     assert "compiling for this CPU" in result.skips[0].reason
 
 
@@ -245,11 +234,11 @@ def test_those_of_sequences_are_images_one_place_high(form):
     taken = [n for n in mine.graph.nodes if n.target is depthwise_rows]
     assert len(taken) == 1
     a, b = run_step(mine, given), run_step(plain, given)
-    for one, other in zip((*a.outputs, *a.grads), (*b.outputs, *b.grads), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            assert one.stride() == other.stride() or one.dim() == 1
-            assert (one - other).norm() <= 0.01 * other.norm()
+    assert_near(a, b, 0.01)
+    pairs = [
+        (one, other) for one, other in zip(a.outputs + a.grads, b.outputs + b.grads, strict=True) if one is not None
+    ]
+    assert all(one.stride() == other.stride() or one.dim() == 1 for one, other in pairs)
 
 
 @pytest.mark.usefixtures("pays")
@@ -267,18 +256,19 @@ def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
             assert (a - b).norm() <= 0.02 * b.norm()
 
 
-class Mixer(nn.Module):
+@layers(
+    lambda: dict(
+        stem=nn.Conv2d(3, 24, 3),
+        a=nn.Conv2d(24, 24, 7, padding=3, groups=24),
+        b=nn.Conv2d(24, 24, 3, 2, 1, groups=24, bias=False),
+        norm=nn.BatchNorm2d(24),
+        head=nn.Conv2d(24, 5, 1),
+    )
+)
+def Mixer(self, x):
     """As ConvNeXt and MobileNet have them."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.a = nn.Conv2d(3, 24, 3), nn.Conv2d(24, 24, 7, padding=3, groups=24)
-        self.b, self.norm = nn.Conv2d(24, 24, 3, 2, 1, groups=24, bias=False), nn.BatchNorm2d(24)
-        self.head = nn.Conv2d(24, 5, 1)
-
-    def forward(self, x):
-        h = F.relu(self.norm(self.b(F.gelu(self.a(self.stem(x))))))
-        return self.head(h).mean((2, 3))
+    h = F.relu(self.norm(self.b(F.gelu(self.a(self.stem(x))))))
+    return self.head(h).mean((2, 3))
 
 
 @pytest.mark.sampled(2)

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv
 from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
+from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import multiply_bf16
 from tests.passes.whole_steps import stepped
@@ -83,21 +84,24 @@ def test_under_transforms_and_without_gradients():
     torch.testing.assert_close(tangent, want)
 
 
-class Bottleneck(nn.Module):
+@layers(
+    lambda: dict(
+        reduce=nn.Conv2d(16, 8, 1, bias=False),
+        conv=nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        expand=nn.Conv2d(8, 16, 1),
+        short=nn.Conv2d(16, 16, 1, stride=2),
+        grouped=nn.Conv2d(16, 16, 1, groups=4),
+        padded=nn.Conv2d(16, 16, 1, padding=1),
+        norm=nn.BatchNorm2d(8),
+        squeeze=nn.Conv2d(16, 16, 1),
+    )
+)
+def Bottleneck(self, x):
     """A block of ResNet-50, with the convolutions that the pass leaves alone beside."""
-
-    def __init__(self):
-        super().__init__()
-        self.reduce, self.conv = nn.Conv2d(16, 8, 1, bias=False), nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.expand, self.short = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 1, stride=2)
-        self.grouped, self.padded = nn.Conv2d(16, 16, 1, groups=4), nn.Conv2d(16, 16, 1, padding=1)
-        self.norm, self.squeeze = nn.BatchNorm2d(8), nn.Conv2d(16, 16, 1)
-
-    def forward(self, x):
-        h = F.relu(self.norm(self.reduce(x)))
-        h = F.relu(self.expand(self.conv(h)) + self.short(x))
-        h = h * self.squeeze(F.adaptive_avg_pool2d(h, 1)).sigmoid()
-        return self.padded(self.grouped(h)).mean((2, 3))
+    h = F.relu(self.norm(self.reduce(x)))
+    h = F.relu(self.expand(self.conv(h)) + self.short(x))
+    h = h * self.squeeze(F.adaptive_avg_pool2d(h, 1)).sigmoid()
+    return self.padded(self.grouped(h)).mean((2, 3))
 
 
 X = drawn(2, 16, 8, 8, seed=4)
@@ -149,17 +153,15 @@ def test_a_block_trains_as_without_it(monkeypatch, few):
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
 
 
-class SqueezeAndExcite(nn.Module):
+@layers(
+    lambda: dict(
+        conv=nn.Conv2d(16, 16, 3), reduce=nn.Conv2d(16, 4, 1), expand=nn.Conv2d(4, 16, 1), act=nn.SiLU(inplace=True)
+    )
+)
+def SqueezeAndExcite(self, x):
     """As EfficientNet and MobileNet have it: what follows each convolution writes into its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.reduce, self.expand = nn.Conv2d(16, 16, 3), nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
-        self.act = nn.SiLU(inplace=True)
-
-    def forward(self, x):
-        x = self.act(self.conv(x))
-        return x * F.hardsigmoid(self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True)))), inplace=True)
+    x = self.act(self.conv(x))
+    return x * F.hardsigmoid(self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True)))), inplace=True)
 
 
 def test_activations_in_place_behind_it():

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import fold_batch_norms, folded_conv
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
+from tests.layers import layers
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is folded on a CPU that does not multiply bf16"),
@@ -20,27 +21,30 @@ OFF = "bf16,skip=fold_batch_norms"
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
 
 
-class Block(nn.Module):
+@layers(
+    lambda in_place=True: dict(
+        stem=nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        norm0=nn.BatchNorm2d(8),
+        conv1=nn.Conv2d(8, 16, 1, groups=4),
+        norm1=nn.BatchNorm2d(16),
+        conv2=nn.Conv2d(16, 8, 3, padding=1, bias=False),
+        norm2=nn.BatchNorm2d(8, affine=False),
+        conv3=nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+        norm3=nn.BatchNorm2d(8),
+        in_place=in_place,
+    )
+)
+def Block(self, x):
     """A residual block with every form: relu in place or not, sums in place or not, bias, groups, a norm alone."""
-
-    def __init__(self, in_place=True):
-        super().__init__()
-        self.stem, self.norm0 = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8)
-        self.conv1, self.norm1 = nn.Conv2d(8, 16, 1, groups=4), nn.BatchNorm2d(16)
-        self.conv2, self.norm2 = nn.Conv2d(16, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=False)
-        self.conv3, self.norm3 = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.BatchNorm2d(8)
-        self.in_place = in_place
-
-    def forward(self, x):
-        x = F.relu(self.norm0(self.stem(x)), inplace=self.in_place)
-        h = torch.relu(self.norm1(self.conv1(x)))
-        h = self.norm2(self.conv2(h))
-        if self.in_place:
-            h += x
-            h = h.relu_()
-        else:
-            h = torch.relu(x + h)
-        return self.norm3(self.conv3(h)).mean((2, 3))
+    x = F.relu(self.norm0(self.stem(x)), inplace=self.in_place)
+    h = torch.relu(self.norm1(self.conv1(x)))
+    h = self.norm2(self.conv2(h))
+    if self.in_place:
+        h += x
+        h = h.relu_()
+    else:
+        h = torch.relu(x + h)
+    return self.norm3(self.conv3(h)).mean((2, 3))
 
 
 def statistics(model):
@@ -172,16 +176,11 @@ def test_what_others_read_stays():
     assert "mul_" in text
 
 
-class Twice(nn.Module):
+@layers(lambda: dict(conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
+def Twice(self, x):
     """By its statistics it is one norm; what is kept of it is of one eps, whichever call made it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
-        return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
+    kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
+    return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
 
 
 @pytest.mark.parametrize("kind", [Twice])
@@ -234,20 +233,23 @@ def test_sums_take_the_place_of_what_is_read_no_more_bit_for_bit(late, monkeypat
     assert torch.equal(got, called(wrong)) is not late, "control: written over what is read later"
 
 
-class Activations(nn.Module):
+@layers(
+    lambda activation, in_place: dict(
+        activation=activation,
+        in_place=in_place,
+        stem=nn.Conv2d(3, 16, 3, 2, 1, bias=False),
+        norm0=nn.BatchNorm2d(16),
+        deep=nn.Conv2d(16, 16, 3, 1, 1, groups=16),
+        norm1=nn.BatchNorm2d(16),
+        last=nn.Conv2d(16, 16, 1),
+        norm2=nn.BatchNorm2d(16),
+    )
+)
+def Activations(self, x):
     """What EfficientNet, MobileNetV3 and YOLO have behind their norms, the last behind a sum."""
-
-    def __init__(self, activation, in_place):
-        super().__init__()
-        self.activation, self.in_place = activation, in_place
-        self.stem, self.norm0 = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)
-        self.deep, self.norm1 = nn.Conv2d(16, 16, 3, 1, 1, groups=16), nn.BatchNorm2d(16)
-        self.last, self.norm2 = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)
-
-    def forward(self, x):
-        x = self.activation(self.norm0(self.stem(x)), inplace=self.in_place)
-        h = self.activation(self.norm1(self.deep(x)), inplace=self.in_place)
-        return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
+    x = self.activation(self.norm0(self.stem(x)), inplace=self.in_place)
+    h = self.activation(self.norm1(self.deep(x)), inplace=self.in_place)
+    return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
 
 
 @pytest.mark.sampled(2)

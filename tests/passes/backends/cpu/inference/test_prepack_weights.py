@@ -12,6 +12,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
+from tests.layers import layers
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16"),
@@ -32,22 +33,23 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-class Net(nn.Module):
+@layers(
+    lambda: dict(
+        first=nn.Linear(WIDTH, 64),
+        second=nn.Linear(64, WIDTH, bias=False),
+        added=nn.Parameter(torch.randn(WIDTH, 32) / 7),
+        bias=nn.Parameter(torch.randn(32)),
+        multiplied=nn.Parameter(torch.randn(32, WIDTH) / 6),
+        twice=nn.Parameter(torch.randn(WIDTH, WIDTH) / 7),
+        one=nn.Linear(WIDTH, 1),
+    )
+)
+def Net(self, x):
     """Every form of a product: linear with and without bias, addmm, matmul, and a weight that two linears read."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
-        self.added, self.bias = nn.Parameter(torch.randn(WIDTH, 32) / 7), nn.Parameter(torch.randn(32))
-        self.multiplied = nn.Parameter(torch.randn(32, WIDTH) / 6)
-        self.twice = nn.Parameter(torch.randn(WIDTH, WIDTH) / 7)
-        self.one = nn.Linear(WIDTH, 1)
-
-    def forward(self, x):
-        x = self.second(torch.relu(self.first(x)))
-        x = torch.addmm(self.bias, x, self.added) @ self.multiplied
-        x = F.linear(torch.tanh(F.linear(x, self.twice)), self.twice)
-        return self.one(x) + x
+    x = self.second(torch.relu(self.first(x)))
+    x = torch.addmm(self.bias, x, self.added) @ self.multiplied
+    x = F.linear(torch.tanh(F.linear(x, self.twice)), self.twice)
+    return self.one(x) + x
 
 
 PACKED = {"first.weight", "second.weight", "added", "multiplied", "twice"}
@@ -124,16 +126,15 @@ ACTIVATIONS = {
 }
 
 
-class Activated(nn.Module):
-    def __init__(self, activation, shared=False):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.activation, self.shared = activation, shared
-
-    def forward(self, x):
-        before = self.first(x)
-        out = self.second(self.activation(before))
-        return out + before.sum() if self.shared else out
+@layers(
+    lambda activation, shared=False: dict(
+        first=nn.Linear(WIDTH, 64), second=nn.Linear(64, WIDTH), activation=activation, shared=shared
+    )
+)
+def Activated(self, x):
+    before = self.first(x)
+    out = self.second(self.activation(before))
+    return out + before.sum() if self.shared else out
 
 
 @pytest.mark.sampled(2)

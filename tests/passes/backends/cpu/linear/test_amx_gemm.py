@@ -18,12 +18,13 @@ from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWei
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
+from tests.by_hand import descend
+from tests.layers import layers
 from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.whole_steps import stepped
 
-BF16, FP16 = torch.bfloat16, torch.float16
-ATEN = torch.ops.aten
+BF16 = torch.bfloat16
 
 pytestmark = pytest.mark.skipif(panel_gemm.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -269,13 +270,9 @@ def test_all_else_is_left_alone(name):
     assert not passed(function, *given)[2]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
-
-    def forward(self, x):
-        return self.second(torch.relu(self.first(x)))
+@layers(lambda: dict(first=nn.Linear(32, 64), second=nn.Linear(64, 32, bias=False)))
+def Net(self, x):
+    return self.second(torch.relu(self.first(x)))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -292,10 +289,7 @@ def test_a_step_trains_as_the_loop(compile):
     loop = amp_graph.convert(Net(), "bf16")
     optimizer = torch.optim.SGD(loop.parameters(), lr=0.1)
     for expected in ours.losses:
-        optimizer.zero_grad()
-        loss = F.mse_loss(loop(x), x)
-        loss.backward()
-        optimizer.step()
+        loss = descend(optimizer, F.mse_loss(loop(x), x))
         torch.testing.assert_close(loss.detach(), expected, rtol=2**-7, atol=0)
 
 

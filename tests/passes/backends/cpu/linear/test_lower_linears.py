@@ -14,6 +14,8 @@ from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears, linear_low
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
+from tests.by_hand import descend
+from tests.layers import layers
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16, capture_function, passes_until
@@ -154,15 +156,12 @@ def train(model, x):
     return [out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))]
 
 
-class Called(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.w, self.b = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
+@layers(
+    lambda function: dict(w=nn.Parameter(torch.randn(64, 64) / 8), b=nn.Parameter(torch.randn(64)), function=function),
+    seed=0,
+)
+def Called(self, x):
+    return self.function(self, x)
 
 
 def check_like_torchs_kernels(function, x):
@@ -196,13 +195,9 @@ def test_results_may_be_written_in_place(edit, shape):
     )
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return self.third(F.gelu(self.second(torch.relu(self.first(x)))))
+@layers(lambda: dict(first=nn.Linear(32, 64), second=nn.Linear(64, 64, bias=False), third=nn.Linear(64, 32)))
+def Net(self, x):
+    return self.third(F.gelu(self.second(torch.relu(self.first(x)))))
 
 
 X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
@@ -234,10 +229,7 @@ def test_a_step_has_the_bits_of_the_loop():
     optimizer = torch.optim.SGD(loop.parameters(), lr=0.1, momentum=0.9)
     step = amp_graph.TrainStep(whole, F.mse_loss, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9), "bf16")
     for turn in range(4):
-        optimizer.zero_grad()
-        loss = F.mse_loss(loop(X + turn), X)
-        loss.backward()
-        optimizer.step()
+        loss = descend(optimizer, F.mse_loss(loop(X + turn), X))
         assert torch.equal(step(X + turn, X), loss)
     for p, q in zip(whole.parameters(), loop.parameters(), strict=True):
         assert torch.equal(p, q)

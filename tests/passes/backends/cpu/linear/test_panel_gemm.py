@@ -1,7 +1,7 @@
 """A linear over few rows in compiled C: any size and layout, sums in fp32 rounded once, NaN through the relu."""
 
 import os
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,11 +116,7 @@ def test_threads_have_memory_of_their_own():
             one = ours(*given[at])
             found[at] = found.get(at, True) and torch.equal(one, expected[at])
 
-    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(sizes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(call, at) for at in range(len(sizes))))
     assert found == dict.fromkeys(range(len(sizes)), True)
 
 

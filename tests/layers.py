@@ -1,0 +1,38 @@
+"""Small models in a few lines: a function over the layers that it names becomes a module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def layers(
+    build: Callable[..., dict[str, Any]], seed: int | None = None
+) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a class of modules out of a forward; ``build`` returns the layers, parameters and values of a new one.
+
+    With ``seed``, all modules of the class begin with the same weights.
+    """
+
+    def of_forward(forward: Callable[..., Any]) -> type[nn.Module]:
+        def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            nn.Module.__init__(self)
+            if seed is not None:
+                torch.manual_seed(seed)
+            for name, value in build(*args, **kwargs).items():
+                setattr(self, name, value)
+
+        return forward_of(nn.Module, __init__=__init__)(forward)
+
+    return of_forward
+
+
+def forward_of(base: type[nn.Module], **methods: Any) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """Make a class of modules out of another forward for the layers of ``base``."""
+
+    def of_forward(forward: Callable[..., Any]) -> type[nn.Module]:
+        names = {"__module__": forward.__module__, "__qualname__": forward.__qualname__, "__doc__": forward.__doc__}
+        return type(forward.__name__, (base,), {**names, **methods, "forward": forward})
+
+    return of_forward

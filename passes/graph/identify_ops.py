@@ -24,7 +24,8 @@ from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, has_no
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
-from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, below_autograd
+from amp_graph.passes.torch_compat.autograd import below_autograd
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
 
 

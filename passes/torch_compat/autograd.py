@@ -57,10 +57,22 @@ def any_branch_of_backward(traced: torch.Tensor) -> Iterator[None]:
 @contextlib.contextmanager
 def autograd_inside() -> Iterator[None]:
     """Let autograd record inside an operator's kernel, where dispatch disables it; 2.11 to 2.13."""
-    kept = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        kept = kept.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept), torch.enable_grad():
+    with _dispatch_to_autograd(enabled=True), torch.enable_grad():
+        yield
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Have operators reach a dispatch mode whole: with autograd, ``linear`` arrives as ``t`` and ``addmm``."""
+    return _dispatch_to_autograd(enabled=False)
+
+
+@contextlib.contextmanager
+def _dispatch_to_autograd(*, enabled: bool) -> Iterator[None]:
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        key = getattr(torch._C.DispatchKey, name)
+        excluded = excluded.remove(key) if enabled else excluded.add(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         yield
 
 

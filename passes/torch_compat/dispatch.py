@@ -5,7 +5,6 @@ Each states the versions of torch that it was checked on.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +27,6 @@ from amp_graph.passes.torch_compat import torch_version
 PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 enter_autocast, exit_autocast = _enter_autocast, _exit_autocast  # of a graph's regions
 SET_GRAD: Any = torch._C._set_grad_enabled  # what a graph calls at both ends of ``no_grad``; 2.11 - 2.13
-# Where an operation reaches a dispatch mode whole: with autograd, ``linear`` arrives as ``t`` and ``addmm``.
-below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd  # 2.11-2.13
 
 
 def dispatched(operator: Any) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch._dynamo.convert_frame import compile_lock  # held by each of Dynamo's
 from torch.nn.modules import transformer
 
 from amp_graph.passes.torch_compat import torch_version
+from amp_graph.passes.torch_compat.fake import without_cast_cache
 
 
 @dataclass
@@ -59,20 +60,11 @@ def _set_masks(masks: Masks) -> None:
 
 
 def _without_cast_cache(plain: Plain) -> Plain:
-    """Keep runs on fake tensors from using autocast's cache of weight casts.
-
-    Dynamo calls operators while holding the GIL, because its dispatcher is in Python. Under it, autocast would wait for
-    the lock of its cache. A thread that leaves autocast holds that lock and needs the GIL to free the cache: a
-    deadlock, as in pytorch/pytorch#119262.
-    """
+    """Have Dynamo's runs on fake tensors do without autocast's cache; see ``without_cast_cache``."""
 
     def run_node(*args: Any, **kwargs: Any) -> Any:
-        before = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
+        with without_cast_cache():
             return plain(*args, **kwargs)
-        finally:
-            torch.set_autocast_cache_enabled(before)
 
     return run_node
 

@@ -78,8 +78,23 @@ def tracing_fake(mode: FakeTensorMode, *, symbolic: bool = True) -> Iterator[Non
     guards = shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext()
     symbols = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
     python = enable_python_dispatcher() if symbolic else contextlib.nullcontext()
-    with tracing(None), guards, symbols, python, mode:
+    with tracing(None), guards, symbols, python, without_cast_cache(), mode:
         yield
+
+
+@contextlib.contextmanager
+def without_cast_cache() -> Iterator[None]:
+    """Keep operators that Python dispatches, holding the GIL, from autocast's cache of weight casts.
+
+    Autocast would wait for the lock of its cache. A thread that leaves autocast holds that lock and needs the GIL to
+    free the cache: a deadlock, as in pytorch/pytorch#119262.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def dispatch_for_data(by_data: bool) -> contextlib.AbstractContextManager[Any]:

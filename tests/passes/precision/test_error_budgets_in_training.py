@@ -73,7 +73,7 @@ def gradient_ratios(build, multiple):
     torch.manual_seed(0)
     model, loss = build()
     policies = [Policy.parse(p) for p in ("bf16", f"bf16,accuracy={multiple}")]
-    measured = tuple(one.measured for one in measure(model, policies[1], loss))
+    measured = tuple(measured for _, measured in measure(model, policies[1], loss))
     exact = gradients(copy.deepcopy(model), loss)
     usual = statistics.fmean(g.square().mean().sqrt().item() for g in exact.values())
     told = [name for name, g in exact.items() if g.square().mean().sqrt() > 1e-5 * usual]  # the others are 0, rounded

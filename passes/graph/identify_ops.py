@@ -286,7 +286,8 @@ class _Recorder(TorchDispatchMode):
                 result = self._decompositions[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        given, named = (map_aggregate(part, self._operand) for part in (args, kwargs))
+        given: Any = map_aggregate(args, self._operand)
+        named: Any = map_aggregate(kwargs, self._operand)
         result = fake_result(func, args, kwargs, symbolic=has_no_meta_result([*args, *kwargs.values()]))
         self._alive += [args, kwargs, result]
         made = tensors(result)

@@ -48,25 +48,24 @@ def kind_of(module: torch.nn.Module) -> str:
 
 def why_left(module: torch.nn.Module, policy: Policy) -> str:
     """Return why ``module`` is left as it is; "" if it can be converted as far as is known."""
-    parts, inner = list(module.modules()), inner_of(module)
-    in_fp16 = any(policy.torch_dtype(p.device.type) == torch.float16 for p in module.parameters())
-    reasons = {
-        "sharded by FSDP; convert each part before it is sharded: fully_shard(amp_graph.convert(part))": any(
-            map(is_fsdp, parts)
-        ),
-        "run by DeepSpeed, which decides precision itself": any(
-            type(part).__module__.partition(".")[0] == "deepspeed" for part in parts
-        ),
-        "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with the "
-        "script's compilation switched off": any(map(is_compiled, parts)),
-        "its parameters are distributed or wrapped tensors": any(map(is_wrapper, module.parameters())),
-        "its forward was replaced by another library, below DistributedDataParallel": module is not inner
-        and "forward" in inner.__dict__,
-        "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler": (
-            policy.dtype == "auto" and in_fp16
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    parts = list(module.modules())
+    if any(map(is_fsdp, parts)):
+        return "sharded by FSDP; convert each part before it is sharded: fully_shard(amp_graph.convert(part))"
+    if any(type(part).__module__.partition(".")[0] == "deepspeed" for part in parts):
+        return "run by DeepSpeed, which decides precision itself"
+    if any(map(is_compiled, parts)):
+        return (
+            "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with "
+            "the script's compilation switched off"
+        )
+    if any(is_wrapper(parameter) for parameter in module.parameters()):
+        return "its parameters are distributed or wrapped tensors"
+    if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
+        return "its forward was replaced by another library, below DistributedDataParallel"
+    devices = {parameter.device.type for parameter in module.parameters()}
+    if policy.dtype == "auto" and any(policy.torch_dtype(device) == torch.float16 for device in devices):
+        return "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler"
+    return ""
 
 
 def needs_scale(policy: Policy) -> bool:

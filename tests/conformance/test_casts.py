@@ -127,7 +127,7 @@ def activations(casts):
 MOST_CASTS = {"bert": 0.45, "gpt2": 1.0, "vit": 0.65}  # of those of autocast
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", [*DEEP.values(), *LARGE.values()], ids=[*DEEP, *(f"large {n}" for n in LARGE)])
 def test_casts_of_activations_as_exact_as_autocast(case):
     """Norms are torch's, and so are the casts around them."""

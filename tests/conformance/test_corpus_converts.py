@@ -39,7 +39,7 @@ def with_gradient(name):
 ESCAPES = {"mixtral_eager"} | ({"whisper"} if OLDER else set())
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("policy", [pytest.param(p, marks=pytest.mark.slow) if "fast" in p else p for p in POLICIES])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_three_training_steps(name, policy):

@@ -86,7 +86,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name", sorted(n for n, c in CASES.items() if "no_autocast" not in c.tags and n not in ELSEWHERE)
 )

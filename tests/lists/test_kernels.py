@@ -16,7 +16,7 @@ DTYPES = ("bfloat16", "float16")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own notes on deprecated operators
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_every_entry_has_a_kernel_on_cpu(cls, dtype):

@@ -93,6 +93,7 @@ def test_what_overflows_inside_of_a_body_is_kept_full_and_its_gradients_are_meas
 
 
 @pytest.mark.filterwarnings(SILENT)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Branch, Recurrent])
 def test_bisect_finds_the_operation_inside_of_a_body(kind):
     model, x, y = made(kind)
@@ -128,7 +129,7 @@ class Planted(nn.Module):
         return self.last(scan(step, torch.zeros(WIDTH), h)[1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings(SILENT)
 @pytest.mark.parametrize("inside", ["cond", "scan", "cond in scan"])
 @pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])

@@ -59,7 +59,7 @@ def test_outputs_are_as_near_as_low_precision_is(seed, policy):
         assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
     model, inputs = program(seed, grad_modes=False)
@@ -88,7 +88,7 @@ def test_a_pass_run_again_changes_nothing(index, policy):
     assert not wrong, f"{len(wrong)} of {len(SEEDS)}: {wrong[:2]}"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_parameters_are_shared_and_the_graph_given_stays_as_it_was(seed):
     model, inputs = program(seed, grad_modes=False)

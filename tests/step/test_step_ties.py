@@ -68,7 +68,7 @@ def adamw(parameters):
     return AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("policy", LEVELS[:2])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.1])

@@ -103,7 +103,7 @@ def keeps_its_promises(made):
     return len({p.low for p in found.values()})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("on", ["cpu_amx", "cpu_bf16", "cuda"])
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_random_programs_keep_their_budgets(policy, on):

@@ -128,7 +128,7 @@ def main() -> None:
         folder, model, way, scale, threads = sys.argv[2:]
         return serve(folder, model, way, float(scale), int(threads))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", nargs=2, metavar=("PYTHON", "CHECKOUT"))
+    parser.add_argument("old", nargs=2, metavar="OLD", help="its Python and its checkout")
     parser.add_argument("--new", nargs=2, default=(sys.executable, "."), metavar=("PYTHON", "CHECKOUT"))
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--ways", default=WAYS)

@@ -405,21 +405,28 @@ def test_a_scheduler_that_sets_betas_is_followed_and_does_not_trace_each_step_an
 # -- what is called at a step --------------------------------------------------------------------------
 
 
+HOOKS = {
+    "before": lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
+    "after": lambda optimizer, hook: optimizer.register_step_post_hook(hook),
+    "of all": lambda optimizer, hook: register_optimizer_step_post_hook(hook),
+}
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["between steps", "before the first"])
+@pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("make", [decayed, lambda p: RAdam(p, lr=0.01)], ids=["inside", "behind"])
-def test_hooks_of_the_optimizers_step_are_called_as_long_as_they_are_registered(make):
+def test_hooks_of_the_optimizers_step_are_called_as_long_as_they_are_registered(make, kind, early):
     model, calls = mlp(), []
     optimizer = make(model.parameters())
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    step, _ = stepped(model, optimizer, 2, "bf16")
-    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    of_all = register_optimizer_step_post_hook(lambda *_: calls.append("of all"))
+    step = None if early else stepped(model, optimizer, 2, "bf16")[0]
+    handle = HOOKS[kind](optimizer, lambda *_: calls.append(kind))
     try:
+        step = step or stepped(model, optimizer, 1, "bf16")[0]
         step(*batch())
     finally:
-        of_all.remove()
-    handle.remove()
+        handle.remove()
     step(*batch())
-    assert calls == ["before", "before", "before", "after", "of all", "before"]
+    assert calls == [kind] * (2 if early else 1)
 
 
 @pytest.mark.parametrize("make", [sgd, decayed, lambda p: Adagrad(p, lr=0.01, fused=True)])

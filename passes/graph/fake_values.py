@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,33 +102,30 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     those of the capture, as in the rest of the graph.
     """
     args, kwargs = argument_values(node)
-    symbolic = has_no_meta_result([value(source) for source in node.all_input_nodes])
+    given = [value(source) for source in node.all_input_nodes]
+    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
+    # Empty tensors too: the fake of upsample_nearest2d rejects them, its Python decomposition does not (torch 2.13).
+    symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
         if node.op == "call_method":
             made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            made = fake_result(node.target, args, kwargs, symbolic=symbolic)
+            made = fake_result(node.target, args, kwargs)
         return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
 
 
-def has_no_meta_result(given: Sequence[Any]) -> bool:
-    """Say whether an operation on these values needs torch's Python rules: for symbolic sizes, and for empty tensors.
-
-    The fake of upsample_nearest2d rejects those, its Python decomposition does not (torch 2.13).
-    """
-    numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
-    return any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
-
-
-def fake_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, symbolic: bool) -> Any:
+def fake_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what ``function`` makes of fake tensors, under their mode."""
-    if function in TAKEN_APART and not symbolic and all(map(_is_dense, tree_leaves((args, kwargs)))):
+    if function in TAKEN_APART and all(map(_is_plain, tree_leaves((args, kwargs)))):
         return _on_meta(function, args, kwargs)
     return function(*args, **kwargs)
 
 
-def _is_dense(leaf: Any) -> bool:
-    return not isinstance(leaf, torch.Tensor) or (leaf.layout == torch.strided and not leaf.is_nested)
+def _is_plain(leaf: Any) -> bool:
+    """Say whether ``leaf`` is no tensor and no symbol, or a dense tensor of fixed sizes that has elements."""
+    if not isinstance(leaf, torch.Tensor):
+        return not isinstance(leaf, torch.SymInt)
+    return leaf.layout == torch.strided and not leaf.is_nested and all(type(n) is int and n for n in leaf.shape)
 
 
 class _Layout(NamedTuple):

@@ -20,7 +20,7 @@ from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, has_no_meta_result, tensors, value
+from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
@@ -288,7 +288,7 @@ class _Recorder(TorchDispatchMode):
                 return result
         given: Any = map_aggregate(args, self._operand)
         named: Any = map_aggregate(kwargs, self._operand)
-        result = fake_result(func, args, kwargs, symbolic=has_no_meta_result([*args, *kwargs.values()]))
+        result = fake_result(func, args, kwargs)
         self._alive += [args, kwargs, result]
         made = tensors(result)
         if func._schema.name.startswith(ABOUT_TENSORS):

@@ -1,9 +1,12 @@
 """Values that are computed on the meta device, and those of casts, are the fake mode's own, layouts and errors too."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import Graph
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.passes.graph.fake_values import run_node
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
@@ -19,6 +22,10 @@ IMAGES = {
     "rows": lambda d: torch.empty(4, 6, dtype=d),
     "lines": lambda d: torch.empty(4, 6, 9, dtype=d).transpose(0, 2).contiguous().transpose(0, 2),
 }
+
+
+def layout_of(tensor):
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def norm_of(mode, image, training, affine, dtype):
@@ -46,12 +53,7 @@ def test_a_batch_norm_has_the_value_that_the_fake_mode_finds(image, training, af
         expected = call()
     for _ in range(2):  # the second time from memory
         found = run_node(node, mode)
-        assert (found.shape, found.stride(), found.dtype, found.device) == (
-            expected.shape,
-            expected.stride(),
-            expected.dtype,
-            expected.device,
-        )
+        assert layout_of(found) == layout_of(expected)
         assert type(found) is type(expected)
         assert found.fake_mode is mode
 
@@ -72,3 +74,35 @@ def test_a_cast_lies_as_an_empty_tensor_like_its_source(image):
         cast, like = x.to(BF16), torch.empty_like(x, dtype=BF16)
     real = IMAGES[image](torch.float32).to(BF16)
     assert like.stride() == cast.stride() == real.stride()
+
+
+RNN = [torch.empty(shape) for shape in ((18, 8), (18, 6), (18,), (18,)) * 2]
+RNN_OPTIONS = (True, 1, 0.0, True, True)  # biases, layers, dropout, train, bidirectional
+PRODUCTS = {
+    "linear": (F.linear, (torch.empty(3, 5, 8).transpose(0, 1), torch.empty(4, 8), torch.empty(4))),
+    "linear of one row": (F.linear, (torch.empty(8), torch.empty(4, 8))),
+    "matmul": (torch.matmul, (torch.empty(2, 1, 5, 8), torch.empty(3, 7, 8).mT)),
+    "matmul of vectors": (operator.matmul, (torch.empty(8), torch.empty(8))),
+    "matmul of none": (torch.matmul, (torch.empty(0, 8), torch.empty(8, 3))),
+    "gru": (torch.gru, (torch.empty(3, 5, 8), torch.empty(2, 3, 6), RNN, *RNN_OPTIONS, True)),
+    "gru of sequences first": (torch.gru, (torch.empty(5, 3, 8), torch.empty(2, 3, 6), RNN, *RNN_OPTIONS, False)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_values_that_the_fake_mode_finds(name, dtype):
+    function, args = PRODUCTS[name]
+    graph, mode = Graph(), FakeTensorMode()
+
+    def node_of(tensor):
+        node = graph.placeholder("given")
+        node.meta["val"] = mode.from_tensor(tensor.to(dtype))
+        return node
+
+    nodes = tree_map_only(torch.Tensor, node_of, args)
+    found = run_node(graph.call_function(function, nodes), mode)
+    with tracing_fake(mode, symbolic=False), torch.no_grad():
+        expected = function(*tree_map_only(Node, lambda n: n.meta["val"], nodes))
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert layout_of(one) == layout_of(other)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class AmpGraphError(Exception):
@@ -81,16 +82,35 @@ class AmpGraphWarning(UserWarning):
     """Something did not run as requested, and the results are still correct."""
 
 
-# Where warnings go instead, if ``amp-graph run`` runs a script: its own filters must not make errors of them.
-TAKERS: list[Callable[[str], None]] = []
-
-
-def warn(text: str) -> None:
+def _issue(text: str) -> None:
     """Issue ``text`` as an AmpGraphWarning at the user's line: the nearest one outside of amp_graph and torch."""
-    if TAKERS:
-        TAKERS[-1](text)
-        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("amp_graph", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, AmpGraphWarning, stacklevel=level)
+
+
+# Where warnings go, the last one now: ``amp-graph run`` takes them, as a script's filters must not make errors of them.
+TAKERS: list[Callable[[str], None]] = [_issue]
+
+
+def warn(text: str) -> None:
+    """Warn of ``text`` at the user's line, or where a block of ``warned_once`` or a run of a script takes it."""
+    TAKERS[-1](text)
+
+
+@contextlib.contextmanager
+def warned_once(told: set[str]) -> Iterator[None]:
+    """Leave out the warnings of its block that are in ``told``, and add the others to it: a model has many graphs."""
+    outer = TAKERS[-1]
+
+    def take(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            outer(text)
+
+    TAKERS.append(take)
+    try:
+        yield
+    finally:
+        TAKERS.pop()

@@ -23,7 +23,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.recapture_limits import Variants
 from amp_graph.devices import device_of, device_of_model
 from amp_graph.errors import ListError, PolicyError
-from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.lists.errors import Attempt, first_line, warned_once
 from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, PREDICTED
 from amp_graph.passes.graph.node_info import source_line
@@ -125,7 +125,7 @@ class CapturedGraphs:
             return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
         rungs = rungs_below(copy_graph(gm), self.of.policy, device_of(gm))
         rewritten: Rewritten | None = None
-        with Attempt(ListError, PolicyError) as tried:
+        with Attempt(ListError, PolicyError) as tried, warned_once(self.of.diagnostics.told):
             rewritten = self._rewritten(gm)
             self._record(rewritten)
             run = lower(gm, example_inputs, self.of.compile, rewritten.policy, options=self.of.options)

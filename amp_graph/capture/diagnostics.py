@@ -82,6 +82,7 @@ class Diagnostics(CaptureListener):
     skips: list[Place] = field(default_factory=list)
     breaks: list[Place] = field(default_factory=list)
     events: int = 0
+    told: set[str] = field(default_factory=set)  # warnings of passes, each of which many graphs may give
 
     # -- events of captures ---------------------------------------------------------------------------
 

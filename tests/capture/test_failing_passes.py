@@ -119,6 +119,21 @@ def test_a_call_goes_on_without_the_pass_and_the_report_names_it(monkeypatch, co
     assert graph["left_out"][0]["rule"] == "share-casts"
 
 
+def test_a_pass_that_fails_in_many_graphs_is_told_once(monkeypatch, recwarn):
+    @layers(lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8)))
+    def Breaks(self, x):
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(y)
+
+    fails(monkeypatch, ShareCasts)
+    model = amp_graph.convert(Breaks(), "bf16")
+    for rows in (4, 5):
+        model(torch.randn(rows, 8))
+    assert len([w for w in recwarn if "share-casts is left out" in str(w.message)]) == 1
+    assert amp_graph.report(model).text().count("pass share-casts is left out") > 1
+
+
 def converted(model):
     found = step_of(amp_graph.convert(model, "bf16"), X)
     assert "this graph runs under torch.autocast('cpu'" in amp_graph.report(model).text()

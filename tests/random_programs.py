@@ -133,7 +133,8 @@ class Run:
 
     values: dict[str, torch.Tensor]
     dtypes: tuple[torch.dtype, ...]
-    aliases: frozenset[tuple[str, str]]
+    aliases: set[tuple[str, str]]
+    bits: set[tuple[str, str]]  # those of two dtypes
     in_pieces: bool = False  # converted, and captured in pieces, with autocast around them
 
 
@@ -156,6 +157,7 @@ def run(plan: Plan, make: Any = None, context: Any = None, noise: int = 0, insid
     values: dict[str, torch.Tensor] = {}
     dtypes: list[torch.dtype] = []
     aliases: set[tuple[str, str]] = set()
+    bits: set[tuple[str, str]] = set()
     for call in range(calls):
         inputs = inputs_of(plan, call)
         _perturb([inputs[0], *([] if plan.aliased else [inputs[1]]), inputs[2]], noise + call if noise else 0)
@@ -163,14 +165,16 @@ def run(plan: Plan, make: Any = None, context: Any = None, noise: int = 0, insid
             outputs = called(*inputs)
         named = {f"output {i}": t for i, t in enumerate(outputs)} | dict(zip(("x", "y", "z"), inputs, strict=True))
         dtypes += [t.dtype for t in outputs]
-        aliases |= {(f"{a} of {call}", b) for a, b in _aliases(named)}
+        shared = _aliases(named)
+        aliases |= {(f"{a} of {call}", b) for a, b in shared}
+        bits |= {(f"{a} of {call}", b) for a, b in shared if named[a].dtype != named[b].dtype}
         values |= {f"{name} of call {call}": t.detach().clone() for name, t in named.items()}
         if plan.trains:
             values |= {f"{n} of call {call}": g for n, g in _gradients(model, inputs[2], outputs).items()}
     values |= {name: b.detach().clone() for name, b in model.named_buffers() if b.is_floating_point()}
     conversion = vars(called).get(CONVERSION) if isinstance(called, nn.Module) else None
     in_pieces = bool(conversion and conversion.escaped_runs)
-    return Run({n: _as_float(t) for n, t in values.items()}, tuple(dtypes), frozenset(aliases), in_pieces)
+    return Run({n: _as_float(t) for n, t in values.items()}, tuple(dtypes), aliases, bits, in_pieces)
 
 
 def _gradients(model: nn.Module, leaf: torch.Tensor, outputs: Any) -> dict[str, torch.Tensor]:
@@ -303,8 +307,9 @@ def compare(plan: Plan, make: Any = amp_graph.convert) -> Verdict:
     Where a program shows dtypes (a complex view that is written, ``.float()``), autocast itself may lose writes, which
     excuses nothing: its error counts at most ten times the perturbed ones'. But code between pieces, where Dynamo
     breaks a program, runs under autocast, and has bits and dtypes as there: of such a program autocast's error counts
-    whole, and memory that is shared there, or not, may be so here. A write that is lost, or done twice, is an error of
-    the size of the value, which is 60 times FLOOR.
+    whole, and memory that is shared there, or not, may be so here; memory that holds bits of bf16 and of fp32 there
+    cannot be shared here, where both are returned in fp32. A write that is lost, or done twice, is an error of the size
+    of the value, which is 60 times FLOOR.
     """
     verdict = Verdict(plan)
     with without_warnings(Warning):
@@ -323,7 +328,7 @@ def compare(plan: Plan, make: Any = amp_graph.convert) -> Verdict:
         verdict.wrong.append(f"dtypes {got.dtypes}, not {want.dtypes}")
     aliases = got.aliases ^ want.aliases
     if cast and got.in_pieces:
-        aliases -= cast.aliases ^ want.aliases
+        aliases -= (cast.aliases ^ want.aliases) | cast.bits
     if aliases:
         verdict.wrong.append(f"aliases differ: {sorted(aliases)}")
     if got.values.keys() != want.values.keys():

@@ -120,7 +120,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask, kept = ctx.saved_tensors
         causal, scale, dropped = ctx.given
         need, rest = ctx.needs_input_grad[:4], (None,) * 3
-        if not is_plain(grad):
+        if not is_plain(grad) and kernel.backward_library() is not None:  # it is compiled here at the earliest
             seen, given = is_seen(query), (grad, query, key, value, mask, causal, scale, kept, dropped)
             if need[3]:
                 return *(OPS.attention_backward_with_mask if seen else kernel.backward_with_mask)(*given), *rest

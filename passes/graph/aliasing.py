@@ -112,8 +112,8 @@ class Memory:
 def observe(gm: GraphModule, writes: Mapping[Node, Any]) -> Memory:
     """Read aliasing from the captured values' storages, and writes from the operations' schemas.
 
-    ``writes`` has what knows the inputs ``written`` of each ordinary call: a classification, or a mark. Writes of
-    higher-order operators are found in their bodies.
+    ``writes`` has what knows the inputs ``written`` of each ordinary call: a classification, or after the plan a mark.
+    Of a call that it lacks no write is seen. Writes of higher-order operators are found in their bodies.
     """
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     written = {node: writes[node].written if node in writes else written_inside(gm, node) for node in order}

@@ -271,5 +271,5 @@ def refuse_mixed(node: Node) -> None:
 
 
 def marks(gm: GraphModule) -> dict[Node, Mark]:
-    """Return the marks of a planned graph, in node order."""
+    """Return the marks of a planned graph, in node order; none before ``PlanPrecision`` ran."""
     return {n: n.meta[MARK] for n in gm.graph.nodes if MARK in n.meta}

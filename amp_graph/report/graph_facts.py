@@ -65,8 +65,8 @@ def _budget(graph: GraphReport) -> str:
     kept = "" if plan.error <= plan.multiple else ": no plan is that exact; this is the most exact one"
     speed = f"{plan.of_autocast / plan.picoseconds:.3f}" if plan.of_autocast and plan.picoseconds else "1"
     return (
-        f"error budget {plan.multiple:g}: predicted error {plan.error:.3f} ({origin}{left}){kept}\n"
-        f"and predicted speed {speed}, as ratios to the plan of accuracy=autocast"
+        f"error budget {plan.multiple:g}: predicted error of the outputs {plan.error:.3f} ({origin}{left}){kept}\n"
+        f"(of gradients: not predicted) and predicted speed {speed}, as ratios to the plan of accuracy=autocast"
     )
 
 

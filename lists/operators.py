@@ -32,10 +32,16 @@ def check_op_exists(op: str, *, where: str = "") -> tuple[Operator, ...]:
         known = known_names(namespace)
         what = f"unknown operator {op[:LONGEST_NAME]}{did_you_mean(op, known)}"
         legal = f"an operator registered in torch {torch.__version__}"
-        if namespace != "aten":
+        if namespace not in ("aten", "torch"):
             legal += f"; import the library that registers {shortened(namespace)} first"
-        near = next(iter(nearest(op, known)), "aten.linear")
+        near = next(filter(overloads_of, _spelled(op)), None) or next(iter(nearest(op, known)), "aten.linear")
     raise ListError(what, where=where, legal=legal, fix=f'op = "{near}"')
+
+
+def _spelled(function: str) -> list[str]:
+    """Return the names that the operator of a function may have: ``torch.special.erf`` is ``aten.special_erf``."""
+    path = function.removeprefix("torch.")
+    return [f"aten.{name}" for name in (path.replace(".", "_"), path.rpartition(".")[2])]
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +71,8 @@ def known_names(namespace: str) -> tuple[str, ...]:
     """Return operator names to suggest: what torch has resolved so far, and what the built-in lists name."""
     if not namespace.isidentifier() or not namespace.isascii():
         return ()
-    resolved = {f"{namespace}.{name}" for name in dir(getattr(torch.ops, namespace)) if not name.startswith("__")}
+    attributes = vars(getattr(torch.ops, namespace))
+    resolved = {f"{namespace}.{name}" for name, one in attributes.items() if hasattr(one, "overloads")}
     for path in FOLDER.glob("*.toml"):
         resolved.update(re.findall(rf'"({namespace}\.\w+)', path.read_text(encoding="utf-8")))
     return tuple(sorted(resolved))

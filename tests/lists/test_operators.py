@@ -23,3 +23,16 @@ def test_an_overload_that_does_not_exist_is_told_the_first_that_does():
 def test_a_name_that_no_operator_can_have_is_unknown(name):
     with pytest.raises(ListError, match=r"unknown operator(?s:.*)legal:(?s:.*)fix:"):
         check_op_exists(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [
+        ("torch.special.airy_ai", "aten.special_airy_ai"),
+        ("special.expit", "aten.special_expit"),
+        ("torch.nn.functional.gelu", "aten.gelu"),
+    ],
+)
+def test_a_function_as_users_call_it_is_told_its_operator(name, operator):
+    with pytest.raises(ListError, match=f'unknown operator {name}(?s:.*)op = "{operator}"'):
+        check_op_exists(name)

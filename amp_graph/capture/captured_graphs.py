@@ -163,6 +163,8 @@ class CapturedGraphs:
         broken = break_of(rewritten.gm) or Place("", "")
         mode = self.of.model.training, torch.is_grad_enabled()
         self.graphs.append(Captured(rewritten, *mode, broken.reason, broken.where))
+        if self.of.gathers is not None:
+            self.of.gathers.learn(rewritten)
         self.notes_reads = True
 
     def _warn_of_failure(self, error: Exception) -> None:

@@ -25,6 +25,7 @@ from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
 from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, TwoDtypes
 from amp_graph.capture.dynamo_backend import Captured, Compile
+from amp_graph.capture.low_gathers import LowGathers
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
@@ -52,8 +53,9 @@ from amp_graph.passes.torch_compat.dynamo_entries import (
     outside_dynamo,
 )
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
+from amp_graph.passes.torch_compat.fully_sharded import dtype_by_user, records_of
 from amp_graph.policy import Policy
-from amp_graph.policy_words import HELD_LOW
+from amp_graph.policy_words import HALVES, HELD_LOW
 
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -96,6 +98,8 @@ class Conversion:
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
+        self.gathers: LowGathers | None = None  # where fully_shard was applied to the model
+        self._was_called = False
 
     @property
     def graphs(self) -> list[Captured]:
@@ -127,6 +131,16 @@ class Conversion:
         self.captured = graphs = self._graphs(kind, **options)
         return graphs
 
+    def _follow_gathers(self) -> None:
+        """Have what is read in low precision alone gathered so, where the model is a unit of ``fully_shard``."""
+        records = records_of(self.model)
+        if records and (dtype := dtype_by_user(records)) is not None:
+            self.diagnostics.note(f"fully_shard gathers all parameters in {dtype}, as its MixedPrecisionPolicy says")
+        elif records and self.policy.level == "O1" and self.compile == "eager":
+            self.gathers = LowGathers(self.model, self.captured.graphs.clear)
+            own = frozenset(name for name, record in records.items() if record.orig_dtype in HALVES)
+            self.wide = widened(self.model, self.forward, own)
+
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
         self.captured.start()
@@ -139,6 +153,8 @@ class Conversion:
         if self.captured.replays is not None:
             self.captured.replays.drop()
         _attached.discard(self)
+        if self.gathers is not None:
+            self.gathers.stop()
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
@@ -207,6 +223,9 @@ class Conversion:
         raise self._not_to_be_traced(NoSource)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._was_called:  # on every rank at once, whatever this one does then
+            self._was_called = True
+            self._follow_gathers()
         if in_transform():
             self.diagnostics.warn("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self.wide(*args, **kwargs)

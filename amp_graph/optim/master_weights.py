@@ -299,14 +299,14 @@ def were_written_back(parameters: Sequence[Tensor]) -> None:
 # -- forward ------------------------------------------------------------------------------------------
 
 
-def widened(model: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``forward`` so that it sees the model's low-precision parameters upcast to fp32.
+def widened(model: Module, forward: Callable[..., Any], own: frozenset[str] = frozenset()) -> Callable[..., Any]:
+    """Wrap ``forward`` so that it sees the model's low-precision parameters upcast to fp32, but for its ``own``.
 
     In a captured graph, an upcast followed by a downcast of a parameter is removed.
     """
 
     def amp_graph_widened(*args: Any, **kwargs: Any) -> Any:
-        wide = {name: p.float() for name, p in model.named_parameters() if p.dtype in HALVES}
+        wide = {n: p.float() for n, p in model.named_parameters() if p.dtype in HALVES and n not in own}
         with with_parameters(model, wide):
             return forward(*args, **kwargs)
 

@@ -158,13 +158,13 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
     found = conversion_of(behind_compile(model))
     if found is None:
         return _of_compiled(model, optimizer)
-    frozen = found.captured.frozen
+    frozen, gathers = found.captured.frozen, found.gathers.lines() if found.gathers else ()
     return _made(
         found.model,
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found)),
+        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found), *gathers),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import socket
@@ -143,6 +144,135 @@ def test_parts_are_converted_then_sharded(ranks, tmp_path):
     assert first == second
     assert first[0] == [1, 1]
     assert first[1]["_skipped"] == 1
+
+
+@contextlib.contextmanager
+def _collectives():
+    """Note the kind, dtype and bytes of each gather and reduction, as FSDP calls them."""
+    found = []
+
+    def noted(name, own):
+        def call(output, *args, **kwargs):
+            given = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            found.append((name[:3], given.dtype, given.nbytes))
+            return own(output, *args, **kwargs)
+
+        return call
+
+    names = [n for n in ("all_gather_single", "reduce_scatter_single") if hasattr(torch.distributed, n)]
+    with contextlib.ExitStack() as stack:
+        for name in names or ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            own = getattr(torch.distributed, name)
+            stack.enter_context(mock.patch.object(torch.distributed, name, noted(name, own)))
+        yield found
+
+
+@layers(
+    lambda: dict(norm=nn.LayerNorm(33), a=nn.Linear(33, 128), b=nn.Linear(128, 33), scale=nn.Parameter(torch.ones(33)))
+)
+def _Uneven(self, x):
+    return x + self.b(nn.functional.gelu(self.a(self.norm(x)))) * self.scale
+
+
+def _gathers(rank, size, path, kind, micro_batches=1):
+    """Train five steps of a model with two units; keep losses, weights, collectives of each step, and what is told."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from amp_graph.capture import low_gathers
+
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    model = nn.Sequential(_Uneven(), _Uneven(), nn.Linear(33, 3))
+    own = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind == "theirs" else MixedPrecisionPolicy()
+    for part in model[:2]:
+        if kind == "differing":
+            amp_graph.convert(part, "bf16,keep_fp32=a" if rank else "bf16")
+        elif kind not in ("fp32", "uncast"):
+            amp_graph.convert(part, "bf16")
+        if kind == "unseen":
+            vars(part)["_amp_graph"]._was_called = True
+        fully_shard(part, mesh=mesh, mp_policy=own)
+    fully_shard(model, mesh=mesh, mp_policy=own)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    losses, steps = [], []
+    with (
+        mock.patch.object(low_gathers, "is_at_rest", return_value=True) if kind == "lost" else contextlib.nullcontext()
+    ):
+        for step in range(5):
+            if step == 4 and kind == "reverted":
+                for part in model[:2]:
+                    amp_graph.revert(part)
+            with _collectives() as found:
+                for i in range(micro_batches):
+                    model.set_requires_gradient_sync(i == micro_batches - 1)
+                    loss = nn.functional.cross_entropy(model(torch.randn(16, 33)), torch.randint(0, 3, (16,)))
+                    (loss / micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            steps.append(list(found))
+    weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    report = amp_graph.report(model[0]) if kind not in ("fp32", "reverted") else None
+    told = (list(report.notes), len(report.graphs)) if report else ([], 0)
+    torch.save((losses, weights, steps, *told), f"{path}/{rank}")
+
+
+def gathered(step):
+    return sum(size for kind, _, size in step if kind == "all")
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """Return what was kept of a training on two ranks, each run once."""
+    return functools.cache(lambda *how: ranks(_gathers, 2, tmp_path_factory.mktemp("run"), *how))
+
+
+def test_what_graphs_read_low_is_gathered_low_in_as_many_gathers(trained):
+    _, weights, steps, notes, graphs = trained("ours")[0]
+    _, expected, plain, *_ = trained("fp32")[0]
+    assert gathered(steps[0]) == gathered(plain[0])  # the first call tells what graphs read
+    for ours, theirs in zip(steps[1:], plain[1:], strict=True):
+        assert gathered(ours) <= 0.52 * gathered(theirs)
+        assert len(ours) == len(theirs)
+        assert {dtype for kind, dtype, _ in ours if kind == "red"} == {torch.float32}
+    assert graphs == 1
+    (note,) = [one for one in notes if "fully_shard" in one]
+    assert "gathers 4 of 7 parameters in bf16" in note
+    assert "in fp32, as a graph reads them so: norm.weight, norm.bias, scale" in note
+    assert (weights - expected).norm() <= 1.5 * (trained("theirs")[0][1] - expected).norm()
+
+
+def test_control_without_what_graphs_read_gathers_are_fp32(trained):
+    assert list(map(gathered, trained("unseen")[0][2])) == list(map(gathered, trained("fp32")[0][2]))
+
+
+def test_ranks_with_other_graphs_gather_low_what_all_read_low(trained):
+    first, second = trained("differing")
+    assert first[2] == second[2]
+    whole, low = gathered(trained("fp32")[0][2][-1]), gathered(first[2][-1])
+    assert 0.52 * whole < low < 0.8 * whole  # one of two products
+    assert "gathers 2 of 7 parameters" in str(first[3])
+
+
+def test_a_reverted_part_is_gathered_in_fp32_again(trained):
+    steps = trained("reverted")[0][2]
+    assert gathered(steps[3]) < gathered(steps[4]) == gathered(trained("fp32")[0][2][4])
+
+
+def test_gradients_that_wait_for_their_reduction_are_not_lost(trained):
+    (_, exact, *_), (_, ours, steps, *_) = trained("fp32", 4)[0], trained("ours", 4)[0]
+    assert gathered(steps[1]) < 0.52 * gathered(trained("fp32", 4)[0][2][1])
+    unlike = (ours - exact).norm()
+    assert unlike <= 1.5 * (trained("theirs", 4)[0][1] - exact).norm()
+    assert (trained("lost", 4)[0][1] - exact).norm() > 4 * unlike  # the control
+
+
+def test_the_policy_that_fully_shard_was_given_wins(trained):
+    losses, _, steps, notes, _ = trained("theirs")[0]
+    assert "MixedPrecisionPolicy" in str(notes)
+    assert gathered(steps[0]) == gathered(steps[-1])
+    assert losses == pytest.approx(trained("fp32")[0][0], rel=2e-2)
 
 
 @layers(lambda: dict(norm=nn.LayerNorm(6), net=nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))))

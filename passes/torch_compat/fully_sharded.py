@@ -1,0 +1,68 @@
+"""The dtype in which ``fully_shard`` (FSDP2) gathers each parameter of a unit; torch 2.11 to 2.13.
+
+Before: one dtype for a unit, that of its ``MixedPrecisionPolicy``. After: ``gather_in(record, torch.bfloat16)``; the
+unit's gather stays one collective, over bytes where dtypes are mixed. Goes when torch takes a dtype for each parameter
+(pytorch#156784). torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from amp_graph.passes.torch_compat.modules import is_sharded
+
+
+def records_of(module: Module) -> dict[str, Any]:
+    """Return FSDP's record of each parameter in the unit of ``module``, by its name in ``module``.
+
+    Empty where ``module`` is no unit, has units inside, or where this torch keeps them otherwise.
+    """
+    if not is_sharded(module) or any(is_sharded(part) for part in module.modules() if part is not module):
+        return {}
+    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)  # type: ignore[operator]
+    paths = {id(part): f"{path}." if path else "" for path, part in module.named_modules()}
+    records = [record for group in groups or () for record in group.fsdp_params]
+    infos = [(record, record._module_info) for record in records]
+    return {paths[id(info.module)] + info.param_name: record for record, info in infos if id(info.module) in paths}
+
+
+def dtype_by_user(records: dict[str, Any]) -> torch.dtype | None:
+    """Return the ``param_dtype`` of the unit's ``MixedPrecisionPolicy``; None if it has none."""
+    return next((record.mp_policy.param_dtype for record in records.values() if record.mp_policy.param_dtype), None)
+
+
+def is_at_rest(module: Module) -> bool:
+    """Say whether nothing of the unit of ``module`` is gathered or on its way, and no gradient waits to be reduced."""
+    groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    if any(not group.is_sharded or group._all_gather_result is not None for group in groups):
+        return False
+    known = [r._unsharded_param for group in groups for r in group.fsdp_params if hasattr(r, "_unsharded_param")]
+    return all(one.grad is None for one in known)
+
+
+def gather_in(record: Any, dtype: torch.dtype | None) -> None:
+    """Gather a parameter in ``dtype`` from its next gather on, None: its own; only while ``is_at_rest``."""
+    record.param_dtype = dtype
+    record.all_gather_outputs = []  # the memory of the other dtype
+    record.__dict__.pop("_unsharded_param", None)
+
+
+def sum_in_fp32(record: Any) -> None:
+    """Let autograd sum the gradient of a gathered low-precision parameter in fp32, as FSDP reduces one dtype a unit."""
+    record._unsharded_param.grad_dtype = torch.float32
+
+
+def agreed(records: dict[str, Any], wanted: set[str]) -> set[str]:
+    """Return the names that are ``wanted`` on all ranks which gather these parameters together: a collective."""
+    first = next(iter(records.values()))
+    flags = torch.tensor([name in wanted for name in records], dtype=torch.int32, device=first.device)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, first.mesh_info.shard_process_group)
+    return {name for name, flag in zip(records, flags.tolist(), strict=True) if flag}
+
+
+def gathered_bytes(records: dict[str, Any], dtypes: dict[str, torch.dtype]) -> int:
+    """Return the bytes that one gather of a unit brings to a rank, where ``dtypes`` has those of its parameters."""
+    return sum(record._orig_size.numel() * dtypes[name].itemsize for name, record in records.items())

@@ -21,7 +21,10 @@ def layers(
             if seed is not None:
                 torch.manual_seed(seed)
             for name, value in build(*args, **kwargs).items():
-                setattr(self, name, value)
+                if isinstance(value, nn.Buffer):  # Dynamo breaks a graph at a write to an attribute of that class
+                    self.register_buffer(name, value.detach(), value.persistent)
+                else:
+                    setattr(self, name, value)
 
         return forward_of(nn.Module, __init__=__init__)(forward)
 

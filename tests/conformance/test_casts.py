@@ -181,9 +181,11 @@ def test_saved_activations_as_exact_as_autocast(case):
 COMPARABLE = sorted(n for n, c in CASES.items() if n != "cond" and not c.tags & {"no_autocast", "integer"})
 # Like for like: autocast does not give outputs their captured dtype back.
 LIKE = "bf16,keep_outputs=false"
-# name: (reason, exactly how many casts of activations and of gradients more than autocast; weights are as there).
+# name: (reason, exactly how many casts of activations and of gradients more than autocast; of weights no more).
 HANDED_ON = "a graph hands on the fp32 that it was captured with, where the code after a break reads it: there and back"
 MORE_CASTS = {
+    "custom_function": ("a function of the user's own runs as it was captured, in fp32", (2, 2)),
+    "float64_part": ("to(x.dtype) is captured as a cast to fp32", (1, 2)),
     "finfo_min_mask": ("full(dtype=scores.dtype) is captured as fp32, and so are two gradients of softmax", (0, 4)),
     "graph_break_branch": (HANDED_ON, (2, 2)),
     "graph_break_logging": (HANDED_ON, (2, 2)),
@@ -204,7 +206,8 @@ def test_never_more_casts_than_autocast(name):
     elif name in MORE_CASTS:
         _, more = MORE_CASTS[name]
         found = ours.forward_activation - theirs.forward_activation, ours.backward_gradient - theirs.backward_gradient
-        assert (found, ours.weight) == (more, theirs.weight), told
+        assert found == more, told
+        assert ours.weight <= theirs.weight, told
     else:
         assert ours.total <= theirs.total, told
 

@@ -18,15 +18,20 @@ from amp_graph.passes.torch_compat.modules import is_sharded
 def records_of(module: Module) -> dict[str, Any]:
     """Return FSDP's record of each parameter in the unit of ``module``, by its name in ``module``.
 
-    Empty where ``module`` is no unit, has units inside, or where this torch keeps them otherwise.
+    Empty where ``module`` is no unit, or has units inside.
     """
     if not is_sharded(module) or any(is_sharded(part) for part in module.modules() if part is not module):
         return {}
-    groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None)  # type: ignore[operator]
     paths = {id(part): f"{path}." if path else "" for path, part in module.named_modules()}
-    records = [record for group in groups or () for record in group.fsdp_params]
+    records = [record for group in _groups(module) for record in group.fsdp_params]
     infos = [(record, record._module_info) for record in records]
     return {paths[id(info.module)] + info.param_name: record for record, info in infos if id(info.module) in paths}
+
+
+def _groups(module: Module) -> list[Any]:
+    state = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    return [group for group in (groups or [state._fsdp_param_group]) if group is not None]
 
 
 def dtype_by_user(records: dict[str, Any]) -> torch.dtype | None:
@@ -36,7 +41,7 @@ def dtype_by_user(records: dict[str, Any]) -> torch.dtype | None:
 
 def is_at_rest(module: Module) -> bool:
     """Say whether nothing of the unit of ``module`` is gathered or on its way, and no gradient waits to be reduced."""
-    groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+    groups = _groups(module)
     if any(not group.is_sharded or group._all_gather_result is not None for group in groups):
         return False
     known = [r._unsharded_param for group in groups for r in group.fsdp_params if hasattr(r, "_unsharded_param")]

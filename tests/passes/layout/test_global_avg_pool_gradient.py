@@ -51,17 +51,6 @@ def test_the_same_bits_and_a_gradient_without_memory_of_its_own(name, dtype):
     assert gradient.untyped_storage().nbytes() == 3 * 8 * dtype.itemsize
 
 
-@pytest.mark.parametrize("name", AVERAGES)
-def test_second_derivatives(name):
-    def penalty(function):
-        x = drawn(2, 3, 4, 5).double().requires_grad_()
-        first = torch.autograd.grad(function(x * x).square().sum(), x, create_graph=True)[0]
-        return torch.autograd.grad(first.square().sum(), x)[0]
-
-    torchs, ours = AVERAGES[name]
-    torch.testing.assert_close(penalty(ours), penalty(torchs))
-
-
 def squeezed(pool):
     """A block that weighs its channels by their averages (Hu et al., "Squeeze-and-Excitation Networks", 2018)."""
 

@@ -5,7 +5,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
@@ -166,17 +165,6 @@ def test_gradients_add_up():
         step(one, IDS + 1)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-@pytest.mark.parametrize("bags", [True, False])  # of bags torch has none
-def test_second_derivatives(bags):
-    rows, table = gradient_buffers.table_rows, torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[0, 2], [2, 4]])
-    assert torch.autograd.gradgradcheck(lambda w: rows(w, ids, 4, bags).pow(3), (table,))
-    first = torch.autograd.grad(rows(table, ids, 4, bags).pow(3).sum(), table, create_graph=True)[0]
-    table.grad = None
-    plain = F.embedding_bag(ids, table, mode="sum", padding_idx=4) if bags else F.embedding(ids, table, 4)
-    assert torch.equal(first, torch.autograd.grad(plain.pow(3).sum(), table)[0])
 
 
 def test_a_table_may_be_updated_before_the_backward():

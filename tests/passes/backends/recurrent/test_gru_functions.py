@@ -7,7 +7,6 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.lists import load
-from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
 from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
 from amp_graph.passes.native.operator_library import OPS
 from tests.passes.drawn import drawn
@@ -71,27 +70,6 @@ def test_control_a_state_that_is_rounded_is_less_exact():
     with torch.no_grad():
         rounded = low(x.bfloat16())[0]
     assert error(mine, exact) < 0.75 * error(rounded, exact)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_second_derivatives(reverse):
-    given = [drawn(5, 2, 6, seed=1), *(drawn(*s, seed=i) / 3 for i, s in enumerate(((12, 6), (12, 4), (12,), (12,))))]
-    given = [t.double().requires_grad_() for t in (*given, drawn(2, 4, seed=9))]
-
-    def penalty(call):
-        out, last = call(*given)
-        first = torch.autograd.grad(out.sin().sum() + last.sum(), given, create_graph=True)
-        return first, torch.autograd.grad(sum(g.square().sum() for g in first), given)
-
-    def torchs(x, *rest):
-        *w, h = rest
-        x = x.flip(0) if reverse else x
-        out, last = torch.gru(x, h[None], list(w), True, 1, 0.0, True, False, False)
-        return out.flip(0) if reverse else out, last[0]
-
-    mine, other = penalty(lambda *g: gru_layer(*g, reverse)), penalty(torchs)
-    for a, b in zip((*mine[0], *mine[1]), (*other[0], *other[1]), strict=True):
-        assert error(a.detach(), b.detach()) < 1e-5  # states are fp32
 
 
 def test_the_operators_fakes_are_truthful():

@@ -59,29 +59,10 @@ def test_rows_in_another_order_are_the_control(monkeypatch):
 
 
 @pytest.mark.parametrize("few", [True, False])
-@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
-def test_second_derivatives(few, stride):
-    x, w = drawn(2, 3, 4, 4, dtype=torch.float64), drawn(5, 3, 1, 1, dtype=torch.float64, seed=1)
-    given = (x.to(memory_format=LAST).requires_grad_(), w.requires_grad_())
-    assert torch.autograd.gradgradcheck(lambda x, w: pointwise_conv(x, w, None, stride, few), given)
-
-
-@pytest.mark.parametrize("few", [True, False])
 def test_a_result_may_be_written_in_place(few):
     in_place = run(lambda *a: pointwise_conv(*a, few).relu_(), BF16, (1, 1))
     plain = run(lambda *a: pointwise_conv(*a, few).relu(), BF16, (1, 1))
     assert all(map(torch.equal, in_place, plain))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, at its first jvp
-def test_under_transforms_and_without_gradients():
-    x, w = drawn(2, 3, 4, 4), drawn(5, 3, 1, 1, seed=1)
-    want = F.conv2d(x, w)
-    torch.testing.assert_close(pointwise_conv(x, w, None, (1, 1), True), want)
-    batched = torch.func.vmap(lambda x: pointwise_conv(x, w, None, (1, 1), True))(x[None])
-    torch.testing.assert_close(batched[0], want)
-    _, tangent = torch.func.jvp(lambda x: pointwise_conv(x, w, None, (1, 1), True), (x,), (x,))
-    torch.testing.assert_close(tangent, want)
 
 
 @layers(

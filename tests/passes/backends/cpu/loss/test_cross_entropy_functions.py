@@ -154,18 +154,3 @@ def test_gradients_of_the_wide_logits_are_added_before_the_one_rounding():
     assert error(x.grad, y.grad) < 1e-4
     (alone,) = torch.autograd.grad(cross_entropy_and_logits(x, TARGET)[1].sum(), x)
     assert torch.equal(alone, torch.ones_like(alone))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_second_derivatives_and_forward_mode():
-    def penalty(function, x):
-        (first,) = torch.autograd.grad(function(x).sin(), x, create_graph=True)
-        return torch.autograd.grad(first.double().square().sum(), x)[0]
-
-    got = penalty(lambda x: cross_entropy_low(x, TARGET), LOGITS.clone().requires_grad_())
-    exact = penalty(lambda x: F.cross_entropy(x, TARGET), LOGITS.double().requires_grad_())
-    assert error(got, exact) < 0.02
-    tangent = drawn(ROWS, CLASSES, seed=4)
-    _, got = torch.func.jvp(lambda x: cross_entropy_low(x, TARGET), (LOGITS,), (tangent.bfloat16(),))
-    _, exact = torch.func.jvp(lambda x: F.cross_entropy(x, TARGET), (LOGITS.double(),), (tangent.double(),))
-    assert abs(got - exact) < 0.01 * abs(exact)

@@ -1,9 +1,7 @@
 """Error budgets on real graphs: kept, never slower than the plans they span, and found out where harm is ignored."""
 
-import random
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ from amp_graph.cli.command_plan import count_casts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.meta_keys import BUDGET, CAST
 from amp_graph.passes.precision.build_assignment import low_of
-from amp_graph.passes.precision.convex_hull import Tradeoff
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL
@@ -24,10 +21,10 @@ from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from tests.corpus import make
 from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten
 from tests.passes.planning import machine, problem_of, problems_of
-from tests.passes.precision.test_convex_hull import bounds, vertices
 from tests.passes.programs import captured
 
 SEEDS = range(40)
+MORE = [("bf16", "cpu_amx"), ("bf16", "cpu_bf16"), *(("fp16", on) for on in ("cpu_amx", "cpu_bf16", "cuda"))]
 MULTIPLES = (0.01, 0.5, 0.9, 1.0, 1.2, 1.5, 2.0, 1000.0)
 
 
@@ -37,52 +34,6 @@ def budgets(seed, on="cpu_amx", policy="bf16"):
     problem, dtype = problem_of(captured(seed), policy)
     slow_calls = replace(machine(on), call=1e-12)  # or else nothing so small is worth a cast
     return ErrorBudget(problem, slow_calls, dtype)
-
-
-@cache
-def brute_forced():
-    """Each program with nine choices left, the others as autocast's plan has them, and all assignments of those."""
-    found = []
-    for seed, draw in product(SEEDS, range(2)):
-        made = budgets(seed)
-        costs = made.plans.costs
-        free = sorted({*range(len(costs.full))} - set(costs.fixed))
-        chosen = random.Random(seed + 1000 * draw).sample(free, min(9, len(free)))
-        fixed = {i: i in made.autocast.low for i in range(len(costs.full)) if i not in chosen}
-        plans = Tradeoff(replace(costs, fixed=fixed), replace(made.plans.harm, fixed=fixed))
-        decided = {i for i, is_low in fixed.items() if is_low}
-        sets = ({*decided, *some} for size in range(len(chosen) + 1) for some in combinations(chosen, size))
-        found.append((plans, [plans.point(low) for low in sets if is_legal(plans.costs, low)]))
-    return found
-
-
-def wrong(within):
-    """How many small problems have a budget for which ``within(plans, bound)`` is not as promised."""
-    count = 0
-    for plans, points in brute_forced():
-        hull = vertices(points)
-        for bound in bounds(points):
-            got = within(plans, bound)
-            fits = [p.cost for p in points if p.harm <= bound]
-            corner = min((p.cost for p in hull if p.harm <= bound), default=None)
-            if corner is not None and not (
-                is_legal(plans.costs, got.low) and got.harm <= bound and min(fits) <= got.cost <= corner
-            ):
-                count += 1
-                break
-    return count
-
-
-@pytest.mark.slow
-def test_what_is_found_costs_no_more_than_the_hull_of_all_assignments():
-    assert sum(len(vertices(points)) > 2 for _, points in brute_forced()) >= 10
-    assert wrong(Tradeoff.within) == 0
-
-
-@pytest.mark.slow
-def test_control_a_planner_that_ignores_harm_is_found_out():
-    assert wrong(lambda plans, bound: plans.fastest()) >= 8
-    assert wrong(lambda plans, bound: plans.safest()) >= 5
 
 
 def keeps_its_promises(made):
@@ -103,12 +54,13 @@ def keeps_its_promises(made):
     return len({p.low for p in found.values()})
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("on", ["cpu_amx", "cpu_bf16", "cuda"])
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_random_programs_keep_their_budgets(policy, on):
-    differing = [keeps_its_promises(budgets(seed, on, policy)) for seed in SEEDS]
-    assert policy != "bf16" or sum(n > 1 for n in differing) >= 10
+@pytest.mark.parametrize("seeds", [SEEDS[:12], pytest.param(SEEDS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    ("policy", "on"), [("bf16", "cuda"), *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)]
+)
+def test_random_programs_keep_their_budgets(policy, on, seeds):
+    differing = [keeps_its_promises(budgets(seed, on, policy)) for seed in seeds]
+    assert policy != "bf16" or sum(n > 1 for n in differing) >= len(seeds) // 4
 
 
 @pytest.mark.sampled(3)
@@ -136,10 +88,13 @@ def on(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize("multiple", [0.5, 1.0, 3.0])
-def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(on, multiple):
+@pytest.mark.parametrize(
+    ("multiple", "seeds"),
+    [(1.0, SEEDS[:16]), *(pytest.param(multiple, SEEDS, marks=pytest.mark.slow) for multiple in (0.5, 1.0, 3.0))],
+)
+def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(on, multiple, seeds):
     compared = 0
-    for seed in SEEDS:
+    for seed in seeds:
         gm, done = captured(seed).through(passes_until(InsertCasts, f"bf16,accuracy={multiple}"))
         if any(c.action == "kept full" for c in done[-1].result.changes):  # a kernel refused, which no plan knows
             continue
@@ -149,7 +104,7 @@ def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(on, m
         assert gm.meta[BUDGET] == made.budget(multiple, plan), seed
         casts = [n for n in gm.graph.nodes if CAST in n.meta]
         assert len({(n.args[0].name, n.meta["val"].dtype) for n in casts}) == count_casts(made, plan), seed
-    assert compared >= 25
+    assert compared >= len(seeds) * 25 // 40
 
 
 def test_a_value_that_several_full_sums_promote_is_cast_once():

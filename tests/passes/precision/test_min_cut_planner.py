@@ -1,7 +1,5 @@
 """The optimal planner on real graphs: least cost, never above the painting's, and the casts it counts are made."""
 
-from itertools import combinations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,62 +9,36 @@ from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
-from amp_graph.passes.precision.build_assignment import formulate, low_of
+from amp_graph.passes.precision.build_assignment import low_of
 from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_legal
 from amp_graph.passes.precision.rule_based_planner import operands, paint
-from tests.corpus import CASES, make
 from tests.passes.golden_models import CASES as GOLDEN
 from tests.passes.graphs import FP32, capture, capture_function, passes_until, rewritten
-from tests.passes.planning import formulated, machine, problems_of
+from tests.passes.planning import formulated, machine
 from tests.passes.programs import captured
 
 SEEDS = range(32)
+FEW = SEEDS[:16]
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16")
 MACHINES = ("cpu_amx", "cpu_bf16", "cpu", "cuda")
 
 
-def least(made):
-    """The least cost of any legal assignment, by trying all; None where there are too many."""
-    task = made.task()
-    free = sorted({*range(len(task.full))} - set(task.fixed))
-    decided = {i for i, is_low in task.fixed.items() if is_low}
-    if not 1 <= len(free) <= 9:
-        return None
-    every = ({*decided, *chosen} for size in range(len(free) + 1) for chosen in combinations(free, size))
-    return min(cost(task, low) for low in every if is_legal(task, low))
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_small_graphs_cost_what_brute_force_finds(policy, skip):
-    tried = 0
-    for seed in SEEDS:
-        made = formulated(captured(seed), policy, skip=skip)
-        best = least(made)
-        if best is not None:
-            tried += 1
-            task = made.task()
-            assert is_legal(task, cheapest(task))
-            assert cost(task, cheapest(task)) == best, seed
-    assert tried >= 10
-
-
 def test_control_the_painting_is_not_always_the_cheapest():
-    made = [formulated(captured(seed), "bf16", skip=True) for seed in SEEDS]
+    made = [formulated(captured(seed), "bf16", skip=True) for seed in FEW]
     painted = [cost(m.task(), low_of(paint(m.problem), m)) for m in made]
     best = [cost(m.task(), cheapest(m.task())) for m in made]
-    assert sum(p > b for p, b in zip(painted, best, strict=True)) >= 5
+    assert sum(p > b for p, b in zip(painted, best, strict=True)) >= 3
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("on", MACHINES)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_never_above_the_painting(policy, on):
-    for seed in SEEDS:
+EVERY = [pytest.param(policy, on, SEEDS, marks=pytest.mark.slow) for policy in POLICIES for on in MACHINES]
+
+
+@pytest.mark.parametrize(("policy", "on", "seeds"), [("bf16", "cpu_amx", FEW), ("fp16", "cuda", FEW), *EVERY])
+def test_never_above_the_painting(policy, on, seeds):
+    for seed in seeds:
         never_above(formulated(captured(seed), policy, on))
 
 
@@ -77,27 +49,6 @@ def never_above(made):
     assert cost(task, low) <= cost(task, low_of(paint(made.problem), made))
     chosen = mincut(made.problem, made.machine, made.dtype, made.skip)
     assert cost(task, low_of(chosen, made)) == cost(task, low)
-
-
-def check_corpus(name, policy):
-    model, args, kwargs = make(name)
-    amp_graph.convert(model, policy)
-
-    def visit(problem, dtype):
-        for on in MACHINES:
-            never_above(formulate(problem, machine(on), dtype))
-
-    return problems_of(lambda: model(*args, **kwargs), visit)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, of Dynamo
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("policy", POLICIES[:2])
-@pytest.mark.parametrize("name", sorted(n for n, case in CASES.items() if "integer" not in case.tags))
-def test_never_above_the_painting_on_the_corpus(name, policy):
-    check_corpus(name, policy)
 
 
 def counted(made, low):
@@ -118,10 +69,13 @@ def inserted(seed, policy):
     return found, {n.name: m for n, m in marks(gm).items()}, kept
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_casts_that_are_counted_are_those_that_are_made(policy):
+@pytest.mark.parametrize(
+    ("policy", "seeds"),
+    [("bf16", FEW), *(pytest.param(policy, SEEDS, marks=pytest.mark.slow) for policy in POLICIES)],
+)
+def test_the_casts_that_are_counted_are_those_that_are_made(policy, seeds):
     compared = 0
-    for seed in SEEDS:
+    for seed in seeds:
         made = formulated(captured(seed), policy)
         low = cheapest(made.task())
         casts, marked, kept = inserted(seed, policy)
@@ -140,7 +94,7 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy):
         assert {n.name: i in low for n, i in made.of.items() if marked[n.name].precision != "captured"} == {
             name: mark.precision == LOW for name, mark in marked.items() if mark.precision != "captured"
         }
-    assert compared >= 25
+    assert compared >= len(seeds) * 25 // 32
 
 
 # -- what the plan is, on graphs small enough to know -------------------------------------------------------

@@ -9,7 +9,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine
-from amp_graph.passes.precision.op_cost import Work, cast_picoseconds, kept_picoseconds, picoseconds, work_of
+from amp_graph.passes.precision.op_cost import (
+    Work,
+    cast_picoseconds,
+    forward_flops,
+    kept_picoseconds,
+    picoseconds,
+    work_of,
+)
 from tests.passes.graphs import capture, capture_function
 from tests.passes.planning import problem_of
 
@@ -38,8 +45,10 @@ def test_flops_are_those_that_torch_counts(name):
     inputs, state = [torch.randn(s) for s in shapes], {key: torch.randn(s) for key, s in state.items()}
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         function(type("State", (), state), *inputs)
-    (work,) = [w for w in works_of(function, *inputs, **state).values() if w.flops]
-    assert work.flops == counter.get_total_flops()
+    problem, _ = problem_of(capture_function(function, *inputs, **state))
+    (work,) = [w for node, kind in problem.classes.items() if (w := work_of(node, kind)).flops]
+    shown = sum(forward_flops(node, kind.cls, kind.names) for node, kind in problem.classes.items())
+    assert work.flops == shown == counter.get_total_flops()
     assert work.family == ("convolution" if "convolution" in name else "matmul")
 
 

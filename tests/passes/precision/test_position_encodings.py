@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("function", "inputs", "state"), CASES)
-@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "fp16"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast", "bf16,accuracy=1", "fp16"])
 def test_the_product_that_carries_positions_stays_full(function, inputs, state, policy):
     graph = capture_function(function, *inputs, **state)
     gm, _ = graph.through(passes_until(PlanPrecision, policy))

@@ -93,8 +93,7 @@ def test_what_overflows_inside_of_a_body_is_kept_full_and_its_gradients_are_meas
 
 
 @pytest.mark.filterwarnings(SILENT)
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", [Branch, Recurrent])
+@pytest.mark.parametrize("kind", [Branch, pytest.param(Recurrent, marks=pytest.mark.slow)])
 def test_bisect_finds_the_operation_inside_of_a_body(kind):
     model, x, y = made(kind)
     policy = amp_graph.bisect(model, [(x, y)], F.mse_loss, policy="fp16", tolerance=0.02)
@@ -135,12 +134,10 @@ class Planted(nn.Module):
 @pytest.mark.parametrize(("kind", "scale"), [("forward", 1.0), ("backward", 2.0**14)])
 def test_the_line_inside_of_a_body_is_named_at_first_try(kind, scale, inside):
     model, x, y = Planted(kind, inside), torch.rand(5, WIDTH) + 1.0, torch.randn(5, WIDTH)
-    before = {n: p.clone() for n, p in model.named_parameters()}
     found = amp_graph.locate(model, (x, y), F.mse_loss, policy="fp16", scale=scale)
     assert (found.kind, found.direction, found.module) == ("overflow", kind, "plant")
     assert "x * 600.0 * 400.0" in found.line if kind == "forward" else "x * 2.0**-9" in found.line
     assert found.fix
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert not amp_graph.locate(Planted("", inside), (x, y), F.mse_loss, policy="fp16").reached, "the control"
 
 

@@ -175,6 +175,7 @@ def test_bad_input_is_refused_with_a_fix(name):
     def refused(model, batches, loss=F.mse_loss):
         with pytest.raises(AmpGraphError, match="fix:") as caught:
             CALLS[name](model, batches, loss)
+        assert "forward" not in vars(model) or "is converted" in str(caught.value), "the model is as it was"
         return str(caught.value)
 
     model = nn.Linear(6, 3)
@@ -186,8 +187,10 @@ def test_bad_input_is_refused_with_a_fix(name):
     assert "MSELoss'> returns no loss" in refused(model, [(x, y)], nn.MSELoss)
     assert "and the model trains weight" in refused(model, [(x, y)], lambda o, y: o.detach().sum())
     assert "the loss is i64" in refused(model, [(x, y)], lambda o, y: (o > 0).sum())
-    assert "another structure" in refused(model, [(x, y), (x,)])
-    assert "is nan in fp32" in refused(model, [(x * float("nan"), y)])
+    assert "a Tensor is no iterable of batches" in refused(model, x)
+    assert "batch 1 has another structure than batch 0" in refused(model, [(x, y), (x,)])
+    assert "float64[2d]" in refused(model, [(x, y), (x.double(), y)])
+    assert "the loss of batch 1 is nan in fp32" in refused(model, [(x, y), (x * float("nan"), y)])
     assert "is converted" in refused(amp_graph.convert(nn.Linear(6, 3)), [(x, y)])
     assert "not initialized" in refused(nn.LazyLinear(3), [(x, y)])
     assert "hold no values" in refused(nn.Linear(6, 3, device="meta"), [(x, y)])

@@ -1,11 +1,7 @@
-"""Never less exact than autocast: errors of outputs and gradients, against fp64, over those of autocast.
-
-`python -m tests.conformance.test_accuracy bf16,accuracy=fast bert_sdpa gpt2` prints the table.
-"""
+"""Never less exact than autocast: errors of outputs and gradients, against fp64, over those of autocast."""
 
 import contextlib
 import statistics
-import sys
 
 import pytest
 import torch
@@ -126,20 +122,3 @@ def test_control_a_policy_that_lowers_the_loss_fails(policy, name):
     found = measured(policy, [name], seeds=2)
     with pytest.raises(AssertionError):
         check("bf16", found)
-
-
-def main(policy, *names):
-    found = measured(policy, names or CASES, seeds=3)
-    for name, r in found.items():
-        print(f"{name:28s} output {r.output:.3f} gradient {r.gradient_median:.3f} worst {r.gradient_worst:.3f}")
-    print(
-        "median",
-        *(
-            f"{statistics.median(v):.3f}"
-            for v in zip(*((r.output, r.gradient_median) for r in found.values()), strict=True)
-        ),
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

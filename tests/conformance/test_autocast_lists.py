@@ -199,34 +199,29 @@ def test_cuda_entries_are_decided_as_their_table_says(group, index):
         assert all(m.cls in ("promote", "follow") for m in marks)
 
 
-@pytest.mark.parametrize("name", ["cat", "stack"])
+MIXED = {
+    "cat": (torch.cat, lambda low, x: [[low, x]]),
+    "cat, fp32 first": (torch.cat, lambda low, x: [[x, low]]),
+    "stack": (torch.stack, lambda low, x: [[low, x]]),
+    "stack, fp32 first": (torch.stack, lambda low, x: [[x, low]]),
+    **{op.__name__: (op, lambda low, x: [low, x]) for op in (operator.add, operator.mul, operator.truediv)},
+    "torch.add": (torch.add, lambda low, x: [low, x]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
 def test_mixed_operands_promote(name):
     """fp16 from a matrix product beside fp32: the widest wins, in both orders."""
-    for first in (0, 1):
-        graph = Graph()
-        x, w = graph.placeholder("x"), graph.placeholder("w")
-        low = graph.call_function(torch.mm, (x, w))
-        both = [low, x] if first == 0 else [x, low]
-        graph.output(graph.call_function(getattr(torch, name), (both,)))
-        gm = amp_graph.rewrite(
-            GraphModule(nn.Module(), graph),
-            amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False),
-            (torch.randn(8, 8), torch.randn(8, 8)),
-        )
-        product, joined = (n for n in gm.graph.nodes if n.target in (torch.mm, getattr(torch, name)))
-        assert product.meta["val"].dtype == torch.float16
-        assert joined.meta["val"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("op", [operator.add, operator.mul, operator.truediv, torch.add])
-def test_builtin_promotion_of_mixed_operands(op):
+    op, arguments = MIXED[name]
     graph = Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
-    graph.output(graph.call_function(op, (graph.call_function(torch.mm, (x, w)), x)))
+    low = graph.call_function(torch.mm, (x, w))
+    graph.output(graph.call_function(op, tuple(arguments(low, x))))
     policy = amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False)
     gm = amp_graph.rewrite(GraphModule(nn.Module(), graph), policy, (torch.randn(8, 8), torch.randn(8, 8)))
-    (node,) = (n for n in gm.graph.nodes if n.target is op)
-    assert node.meta["val"].dtype == torch.float32
+    product, joined = (n for n in gm.graph.nodes if n.target in (torch.mm, op))
+    assert product.meta["val"].dtype == torch.float16
+    assert joined.meta["val"].dtype == torch.float32
 
 
 def test_the_banned_entry_is_refused_by_the_list():

@@ -1,12 +1,7 @@
-"""How many casts a training step executes, and what it saves for backward, next to autocast.
-
-`python -m tests.conformance.test_casts` prints the table of the whole corpus.
-"""
+"""How many casts a training step executes, and what it saves for backward, next to autocast."""
 
 import contextlib
 import functools
-import statistics
-import sys
 
 import pytest
 import torch
@@ -238,23 +233,3 @@ def test_control_casting_everything_is_more():
     ours, _ = step(case, LIKE + ",deny=aten.gelu|aten.dropout|aten.scaled_dot_product_attention|aten.tanh")
     theirs, _ = step(case)
     assert activations(ours) > activations(theirs)
-
-
-def main(*names):
-    cases = [CASES[n] for n in names] if names else [*DEEP.values(), *(CASES[n] for n in COMPARABLE)]
-    ratios = []
-    for case in cases:
-        base, saved = step(case)
-        line = [f"{case.name:28s} autocast {base.total:4d} ({activations(base):3d})"]
-        for policy in ("bf16", LIKE, "bf16,accuracy=fast"):
-            casts, bytes_ = step(case, policy)
-            counted = f"{casts.total:4d} ({activations(casts):3d}) saved {bytes_ / max(saved, 1):.2f}"
-            line.append(f"{policy.removeprefix('bf16,')} {counted}")
-            if policy == LIKE:
-                ratios.append(casts.total / max(base.total, 1))
-        print(" | ".join(line), "<<< MORE" if ratios[-1] > 1 else "", flush=True)
-    print("median of all casts, outputs as computed", f"{statistics.median(ratios):.3f}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

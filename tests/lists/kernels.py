@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache, lru_cache
 
 import torch
@@ -16,15 +16,14 @@ from tests.warned import without_warnings
 
 from .handwritten import HANDWRITTEN
 
-with without_warnings(Warning):
-    from torch.testing._internal.common_methods_invocations import op_db
-
 Sample = tuple[tuple, dict]
 
 
 @lru_cache(maxsize=1)
 def op_infos() -> dict[str, list]:
-    """Map an ATen packet name to the OpInfos that call it."""
+    """Map an ATen packet name to the OpInfos that call it; the database takes seconds to load."""
+    with without_warnings(Warning):
+        from torch.testing._internal.common_methods_invocations import op_db
     found = defaultdict(list)
     for info in op_db:
         name = info.aten_name.removeprefix("nn.functional.").replace(".", "_")
@@ -45,9 +44,12 @@ def samples(op: str, count: int = 2) -> tuple[Sample, ...]:
 def _op_info_samples(packet: str) -> Iterator[Sample]:
     for info in op_infos().get(packet, ()):
         if torch.float32 in info.supported_dtypes("cpu"):
-            made = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
-            # To the end: a generator of torch left halfway is closed by a collection, which may come amid a trace.
-            for sample in list(made)[:6]:
+            torch.manual_seed(0)
+            made = info.sample_inputs_func(info, "cpu", torch.float32, info.supports_autograd)
+            first = list(itertools.islice(made, 6))
+            if isinstance(made, Generator):
+                made.close()  # left halfway, it would be closed by a collection, which may come amid a trace
+            for sample in first:
                 args = (sample.input, *sample.args)
                 if has_floats(args):
                     yield args, dict(sample.kwargs)

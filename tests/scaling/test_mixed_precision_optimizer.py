@@ -359,5 +359,3 @@ def test_a_closure_is_called_once_and_steps_as_without_one(policy, kind):
         found.append((loss.item(), {n: v.clone() for n, v in model.state_dict().items()}))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
-    with pytest.raises(ScaleError, match="needs a closure"):
-        amp_graph.MixedPrecisionOptimizer(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()))

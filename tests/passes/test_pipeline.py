@@ -16,7 +16,7 @@ import amp_graph.passes
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
 from amp_graph.passes.base import Pass
-from amp_graph.passes.pipeline_row import BIT_EXACT, Phase, Stage, approximate
+from amp_graph.passes.pipeline_row import BIT_EXACT, Phase, Stage
 from amp_graph.passes.pipeline_table import GROUPS, SKIPPABLE, TABLE, passes_named, pipeline, why_off
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.step.step_table import EVERY, STEP_TABLE
@@ -223,8 +223,3 @@ def test_an_unknown_word_is_one_error_with_the_nearest_ones(word, near):
         Policy.parse(f"bf16,skip={word}")
     assert near in str(error.value)
     assert len(str(error.value)) < 400
-
-
-def test_grades_say_their_bound():
-    assert approximate("one rounding less") == "approximate (one rounding less)"
-    assert BIT_EXACT == "bit-exact"

@@ -120,24 +120,6 @@ def test_a_function_that_asks_whether_arguments_are_the_same_object():
     assert identify(other, mode).names == ("aten.add",)
 
 
-def test_setitem_is_a_write():
-    index = torch.tensor([0])
-    gm = capture(lambda x, v, i: (x * 2).index_put_((i,), v), X, torch.ones(4), index).fresh()
-    mode = fake_mode_of(gm)
-    names = [identify(n, mode).names for n in gm.graph.nodes if is_tensor_call(n)]
-    assert ("aten.index_put_",) in names
-
-    def writes(x):
-        y = x * 2
-        y[0] = 1.0
-        return y
-
-    graph = capture(writes, X).fresh()
-    node = next(n for n in graph.graph.nodes if n.target is operator.setitem)
-    found = identify(node, fake_mode_of(graph))
-    assert any(o.op._schema.is_mutable for o in found.operations)
-
-
 def test_symbolic_sizes_are_identified_without_guards():
     def function(x, w):
         return (x @ w).reshape(x.shape[0] * 2, -1)[: x.shape[0]].expand(x.shape[0], 2).sum()

@@ -179,34 +179,28 @@ def test_gradients_are_as_exact_as_autocasts():
 
 
 @pytest.mark.parametrize(
-    ("policy", "compile", "count"),
+    ("policy", "compile", "trains", "count"),
     [
-        ("bf16", "eager", 1),
-        ("bf16,skip=fuse_cross_entropy", "eager", 0),
-        ("bf16,lists=autocast_cpu", "eager", 0),
-        ("fp16", "eager", 0),
-        ("bf16,accuracy=fast", "eager", 1),
-        ("bf16,planner=paint", "eager", 1),
-        ("bf16,keep_outputs=false", "eager", 1),
-        ("bf16-O2", "eager", 1),
-        ("bf16", "aot_eager", 0),
+        ("bf16", "eager", True, 1),
+        ("bf16", "eager", False, 0),
+        ("bf16,skip=fuse_cross_entropy", "eager", True, 0),
+        ("bf16,lists=autocast_cpu", "eager", True, 0),
+        ("fp16", "eager", True, 0),
+        ("bf16,accuracy=fast", "eager", True, 1),
+        ("bf16,planner=paint", "eager", True, 1),
+        ("bf16,keep_outputs=false", "eager", True, 1),
+        ("bf16-O2", "eager", True, 1),
+        ("bf16", "aot_eager", True, 0),
     ],
 )
-def test_where_it_runs(policy, compile, count):
+def test_where_it_runs(policy, compile, trains, count):
     model = amp_graph.convert(Words(), policy, compile=compile)
-    model(IDS.clamp(min=0))
+    with torch.set_grad_enabled(trains):
+        model(IDS.clamp(min=0))
     (graph,) = conversion_of(model).graphs
     found = [n for n in graph.rewritten.gm.graph.nodes if n.target in (cross_entropy_low, cross_entropy_and_logits)]
     assert len(found) == count
     assert "cross_entropy_loss" in amp_graph.report(model).text()
-
-
-def test_without_gradients_torchs_stays():
-    model = amp_graph.convert(Words(), "bf16")
-    with torch.no_grad():
-        model(IDS.clamp(min=0))
-    (graph,) = conversion_of(model).graphs
-    assert not any(n.target is cross_entropy_and_logits for n in graph.rewritten.gm.graph.nodes)
 
 
 def checkpointed(s, x):

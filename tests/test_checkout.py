@@ -20,7 +20,3 @@ def test_code_of_another_checkout_is_named_with_the_fix(name, place):
     assert line == f"  {name} comes from {place}, and not from {PACKAGES[name]}"
     assert fix.startswith("  fix:   ")
     assert fix.endswith(f"-m pip install --no-deps -e {PACKAGES['amp_graph'].parent}")
-
-
-def test_a_package_that_is_not_there_is_nowhere():
-    assert folder_of("amp_graph.no_such_package") is None

@@ -40,15 +40,6 @@ def test_every_seed_and_variant_is_trained_and_printed(benchmark, tmp_path, caps
     assert capsys.readouterr().out.count("| cnn |") == 3
 
 
-@pytest.mark.slow
-def test_a_scale_that_grows_too_often_skips_steps(benchmark):
-    grows = [dataclasses.replace(v, growth_interval=1) for v in VARIANTS["fp16"]]
-    fp32, autocast, ours = benchmark.trained("cnn", grows, [0], 16, quick=True)
-    assert fp32.skipped == [0]
-    assert autocast.skipped == ours.skipped
-    assert 2 < ours.skipped[0] < 10
-
-
 def test_a_seed_trains_the_same_again(benchmark):
     once, again, other = (benchmark.trained("gpt", UNSCALED, [seed], 2, quick=True)[0].loss for seed in (5, 5, 6))
     assert once == again != other

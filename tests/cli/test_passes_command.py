@@ -1,8 +1,6 @@
 """``amp-graph passes``: what is on is what runs, and what is off says why."""
 
-import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from amp_graph import Policy
 from amp_graph.cli.command_passes import Mode, states
 from amp_graph.cli.main import main
-from amp_graph.lists.read_toml import tomllib
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import GROUPS, pipeline
 from amp_graph.step.step_table import EVERY
@@ -109,10 +106,3 @@ def test_words_that_do_not_go_together_are_refused(amp):
     status, out, err = amp("--policy", "bf16,skip=atention")
     assert (status, out) == (1, "")
     assert "did you mean 'attention'" in err
-
-
-def test_the_installed_command_is_a_function():
-    told = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
-    assert {*told} == {"amp-graph"}
-    module, _, name = told["amp-graph"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))

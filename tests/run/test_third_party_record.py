@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.run.third_party_record import Ran, Record, distance, table
+from tests.run.third_party_record import Ran, Record, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "scripts.json"
 
@@ -21,8 +21,3 @@ def test_a_run_that_is_there_is_not_repeated(tmp_path):
     page = path.with_suffix(".md").read_text()
     assert "| mnist | 1 | 2 | 1.2500 |  |  | 1.5000 |  |  | 0.0769 | 0.1333 |" in page
     assert "- mnist, amp-graph fp16: told" in page
-
-
-def test_distances():
-    assert distance([2.0, 2.0], [2.0, 1.0]) == 0.25
-    assert distance([2.0], [2.0, 1.0]) != distance([2.0], [2.0, 1.0]), "not a number"

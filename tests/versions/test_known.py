@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tests.versions import environments, known
+from tests.versions import known
 from tests.versions.__main__ import SELECTED
-from tests.versions.environments import ROOT, Corner
+from tests.versions.environments import ROOT
 
 ROWS = """
 [[difference]]
@@ -39,26 +39,7 @@ def test_the_same_tests_are_selected_as_by_make_test():
     assert re.search(r'^\t.*pytest .* -m "(not slow[^"]*)"', (ROOT / "Makefile").read_text(), re.M)[1] == SELECTED
 
 
-def test_an_interpreter_of_pyenv_is_found_whose_shim_fails(tmp_path, monkeypatch):
-    shim = tmp_path / "shims" / "python3.99"
-    python = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
-    for path, text in ((shim, "#!/bin/sh\nexit 127\n"), (python, "")):
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setattr(environments.shutil, "which", lambda name: str(shim) if name == "python3.99" else None)
-    assert Corner("3.99", "2.13.0").interpreter() == str(python)
-    assert Corner("3.98", "2.13.0").interpreter() is None
-
-
 def test_rows_of_the_table_name_tests_that_exist():
     for test in known.differences():
         file, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
-
-
-def test_a_row_without_a_cause_is_refused(tmp_path):
-    (tmp_path / "known.toml").write_text('[[difference]]\ntests = ["a"]\ntorch = ["2.11"]\ncause = " "\n')
-    with pytest.raises(ValueError, match="needs tests and a cause"):
-        known.differences(table=tmp_path / "known.toml")

@@ -1,6 +1,6 @@
 """Measures the models of the zoo and writes the table.
 
-    python -m tests.zoo [--only transformers/bert,timm/] [--again] [--list] [--output benchmarks/results/zoo.json]
+    python -m tests.zoo [--only transformers/bert,timm/] [--again] [--output benchmarks/results/zoo.json]
 
 A model that has its rows is not run again, unless by ``--again`` or, where a row is not ok, by ``--failed``. Exit
 status 1 if a model that counts has a row that is not ok.
@@ -12,7 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tests.zoo.catalogue import in_turn, models
+from tests.zoo.catalogue import models
 from tests.zoo.limits import SECONDS, rows_of
 from tests.zoo.model import ZooModel
 from tests.zoo.results import WORDS, Results
@@ -29,10 +29,7 @@ def main(argv: list[str]) -> int:
     results = Results(options.output)
     prefixes = options.only.split(",") if options.only else [""]
     entries = models()
-    names = [name for name in in_turn(list(entries)) if name.startswith(tuple(prefixes))]
-    if options.list:
-        print("\n".join(names))
-        return 0
+    names = [name for name in entries if name.startswith(tuple(prefixes))]
     warm_up()
     for number, name in enumerate(names, 1):
         failed = options.failed and failing(results.models.get(name, {}))
@@ -71,7 +68,7 @@ def _parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names, or their beginnings, separated by commas")
     parser.add_argument("--again", action="store_true", help="run models that have their rows")
     parser.add_argument("--failed", action="store_true", help="run models again of which a row is not ok")
-    parser.add_argument("--list", action="store_true", help="print the names and stop")
+
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of processor time for one model")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="the file of results")
     return parser.parse_args(argv)

@@ -19,14 +19,3 @@ def models() -> dict[str, ZooModel]:
             raise ValueError(f"the zoo has two models of these names: {sorted(twice)}")
         found |= table
     return found
-
-
-def in_turn(names: list[str]) -> list[str]:
-    """Return names so that each package comes early: the first of each, then the second of each."""
-    counts: dict[str, int] = {}
-    ranks = []
-    for name in names:
-        package = name.split("/")[0]
-        counts[package] = counts.get(package, -1) + 1
-        ranks.append((counts[package], name))
-    return [name for _, name in sorted(ranks, key=lambda pair: pair[0])]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zoo.catalogue import in_turn, models
+from tests.zoo.catalogue import models
 from tests.zoo.limits import rows_of
-from tests.zoo.model import Table, ZooModel, args
+from tests.zoo.model import ZooModel, args
 from tests.zoo.results import Results
 from tests.zoo.table import failing, markdown
 from tests.zoo.trial import Trial
@@ -139,7 +139,7 @@ def test_rows_are_kept_and_what_fails_is_told(tmp_path):
 def test_the_zoo_is_large_and_its_table_is_what_its_file_gives():
     entries = models()
     assert len(entries) >= 150
-    assert len({name.split("/")[0] for name in in_turn(list(entries))[:10]}) == 10
+    assert len({name.split("/")[0] for name in entries}) >= 10
     from tests.zoo.__main__ import OUTPUT
 
     if not OUTPUT.exists():
@@ -150,10 +150,3 @@ def test_the_zoo_is_large_and_its_table_is_what_its_file_gives():
     )
     assert held.keys() <= entries.keys()
     assert all(math.isfinite(row["seconds"]) for found in held.values() for row in found.values() if "seconds" in row)
-
-
-def test_a_name_is_given_once():
-    table = Table()
-    table.add("own", "own/a", TINY.build, TINY.batch)
-    with pytest.raises(ValueError, match="already has a model 'own/a'"):
-        table.add("own", "own/a", TINY.build, TINY.batch)

@@ -28,23 +28,23 @@ def _bert(width=WIDTH, layers=LAYERS):
     )  # fmt: skip
 
 
-def _gpt2(width=WIDTH):
+def _gpt2(width=WIDTH, layers=LAYERS):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCAB, n_embd=width, n_layer=LAYERS, n_head=HEADS, n_positions=128, resid_pdrop=0.0,
+            vocab_size=VOCAB, n_embd=width, n_layer=layers, n_head=HEADS, n_positions=128, resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=1, **INIT,
         )
     )  # fmt: skip
 
 
-def _vit(width=WIDTH, image=16):
+def _vit(width=WIDTH, image=16, layers=LAYERS):
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=HEADS,
             intermediate_size=4 * width, image_size=image, patch_size=4, num_labels=5, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0, **INIT,
         )
@@ -69,8 +69,8 @@ def _ids():
 # As large as norms have to be for one pass of compiled C to pay: 4 texts of 128 tokens of 256, 4 images of 257 patches.
 LARGE = {
     "bert": Case("bert", lambda: _bert(256), lambda: ((), {"input_ids": (ids := _ids()), "labels": ids}), own),
-    "gpt2": Case("gpt2", lambda: _gpt2(256), lambda: ((), {"input_ids": _ids()}), of("logits", classify)),
-    "vit": Case("vit", lambda: _vit(128, 64), lambda: ((torch.randn(4, 3, 64, 64),), {}), of("logits", classify)),
+    "gpt2": Case("gpt2", lambda: _gpt2(256, 4), lambda: ((), {"input_ids": _ids()}), of("logits", classify)),
+    "vit": Case("vit", lambda: _vit(128, 64, 4), lambda: ((torch.randn(4, 3, 64, 64),), {}), of("logits", classify)),
 }
 
 

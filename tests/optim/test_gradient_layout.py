@@ -85,7 +85,7 @@ def test_state_left_as_it_was_saved_would_go_elsewhere(monkeypatch):
     assert distance(last, plain) > 1e-3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WITH_STATE)
 def test_a_model_that_changes_its_layout_between_steps_and_changes_it_back(name):
     """The graph of the first layout is there at the end, and its states are no longer the optimizer's."""
@@ -120,7 +120,7 @@ def looped(kind, order, layout, change_at):
 
 
 @pytest.mark.onednn
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change_at", [0, 2])
 @pytest.mark.parametrize("order", ["optimizer first", "model first", "apex"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])

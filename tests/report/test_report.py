@@ -190,7 +190,7 @@ PARTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,skip=attention"])
 @pytest.mark.parametrize("name", PARTS)
 def test_what_is_inside_of_attention_is_named_and_low(name, policy, tmp_path):

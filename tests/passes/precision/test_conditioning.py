@@ -128,12 +128,14 @@ def test_what_is_read_steeply_is_as_exact_as_under_autocast(function, policy):
     assert not too_large(errors(lambda s, x, t: (function(s, x, t) @ s.w,), policy, inputs, state))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_each_operation_where_it_is_ill_conditioned(seed, policy):
     assert not wrong_behind_chains(seed, policy)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16,accuracy=fast", "bf16,accuracy=3", "fp16,accuracy=3"])
 def test_a_control_without_the_rule_is_found(policy, monkeypatch):
     monkeypatch.setattr(rule_based_planner, "kept_as_in_autocast", lambda problem, low: {})

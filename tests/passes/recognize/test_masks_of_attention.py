@@ -177,7 +177,7 @@ def compared(form, name, length, policies=POLICIES):
     return {policy: (worst(policy), autocast[name]) for policy, name in same.items()}
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(80)
 @pytest.mark.parametrize("length", [12, 130, 2000])
 @pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{form.__name__}-{name}" for form, name in CASES])
 def test_masks_survive_as_they_do_under_autocast(form, name, length):

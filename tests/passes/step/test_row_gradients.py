@@ -60,7 +60,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("embedding", [{}, {"padding_idx": 5}], ids=str)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,keep_fp32=head", "bf16-O2"])

@@ -28,7 +28,7 @@ def collections():
 
 
 def first_call(kind, compile="eager"):
-    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(40)]), torch.randn(4, 8)
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)]), torch.randn(4, 8)
     if kind == "convert":
         return lambda: amp_graph.convert(model, "bf16", compile=compile)(x)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -1,7 +1,7 @@
 """What of a process anybody can see that may change it for all code in it: settings, hooks, and replaced functions.
 
-Run as a script it prints, as JSON, what each stage of a use of amp_graph changes; and what the last stage, in which
-such things are changed by hand, shows of that.
+Run as a script it prints, as JSON, what each stage of a use of amp_graph changes; and what is changed by hand at the
+end, and seen of that.
 """
 
 import collections
@@ -98,10 +98,10 @@ def snapshot():
 
 def changed(before, after):
     """Return the names of what is not the same."""
-    new = {name.rpartition(".")[0] for name in {*after} - {*before}}  # modules imported meanwhile, and their classes
     known = {name.rpartition(".")[0] for name in before}
-    names = ({*before, *after}) - {name for name in {*after} - {*before} if name.rpartition(".")[0] in new - known}
-    return sorted(name for name in names if before.get(name) != after.get(name))
+    # Of modules that were imported meanwhile, and of their classes.
+    new = {name for name in {*after} - {*before} if name.rpartition(".")[0] not in known}
+    return sorted(name for name in {*before, *after} - new if before.get(name) != after.get(name))
 
 
 def net():
@@ -219,11 +219,9 @@ def main():
         after = snapshot()
         told[name], before = [n for n in changed(before, after) if n not in own], after
     told["in all"] = [n for n in changed(start, before) if n not in own]
-    seen = {}
-    for name in by_hand():
-        after = snapshot()
-        seen[name], before = changed(before, after), after
-    print(json.dumps({"stages": told, "by hand": seen, "torch": sorted(own)}))
+    names = list(by_hand())
+    seen = changed(before, snapshot())
+    print(json.dumps({"stages": told, "by hand": names, "seen": seen, "torch": sorted(own)}))
 
 
 if __name__ == "__main__":

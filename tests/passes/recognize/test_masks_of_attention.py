@@ -179,7 +179,7 @@ def compared(form, name, length, policies=POLICIES):
 
 @pytest.mark.sampled(80)
 @pytest.mark.parametrize("length", [12, 130, 2000])
-@pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{form.__name__}-{name}" for form, name in CASES])
+@pytest.mark.parametrize(("form", "name"), CASES, ids=[f"{form.__name__}-{name.strip('-')}" for form, name in CASES])
 def test_masks_survive_as_they_do_under_autocast(form, name, length):
     found = compared(form, name, length)
     assert {p: e for p, e in found.items() if e[0] > max(1.5 * e[1] if e[1] < math.inf else 0.0, 0.03)} == {}

@@ -147,9 +147,8 @@ class MeanSquare(nn.Linear):
 
 
 # The loss of an autoencoder is small beside its outputs: the direction of its gradient says 0.3, and 0.8 is measured.
-PREDICTED = (
-    "autoencoder", "interpolate", *(pytest.param(n, marks=pytest.mark.slow) for n in ("vit", "module_repeated", "conv3d"))
-)  # fmt: skip
+LONG = (pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "module_repeated", "conv3d"))
+PREDICTED = ("autoencoder", "interpolate", *LONG)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 ``is_grads_batched=True``, ``create_graph=True``, forward mode, ``torch.func.vmap`` and ``torch.func.grad``.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,8 @@ from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import point
 from amp_graph.passes.backends.cpu.linear.lower_linears import linear_low
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_low
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_and_relu
+from amp_graph.passes.backends.recurrent import lstm_functions
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
-from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.casts.share_casts import shared_cast
 from amp_graph.passes.layout.global_avg_pool_gradient import pooled
@@ -42,6 +44,20 @@ def attention(q, k, v, bias=0.0):
     return ((q @ k.mT).float() * q.shape[-1] ** -0.5 + bias).softmax(-1).to(v.dtype) @ v
 
 
+def lstm(by_kernel, *given):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lstm_functions, "is_faster_than_onednn", lambda *shape: by_kernel)
+        return lstm_functions.lstm_layer(*given, False, True, False)
+
+
+def torchs_lstm(x, wi, wh, bi, bh, h, c):
+    out, *last = torch.lstm(x, (h[None], c[None]), [wi, wh, bi, bh], True, 1, 0.0, False, False, False)
+    return [out, *(t.squeeze(-3) for t in last)]
+
+
+LSTM = (
+    drawn(3, 2, 4), drawn(20, 4), drawn(20, 5), drawn(20), drawn(20, seed=1), drawn(2, 5), drawn(2, 5, seed=1),
+)  # fmt: skip
 # name: (ours, torch's, operands). Both are asked for the same in every mode.
 FUNCTIONS = {
     "attention": (
@@ -142,16 +158,8 @@ FUNCTIONS = {
         ],
         (drawn(3, 2, 4), drawn(15, 4), drawn(15, 5), drawn(15), drawn(15, seed=1), drawn(2, 5)),
     ),
-    "lstm": (
-        lambda x, *rest: lstm_layer(x, *rest, False, True, False),
-        lambda x, wi, wh, bi, bh, h, c: [
-            t.reshape(t.shape[-3:] if i == 0 else t.shape[-2:])
-            for i, t in enumerate(
-                torch.lstm(x, (h[None], c[None]), [wi, wh, bi, bh], True, 1, 0.0, False, False, False)
-            )
-        ],
-        (drawn(3, 2, 4), drawn(20, 4), drawn(20, 5), drawn(20), drawn(20, seed=1), drawn(2, 5), drawn(2, 5, seed=1)),
-    ),
+    "lstm": (functools.partial(lstm, False), torchs_lstm, LSTM),
+    "lstm by our kernel": (functools.partial(lstm, True), torchs_lstm, LSTM),
 }
 
 
@@ -160,12 +168,12 @@ VARIANTS = {
     "attention of itself", "pointwise conv of few", "depthwise rows", "linear of a vector", "gru",
 }  # fmt: skip
 # Of kernels that a pass calls only where they can be made.
-COMPILED = {"depthwise", "norm and relu", "norm, sum and relu"}
+COMPILED = {"depthwise", "norm and relu", "norm, sum and relu", "lstm by our kernel"}
 
 
 def marks(name):
     found = [pytest.mark.slow] * (name in VARIANTS) + [pytest.mark.compiled] * (name in COMPILED)
-    return [*found, *[pytest.mark.onednn] * (name == "lstm")]
+    return [*found, *[pytest.mark.onednn] * name.startswith("lstm")]
 
 
 CASES = [pytest.param(n, marks=marks(n)) for n in FUNCTIONS]
@@ -235,7 +243,7 @@ def test_as_torch_in_every_mode(name, mode):
     try:
         true = [t.double() for t in MODES[mode](torchs_in_fp32(torchs), leaves_of(name, WIDE))]
     except (NotImplementedError, RuntimeError):  # torch has no such derivative of it in fp32
-        if name not in ("gru", "gru, backwards", "lstm"):
+        if not name.startswith(("gru", "lstm")):
             raise
         return
     try:

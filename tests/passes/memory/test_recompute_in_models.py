@@ -20,7 +20,7 @@ WITHOUT = ",skip=recompute_activations"
 def _small_values_are_worth_it(monkeypatch, request):
     monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", request.param)
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", float("inf"))
-    monkeypatch.setattr(recompute_activations, "FEWEST_AGAIN", 0)
+    monkeypatch.setattr(recompute_activations, "FEWEST_AGAIN", {})
 
 
 class Bottleneck(nn.Module):

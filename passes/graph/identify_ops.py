@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,17 +16,22 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, tensors, value
+from amp_graph.passes.graph.fake_values import argument_values, fake_mode_of, fake_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
-from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
 from amp_graph.passes.torch_compat.autograd import below_autograd
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
+from amp_graph.passes.torch_compat.fake import (
+    SYMBOLIC,
+    FakeTensorMode,
+    concrete_number,
+    concrete_size,
+    depends_on_data,
+    tracing_fake,
+)
 
 
 @dataclass(frozen=True)
@@ -146,36 +151,46 @@ def tensor_inputs(node: Node) -> list[Node]:
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they are unknown.
 
-    Nodes that call the same operations share one identity, in which ``OWN_NUMBER`` replaces integers that may differ
-    between them. Operations in ``decompose`` are replaced by their decompositions.
+    Nodes of equal calls, as in equal layers, share one identity. Operations in ``decompose`` are replaced by their
+    decompositions.
     """
-    key = node_key(node)
+    key = _call_key(node)
     if key is None:
         return _trace(node, mode, decompose)
     key = (key, decompose)
     if key not in _CACHE:
         if len(_CACHE) > 50_000:
             _CACHE.clear()
-        found = _trace(node, mode, decompose)
-        _CACHE[key] = found if tells_numbers(node) or isinstance(found, str) else _shared(found)
+        _CACHE[key] = _trace(node, mode, decompose)
     return _CACHE[key]
 
 
-def _shared(found: Identity) -> Identity:
-    """Return an identity without its integers, which may differ for other nodes of the same key."""
-    without = lambda o: {name: without_numbers(argument) for name, argument in o.arguments.items()}  # noqa: E731
-    return Identity(tuple(replace(o, arguments=without(o)) for o in found.operations))
+def _call_key(node: Node) -> Any:
+    """Return a key of all that decides the operations of ``node``: its target and arguments, tensors by their layout.
+
+    None: an argument has no hash. Two arguments that are one tensor are another call than two tensors.
+    """
+    flat, spec = tree_flatten(argument_values(node))
+    first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
+    key = (node.op, node.target, str(spec), tuple(map(_leaf_key, flat)), tuple(first.get(id(leaf)) for leaf in flat))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
-def identify_for(
-    node: Node, lists: OpList, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
-) -> Identity | str:
-    """``identify``, but with the node's own integers if a rule of ``lists`` depends on one."""
-    found = identify(node, mode, decompose)
-    if isinstance(found, str):
-        return found
-    asks = any(o.arguments.get(name) is OWN_NUMBER for o in found.operations for name in lists.asked_of(o.op))
-    return _trace(node, mode, decompose) if asks else found
+def _leaf_key(leaf: Any) -> Any:
+    """Return an argument's part of a key: symbolic sizes as the numbers with which the node is called."""
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        sizes = (tuple(map(concrete_size, numbers)) for numbers in (leaf.shape, strides))
+        return ("tensor", leaf.dtype, leaf.layout, leaf.device.type, *sizes)
+    if isinstance(leaf, SYMBOLIC):
+        return (type(leaf), concrete_number(leaf))
+    if isinstance(leaf, slice):
+        return ("slice", *map(_leaf_key, (leaf.start, leaf.stop, leaf.step)))
+    return (type(leaf), leaf)
 
 
 def taken_apart(
@@ -185,7 +200,7 @@ def taken_apart(
 ) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
 
-    ``look`` is ``identify``, or ``identify_for``, for one node; it takes the operations to decompose.
+    ``look`` is ``identify`` for one node; it takes the operations to decompose.
     """
     while True:
         found = look(apart)
@@ -196,8 +211,8 @@ def taken_apart(
 
 
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
-    """Return the one operation of ``node`` with its own integers, which shared identities of ``identify`` lack."""
-    found = _trace(node, mode, frozenset())
+    """Return the one operation of ``node`` as it is called now; None for several, and for none."""
+    found = identify(node, mode)
     return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 

@@ -32,7 +32,7 @@ RETURNED = "amp_returned"
 IDENTITY = "amp_ops"
 """The ATen operations that it calls, an ``Identity``. Written by identify_ops, and for new nodes by edit.
 
-Nodes of one key share it, so it has no node's own integers, see ``op_signature.OWN_NUMBER``. Read by ``names_of``.
+Read by ``names_of`` and ``operations_of``.
 """
 CLASSIFIED = "amp_classified"
 """(lists, inputs, classification), a cache. Written and read by ``classify.classified``."""

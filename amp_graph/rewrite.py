@@ -17,7 +17,6 @@ from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.example_values import with_example_values
 from amp_graph.graph_log import LOG, log_graph, warn_of_full_precision
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
-from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
@@ -51,7 +50,6 @@ class Rewritten:
     """One rewritten graph, with its changes and their reasons.
 
     ``before``: the text of the graph as captured; ``names``: its nodes' names, one for each line of that text.
-    ``written``: that graph, to be run again; None for level O0.
     """
 
     gm: GraphModule
@@ -61,7 +59,6 @@ class Rewritten:
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    written: Written | None = None
 
 
 def rewrite(
@@ -166,9 +163,7 @@ def rewrite_in_place(
     before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
-    written: Written | None = None
     if policy.level != "O0":
-        written = Written.of(gm)
         bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
         how |= {"portable": portable, "frozen": frozen}
@@ -178,7 +173,7 @@ def rewrite_in_place(
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
     log_graph(gm, before, done, str(policy))
-    return Rewritten(gm, policy, dtype, before, done, bodies, names, written)
+    return Rewritten(gm, policy, dtype, before, done, bodies, names)
 
 
 def _run(

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
 from amp_graph.passes.precision.error_budget_planner import Budget
 
 WEIGHT, ACTIVATION = "weight", "activation"
@@ -132,15 +129,6 @@ class GraphReport:
     spared_bytes: int = 0
     left_out: tuple[Note, ...] = ()
     unplanned: str = ""
-    count: Callable[[], CastsUnderAutocast] | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def autocast(self) -> CastsUnderAutocast | None:
-        """The casts that ``torch.autocast`` makes in a call of the graph as captured, or why they were not counted.
-
-        None at level O0. Counted when it is read, in the time of a call on fake tensors; the model may be gone then.
-        """
-        return self.count() if self.count is not None else None
 
     @property
     def mode(self) -> str:
@@ -186,7 +174,4 @@ class GraphReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
-        plain = dataclasses.asdict(dataclasses.replace(self, count=None))
-        del plain["count"]
-        autocast = None if self.autocast is None else dataclasses.asdict(self.autocast)
-        return plain | {"mode": self.mode, "autocast": autocast}
+        return dataclasses.asdict(self) | {"mode": self.mode}

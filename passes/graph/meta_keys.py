@@ -49,8 +49,6 @@ SPARED = "amp_spared"
 
 LOW_DTYPE = "amp_low"
 """The low dtype of the plan. Written by plan_precision; read by what compares the plan with what ran."""
-LOST = "amp_lost"
-"""The products that a compiler lowered to another precision than planned. Written by Inductor's; read by reports."""
 UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"

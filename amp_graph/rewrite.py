@@ -24,7 +24,7 @@ from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
-from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.graph.graph_text import CapturedNode, captured_nodes, graph_text
 from amp_graph.passes.graph.meta_keys import (
     CAPTURED,
     CLASSIFIED,
@@ -49,7 +49,7 @@ from amp_graph.policy import Policy
 class Rewritten:
     """One rewritten graph, with its changes and their reasons.
 
-    ``before``: the text of the graph as captured; ``names``: its nodes' names, one for each line of that text.
+    ``before``: the text of the graph as captured; ``captured``: its nodes.
     """
 
     gm: GraphModule
@@ -58,7 +58,7 @@ class Rewritten:
     before: str
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
+    captured: tuple[CapturedNode, ...] = ()
 
 
 def rewrite(
@@ -160,7 +160,8 @@ def rewrite_in_place(
     read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
-    before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
+    captured = captured_nodes(gm)
+    before = graph_text(gm, [node.text for node in captured])
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
     if policy.level != "O0":
@@ -173,7 +174,7 @@ def rewrite_in_place(
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
     log_graph(gm, before, done, str(policy))
-    return Rewritten(gm, policy, dtype, before, done, bodies, names)
+    return Rewritten(gm, policy, dtype, before, done, bodies, captured)
 
 
 def _run(

@@ -31,7 +31,7 @@ from amp_graph.passes.graph.meta_keys import (
 from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.frozen_weights import is_frozen
-from amp_graph.report.graph_parts import Part, captured_nodes, cast_dtype, is_cast, mark_of, parts_of, shown_name
+from amp_graph.report.graph_parts import Part, captured_in, cast_dtype, is_cast, mark_of, parts_of, shown_name
 from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
@@ -57,7 +57,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         SHORT[made.dtype],
         made.before,
         tuple(n for part in parts for n in _node_reports(part, parts, held, made.dtype)),
-        tuple(n for part in parts for n in captured_nodes(part.path, part.before, part.names, weights)),
+        tuple(n for part in parts for n in captured_in(part, weights)),
         tuple(_changes(parts)),
         tuple(Note(part.path + s.node, t.name, "skipped", s.reason)
               for part in parts for t in part.passes for s in t.result.skips),

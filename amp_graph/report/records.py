@@ -9,36 +9,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.precision.error_budget_planner import Budget
 
 WEIGHT, ACTIVATION = "weight", "activation"
 CALLS = ("operation", "cast", "part")  # kinds of nodes that call something
-
-
-@dataclass(frozen=True)
-class CapturedNode:
-    """One node of a graph.
-
-    ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
-    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast"
-    (as captured: a conversion of the user's own; as rewritten: an inserted one), "part" (of a result) or "output".
-    ``call``: an input's name, else what the node calls. ``sources``: the names of the nodes that it reads.
-    ``text``: its line of the graph's text.
-    """
-
-    name: str
-    number: str
-    kind: str
-    call: str
-    type: str
-    module: str
-    sources: tuple[str, ...]
-    text: str
-
-    @property
-    def path(self) -> str:
-        """The subgraph that the node is in: ``wrap_body_0/``; "" for the graph itself."""
-        return self.number.rpartition("%")[0]
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _of_model(args: argparse.Namespace) -> int:
     with users_code():
         target = plain_target(args, "fp16")
         batch = target.named_inputs() if target.kwargs else target.args
-        found = calibrate_values(target.model, [(batch,)], policy=target.policy, progress=False)
+        found = calibrate_values(target.model, [(batch,)], policy=target.policy)
     dtype = str(target.policy.torch_dtype(device_of_model(target.model) or "cpu")).removeprefix("torch.")
     path = args.output or DEFAULT
     found.save(path)

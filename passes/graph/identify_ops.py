@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
@@ -216,30 +216,22 @@ def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
     return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
-def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
-    """Return the arguments of ``node`` by the names of ``op``, defaults filled in; None if they do not match.
+def arguments_of(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of the one operation of ``node`` by name, with the nodes that it reads.
 
-    A node is identified by the operation that it calls, but may be any function around it: ``F.interpolate(x, size=3,
-    mode="area")`` is one ``adaptive_avg_pool2d``, but has no ``output_size``. So arguments match only if all of them
-    are named in ``op``, and tensors are at the positions at which the operation received them.
+    However it is called: ``F.interpolate(x, size=3, mode="area")`` is an ``adaptive_avg_pool2d`` of ``output_size`` 3.
+    None: it has several operations, one of its arguments is computed inside or a symbol, or a pass has changed what it
+    reads since it was identified.
     """
-    names = [a.name for a in op._schema.arguments]
-    kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
-    operations = operations_of(node)
-    if len(operations) != 1:
+    operations, inputs = operations_of(node), tensor_inputs(node)
+    given = operations[0].arguments if len(operations) == 1 else {}
+    leaves = tree_leaves(list(given.values()))
+    read = {leaf.index for leaf in leaves if isinstance(leaf, Operand)}
+    is_symbolic = any(isinstance(value(source), SYMBOLIC) for source in node.all_input_nodes)
+    if not given or read != set(range(len(inputs))) or INNER in leaves or is_symbolic:
         return None
-    if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
-        return None
-    given = node_info.schema_arguments(op, node.args, kwargs)
-    seen, inputs = operations[0], tensor_inputs(node)
-    for name in names:
-        found = given.get(name)
-        leaves = found if isinstance(found, (tuple, list)) else (found,)
-        nodes = [leaf for leaf in leaves if isinstance(leaf, Node) and tensors(value(leaf))]
-        known = [inputs[i] for i in seen.operands(name) if i < len(inputs)]
-        if name not in given or (nodes and nodes != known):  # a pass may have removed a node since then
-            return None
-    return given
+    of = lambda leaf: inputs[leaf.index] if isinstance(leaf, Operand) else leaf  # noqa: E731
+    return {name: map_aggregate(argument, of) for name, argument in given.items()}
 
 
 _CACHE: dict[Any, Identity | str] = {}

@@ -144,8 +144,8 @@ def _dropped_by(node: Node) -> float:
     given = given_to(node)
     if given is None or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return 0.0
-    _, p, trains, in_place = given
-    plain = isinstance(p, float) and p < 1 and trains is True and not in_place
+    p = given["p"]
+    plain = isinstance(p, float) and p < 1 and given["train"] is True
     return p if plain and is_contiguous(captured(node)) else 0.0
 
 

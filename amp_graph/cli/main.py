@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | cost | export | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -18,7 +18,6 @@ from amp_graph.version import __version__
 FORMATS = ("text", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 FOUND = "Exit status: 0 if loss and gradients are finite, 3 if not, 1 for an error, 2 for an unreadable command line."
-BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
@@ -51,13 +50,13 @@ def flag(name: str, help: str, **properties: Any) -> Argument:
 
 
 Group = list[Argument]  # arguments that exclude each other
-ON_TARGET = (
+TAKES_TARGET = (
+    arg("target", metavar="TARGET", help=TARGET),
     arg("--input", metavar="SPEC", action="append", default=[], help=INPUT),
     arg("--policy", metavar="P", help=POLICY),
     [flag("--train", "model.train() first", dest="training", default=None),
      flag("--eval", "model.eval() first", dest="training", action="store_false")],
 )  # fmt: skip
-TAKES_TARGET = (arg("target", metavar="TARGET", help=TARGET), *ON_TARGET)
 JSON = flag("--json", "print JSON")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
@@ -87,20 +86,12 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
          flag("--no-grad", "of calls without gradients", dest="gradients", action="store_false")],
         arg("--policy", metavar="P", help=POLICY), JSON,
     ), {"epilog": f"A pass that is on still decides at each node. {EPILOG}"}),
-    "calibrate": ("measure this machine's rates, or a model's ranges", (
-        arg("target", metavar="TARGET", nargs="?", help=TARGET),
-        *ON_TARGET,
+    "calibrate": ("measure this machine's rates, which plans read", (
         arg("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)"),
-        arg("--output", metavar="FILE", help="default: the planner's file; with TARGET: calibration.json"),
-        JSON,
-    ), {"description": "Measure this machine's rates; with TARGET, the ranges of that model's values (see --output)."}),
-    "cost": ("measure whether low precision pays: fp32, torch.autocast and the plan", (*TAKES_TARGET, JSON), {}),
-    "plan": ("predict speed and error of a plan, and of error budgets", (
-        *TAKES_TARGET,
-        arg("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS,
-            help=f"also predict the plans of a list of error budgets (default: {BUDGETS})"),
+        arg("--output", metavar="FILE", help="default: the file that plans read"),
         JSON,
     ), {}),
+    "cost": ("measure whether low precision pays: fp32, torch.autocast and the plan", (*TAKES_TARGET, JSON), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
         *TAKES_TARGET,
         arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),

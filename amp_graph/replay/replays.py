@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.replay.guard_set import Entry, GuardSet
+from amp_graph.replay.guard_set import WARM_UP, Entry, GuardSet
 from amp_graph.replay.slots import Slot, Wrap
 
 
@@ -86,6 +86,8 @@ class Replays:
             for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
                 kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
                 yield f"replay: graph {i} is not recorded{kinds}: {why}"
+            if one.entries and all(e.calls <= WARM_UP and not e.why for e in one.entries.values()):
+                yield f"replay: graph {i} is not recorded: no kind of inputs was called more than {WARM_UP} times"
 
 
 SLOWER = 1.2  # the device is the bottleneck if it takes this many times the host's time

@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--output", metavar="FILE", help="write to FILE instead of stdout"),
     ), {}),
     "explain": ("print all that is known about one node", (
-        *TAKES_TARGET, arg("node", metavar="NODE", help="%%7, a name, a module path or an operation"), JSON,
+        *TAKES_TARGET, arg("node", metavar="NODE", help="%%7, a name, a module, an operation or layers.3:add.1"), JSON,
     ), {}),
     "lists": ("print which class an operation is in, and why", (
         arg("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE,

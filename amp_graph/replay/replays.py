@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.replay.guard_set import GuardSet
+from amp_graph.replay.guard_set import WARM_UP, GuardSet
 from amp_graph.replay.slots import Slot, Wrap
 
 
@@ -83,3 +83,5 @@ class Replays:
             for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
                 kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
                 yield f"replay: graph {i} is not recorded{kinds}: {why}"
+            if one.entries and all(e.calls <= WARM_UP and not e.why for e in one.entries.values()):
+                yield f"replay: graph {i} is not recorded: no kind of inputs was called more than {WARM_UP} times"

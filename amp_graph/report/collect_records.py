@@ -121,6 +121,7 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
             sum(map(size_of, own)),
             forward_flops(node, planned.cls, planned.ops) if planned else 0,
             *(_cast_of(node, held) if kind == "cast" else ()),
+            key=planned.key if planned else "",
         )
 
 

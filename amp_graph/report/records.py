@@ -24,7 +24,7 @@ class NodeReport(CapturedNode):
     is not planned. ``precision``: "low", "full" or "captured"; "" for an input. ``bytes``: what the node writes, 0 for
     a view; an input's size. ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other
     operation. Of a cast: ``source``, the name of what it casts; ``of``: "weight" or "activation"; ``to``: its dtype;
-    ``kept``: whether a frozen model keeps its result.
+    ``kept``: whether a frozen model keeps its result. ``key``: a planned operation's, as ``keep_ops`` takes it.
     """
 
     ops: tuple[str, ...]
@@ -41,6 +41,7 @@ class NodeReport(CapturedNode):
     of: str = ""
     to: str = ""
     kept: bool = False
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | cost | export | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -18,6 +18,7 @@ from amp_graph.version import __version__
 FORMATS = ("text", "json", "report", "html")
 STEPS = ("SGD", "Adam", "AdamW", "Adagrad")
 FOUND = "Exit status: 0 if loss and gradients are finite, 3 if not, 1 for an error, 2 for an unreadable command line."
+BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
@@ -92,6 +93,12 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         JSON,
     ), {}),
     "cost": ("measure whether low precision pays: fp32, torch.autocast and the plan", (*TAKES_TARGET, JSON), {}),
+    "plan": ("predict speed and error of a plan, and of error budgets", (
+        *TAKES_TARGET,
+        arg("--sweep", metavar="BUDGETS", nargs="?", const=BUDGETS,
+            help=f"also predict the plans of a list of error budgets (default: {BUDGETS})"),
+        JSON,
+    ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
         *TAKES_TARGET,
         arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),

@@ -120,10 +120,10 @@ class ErrorBudget:
         """Return the rule-based plan for a named accuracy."""
         return self.plans.point(low_of(paint(replace(self.problem, accuracy=accuracy)), self.made))
 
-    def cut(self, accuracy: str) -> Point:
-        """Return the plan of least cost for a named accuracy."""
+    def cut(self, accuracy: str, skip: bool = False) -> Point:
+        """Return the plan of least cost for a named accuracy; ``skip`` as in ``mincut``."""
         named = replace(self.problem, accuracy=accuracy)
-        return self.plans.point(cheapest(formulate(named, self.machine, self.dtype).task()))
+        return self.plans.point(cheapest(formulate(named, self.machine, self.dtype, skip).task()))
 
     def within(self, multiple: float) -> Point:
         """Return the fastest plan found with error up to ``multiple``, or the safest plan if there is none.
@@ -147,6 +147,10 @@ class ErrorBudget:
         if plan.harm == 0:
             return 0.0
         return math.sqrt(plan.harm / self.autocast.harm) if self.autocast.harm else math.inf
+
+    def variance(self, plan: Point) -> float:
+        """Return a plan's harm in the unit of the influences: comparable between graphs if both were measured."""
+        return plan.harm * sum(self.influence.readings.values()) / WHOLE
 
     def budget(self, multiple: float, plan: Point) -> Budget:
         """Summarize a plan."""

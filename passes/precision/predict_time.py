@@ -13,11 +13,11 @@ from torch.fx import Node
 
 from amp_graph.passes.graph.fake_values import has_eligible
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.precision.build_assignment import formulate, low_of
+from amp_graph.passes.precision.build_assignment import Formulation, formulate, low_of
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.op_cost import PICOSECONDS
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
-from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost, is_legal
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, cost, is_legal
 from amp_graph.passes.precision.rule_based_planner import paint
 
 TIMES_IN_BACKWARD = 2  # overhead of a graph's call in backward, as a multiple of that in forward
@@ -56,12 +56,17 @@ class Prediction:
 def predicted(problem: Problem, chosen: Mapping[Node, Choice], machine: Machine, dtype: str) -> Prediction:
     """Return the predicted time of the plan ``chosen`` for ``problem`` on ``machine``."""
     made, by_rules = formulate(problem, machine, dtype, skip=True), paint(replace(problem, accuracy="autocast"))
-    task, low, full = made.task(), low_of(chosen, made), frozenset({LOW_ALWAYS})
+    task = made.task()
+    return replace(prediction(made, task, low_of(chosen, made)), autocast=cost(task, low_of(by_rules, made)))
+
+
+def prediction(made: Formulation, task: Task, low: frozenset[int]) -> Prediction:
+    """Return the predicted time of the plan whose low variables are ``low``; ``task`` is that of ``made``."""
+    full = frozenset({LOW_ALWAYS})
     calls = 1 + TIMES_IN_BACKWARD * any(map(is_trained, made.of))
-    planned = cost(task, low) + round(PICOSECONDS * machine.graph * calls)
+    planned = cost(task, low) + round(PICOSECONDS * made.machine.graph * calls)
     is_low = any(i in low and made.painted[node].precision == LOW for node, i in made.of.items())
-    autocast = cost(task, low_of(by_rules, made))
-    return Prediction(planned, cost(task, full), is_low, is_legal(task, full), machine.name, autocast)
+    return Prediction(planned, cost(task, full), is_low, is_legal(task, full), made.machine.name)
 
 
 def left_alone(problem: Problem, found: Prediction, machine: Machine, dtype: str) -> dict[Node, Choice]:

@@ -59,7 +59,10 @@ def test_lists_has_rules_or_a_note(printed):
     assert bool(unlisted["rules"]) != ("note" in unlisted)
 
 
-def test_cost_has_numbers(printed):
+def test_plan_and_cost_have_numbers(printed):
+    plans = {row["plan"]: row for row in printed("plan", "--policy", "bf16")["plans"]}
+    assert plans["full precision"]["low"] == 0
+    assert plans["bf16-O1"]["low"] > 0
     told = printed("cost", "--policy", "bf16")
     assert [row["name"] for row in told["rows"]] == ["fp32", "torch.autocast", "amp_graph"]
     assert all(row["measured"] > 0 and row["seconds"] > 0 for row in told["rows"])

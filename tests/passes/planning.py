@@ -6,7 +6,6 @@ from amp_graph.passes.precision import plan_precision
 from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import MACHINES, read_machine
 from amp_graph.passes.precision.plan_precision import PlanPrecision
-from amp_graph.passes.precision.rule_based_planner import operands
 from tests.passes.graphs import passes_until
 
 
@@ -45,16 +44,3 @@ once_problem_of = cache(problem_of)  # the same for every machine
 def formulated(captured, policy="bf16", on="cpu_bf16", skip=False):
     problem, dtype = once_problem_of(captured, policy)
     return formulate(problem, machine(on), dtype, skip)
-
-
-def count_casts(budget, plan):
-    """The casts of a plan: one per cast value, and one per full operation with low operands only."""
-    made, low = budget.made, plan.low
-    count = sum(cast.is_due(low) for _, cast in made.casts())
-    promoting = {
-        given.promoted[0]
-        for node, i in made.of.items()
-        if i not in low and made.is_free(node) and (given := operands(node, made.problem.classes[node])).promoted
-        if all(made.holds[n] in low for n in given.promoted)
-    }
-    return count + len(promoting)

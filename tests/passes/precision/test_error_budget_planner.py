@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
+from amp_graph.cli.command_plan import count_casts
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.meta_keys import BUDGET, CAST
 from amp_graph.passes.precision.build_assignment import low_of
@@ -22,7 +23,7 @@ from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, is_legal
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from tests.corpus import make
 from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten
-from tests.passes.planning import count_casts, machine, problem_of, problems_of
+from tests.passes.planning import machine, problem_of, problems_of
 from tests.passes.precision.test_convex_hull import bounds, vertices
 from tests.passes.programs import captured
 

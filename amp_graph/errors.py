@@ -24,5 +24,9 @@ class CaptureError(AmpGraphError):
     """A model that cannot be converted, or whose forward could not be captured."""
 
 
+class RankError(AmpGraphError, RuntimeError):
+    """A collective that failed as another rank failed before it: which rank, and why."""
+
+
 class ScaleError(AmpGraphError, RuntimeError):
     """Loss scaling called out of order, with invalid options, or with the state of another object."""

@@ -99,13 +99,10 @@ class Policy:
         "true",
         "false",
     )
-    replay: str = word(
-        "false",
-        "whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed; `auto`: where "
-        "Python, not the GPU, is the bottleneck ([details](internals/replay.md))",
-        "false",
-        "true",
-        "auto",
+    replay: bool = word(
+        False,
+        "whether forward and backward of calls that repeat are recorded as CUDA graphs and replayed "
+        "([details](internals/replay.md))",
     )
     widen: bool = word(
         False,
@@ -184,9 +181,9 @@ class Policy:
         return self.leaves == "false" or is_faster_in(machine_for(planned_for), dtype)
 
     @property
-    def replays(self) -> str:
+    def replays(self) -> bool:
         """Whether calls are recorded: ``replay``; never at level O0, which captures nothing."""
-        return "false" if self.level == "O0" else self.replay
+        return self.replay and self.level != "O0"
 
     @property
     def leaves(self) -> str:

@@ -17,7 +17,6 @@ from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.example_values import with_example_values
 from amp_graph.graph_log import LOG, log_graph, warn_of_full_precision
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
-from amp_graph.passes.autocast_regions.casts_under_autocast import Written
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
 from amp_graph.passes.graph.activation_checkpoints import inline_checkpoints
@@ -25,7 +24,7 @@ from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.graph.fake_values import adopt_values, tensors, value
 from amp_graph.passes.graph.grad_regions import mark_regions
 from amp_graph.passes.graph.graph_snapshot import copied_graph
-from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.graph.graph_text import CapturedNode, captured_nodes, graph_text
 from amp_graph.passes.graph.meta_keys import (
     CAPTURED,
     CLASSIFIED,
@@ -50,8 +49,7 @@ from amp_graph.policy import Policy
 class Rewritten:
     """One rewritten graph, with its changes and their reasons.
 
-    ``before``: the text of the graph as captured; ``names``: its nodes' names, one for each line of that text.
-    ``written``: that graph, to be run again; None for level O0.
+    ``before``: the text of the graph as captured; ``captured``: its nodes.
     """
 
     gm: GraphModule
@@ -60,8 +58,7 @@ class Rewritten:
     before: str
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    written: Written | None = None
+    captured: tuple[CapturedNode, ...] = ()
 
 
 def rewrite(
@@ -163,12 +160,11 @@ def rewrite_in_place(
     read_values(gm)
     device = device or device_of(gm)
     dtype = policy.torch_dtype(device)
-    before, names = graph_text(gm), tuple(node.name for node in gm.graph.nodes)
+    captured = captured_nodes(gm)
+    before = graph_text(gm, [node.text for node in captured])
     bodies: dict[str, Rewritten] = {}
     done: tuple[Timed, ...] = ()
-    written: Written | None = None
     if policy.level != "O0":
-        written = Written.of(gm)
         bodies = _rewrite_bodies(gm, policy, device, strict, portable)
         how: dict[str, Any] = {"eager": eager, "inductor": inductor, "in_step": in_step, "measured": measured}
         how |= {"portable": portable, "frozen": frozen}
@@ -178,7 +174,7 @@ def rewrite_in_place(
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
     log_graph(gm, before, done, str(policy))
-    return Rewritten(gm, policy, dtype, before, done, bodies, names, written)
+    return Rewritten(gm, policy, dtype, before, done, bodies, captured)
 
 
 def _run(

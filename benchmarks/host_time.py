@@ -1,6 +1,6 @@
 """Host time of a call and its backward on models of no size, over that of ``torch.autocast``.
 
-    python benchmarks/host_time.py [--rounds 30] [--models linear_4,bert_16] [--modes train,inference] [--output PATH]
+    python benchmarks/host_time.py [--rounds 30] [--models linear_4,bert_16] [--modes training,inference]
 
 Python and dispatch are nearly all that such a call takes, and as much of it is spent where a GPU waits for the host.
 ``convert(model, "bf16")`` runs eagerly, with the default words; the baselines are ``torch.autocast`` and plain fp32.

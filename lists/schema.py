@@ -96,10 +96,6 @@ class OpList:
                     return rule
         return None
 
-    def asked_of(self, op: Operator) -> frozenset[str]:
-        """Return the names of the arguments of `op` on which some rule for it depends."""
-        return frozenset(name for key in lookup_keys(op) for rule in self.rules.get(key, ()) for name, _ in rule.when)
-
     def says_the_same_of(self, ops: Iterable[Operator]) -> bool:
         """Say whether all of ``ops`` are of one class, or in no list."""
         rules = [self.lookup(op, {}) for op in ops]

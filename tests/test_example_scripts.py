@@ -32,10 +32,10 @@ def python(*words, **variables):
     return found.returncode, found.stdout, found.stderr
 
 
-def losses(tmp_path, processes, name, *words):
-    """Run a script in so many processes, and return its losses, a list for each level."""
+def losses(tmp_path, processes, name, *words, before=""):
+    """Run a script in so many processes, behind the code ``before``; return its losses, a list for each level."""
     main = tmp_path / "main.py"
-    main.write_text(REPORT.format(name, tmp_path))
+    main.write_text(before + REPORT.format(name, tmp_path))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes) if processes > 1 else ()
     status, _, errors = python(*launch, main, *words, PYTHONPATH=str(FOLDER))
     assert status == 0, errors
@@ -148,6 +148,14 @@ SMALL = {
     "imagenet": "--epochs 2 --steps 3 -b 8 --size 32 --norm group --lr 0.004 --dynamic-loss-scale --opt-level",
     "bert_classifier": f"--num_train_epochs 2 --max_steps 4 --train_batch_size 16 {' '.join(TINY_BERT)} --opt_level",
 }
+# Before a script: all of it in fp64, inputs as well.
+EXACT = """
+import torch
+torch.set_default_dtype(torch.float64)
+def widened(module, given):
+    return tuple(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in given)
+torch.nn.modules.module.register_module_forward_pre_hook(widened)
+"""
 SAVES = {"imagenet": "--output-dir", "bert_classifier": "--output_dir"}
 
 
@@ -167,11 +175,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(script, name, level, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "near"), [("O0", 2e-5), ("O1", 2**-6), ("O2", 2**-6)])
+@pytest.mark.parametrize(("level", "near"), [("O0", 1e-9), ("O1", 2**-6), ("O2", 2**-6)])
 @pytest.mark.parametrize("name", SMALL)
 def test_two_processes_train_as_one_with_twice_the_batch(name, level, near, tmp_path):
-    """Within rounding, of fp32 or bf16: at O1 one process is as far from O0.
+    """Within rounding: of bf16, in which one process at O1 is as far from O0; and at O0 of fp64.
 
+    In fp32 a rounding may decide where a ReLU or a pool is at a kink: by the sixth loss of the images either one
+    process or two are 2.5e-4 from fp64, with oneDNN one, without it two.
     The batch statistics of batch norms are each process's own, so there are none.
     """
     words = [*SMALL[name].split(), level]
@@ -179,7 +189,8 @@ def test_two_processes_train_as_one_with_twice_the_batch(name, level, near, tmp_
         one, two = [*words, "--dropout", "0"], [*words, "--dropout", "0"]
     else:
         one, two = [*words, "-b", "8"], [*words, "-b", "4"]
-    (alone,), (both,) = losses(tmp_path, 1, name, *one), losses(tmp_path, 2, name, *two)
+    before = EXACT if level == "O0" else ""
+    (alone,), (both,) = (losses(tmp_path, n, name, *w, before=before) for n, w in ((1, one), (2, two)))
     assert len(alone) >= 6
     assert both == pytest.approx(alone, abs=near, rel=near)
 

@@ -69,8 +69,8 @@ class CapturedGraphs:
     def __post_init__(self) -> None:
         """Set up the check for a loss scale; nothing is captured yet."""
         self._scale_check = ScaleCheck(self.of.diagnostics)
-        if self.of.policy.replays != "false":
-            self.replays = Replays(self.of.model, self.of.policy.replays)
+        if self.of.policy.replays:
+            self.replays = Replays(self.of.model)
 
     def start(self) -> None:
         """Capture from the beginning: Dynamo forgets earlier captures, and frames that it gave up."""

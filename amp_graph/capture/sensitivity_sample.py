@@ -84,7 +84,7 @@ def captured_by(
 
 def in_fp32(policy: Policy) -> Policy:
     """Return ``policy`` for graphs that run as captured: what leaves the graphs runs in fp32 as well."""
-    return replace(policy, level="O1", replay="false", calibration="", keep_ops=(), widen=False)
+    return replace(policy, level="O1", replay=False, calibration="", keep_ops=(), widen=False)
 
 
 def measure(model: torch.nn.Module, policy: Policy, sample: Sample, dynamic: bool | None = None) -> list[Sampled]:

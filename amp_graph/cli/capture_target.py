@@ -26,15 +26,15 @@ from amp_graph.policy import Policy
 from amp_graph.step.train_step import TrainStep
 
 
-def plain_target(args: argparse.Namespace, policy: str | None = None) -> Target:
+def plain_target(args: argparse.Namespace) -> Target:
     """Return TARGET as it was before a conversion, in the mode that was asked for.
 
-    Its policy: that of the command line, or else the one that TARGET itself converted the model with, or ``policy``.
+    Its policy: that of the command line, or else the one that TARGET itself converted the model with.
     """
     target = load_target(args.target, args.input)
     present = conversion_of(target.model)
     if args.policy is not None or present is None:
-        wanted = Policy.parse(args.policy if args.policy is not None else policy)
+        wanted = Policy.parse(args.policy)
     else:
         wanted = present.policy
     if present is not None:

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from amp_graph.cli.capture_target import captured, captured_step
 from amp_graph.cli.terminal import json_text
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.report.model_report import Report, report
-from amp_graph.report.records import CapturedNode, GraphReport
+from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page
 
 VIEWS = ("before", "diff", "reasons")  # of the text

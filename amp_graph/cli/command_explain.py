@@ -6,7 +6,7 @@ Its operations, class and list entry, its precision with the reason, its inputs 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from amp_graph.cli.capture_target import captured
@@ -18,19 +18,20 @@ from amp_graph.policy import Policy
 from amp_graph.report.model_report import report
 from amp_graph.report.records import CALLS, GraphReport, NodeReport
 
+Explained = tuple[GraphReport, NodeReport]
+
 
 def run(args: argparse.Namespace) -> int:
     """Capture TARGET and explain the nodes that NODE names."""
     told = report(captured(args).model)
     nodes = [(graph, node) for graph in told.graphs for node in graph.nodes if node.kind != "output"]
-    index, colon, name = args.node.rpartition(":")
-    inside = [(graph, node) for graph, node in nodes if not colon or str(graph.index) == index]
-    chosen = [one for one in inside if name in names_of(one[1])] or [one for one in inside if name in _groups(one[1])]
+    chosen = _chosen(nodes, args.node)
     if not chosen:
         known = {name for _, node in nodes for name in (*names_of(node), *_groups(node))} - {""}
         raise AmpGraphError(
-            f"explain: no node {args.node!r}{did_you_mean(name, known)}\n"
-            "  legal: a node's name or number (%7, 1:%7 in graph 1), an input, a module's path, an operation\n"
+            f"explain: no node {args.node!r}{did_you_mean(args.node, known)}\n"
+            "  legal: a node's name or number (%7, 1:%7 in graph 1), an input, a module's path, an operation,\n"
+            "         a key as keep_ops takes it (layers.3:add.1)\n"
             "  fix:   amp-graph dump TARGET --format text shows the numbers"
         )
     found = [facts_of(graph, node, told.policy) for graph, node in chosen]
@@ -45,9 +46,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _chosen(nodes: Sequence[Explained], name: str) -> Sequence[Explained]:
+    """Return the nodes of this name, in any graph or, as in ``1:%7``, in that of the number before it."""
+    index, _, rest = name.partition(":")
+    inside = [(graph, node) for graph, node in nodes if str(graph.index) == index]
+    for names in (names_of, _groups):
+        for searched, wanted in ((nodes, name), (inside, rest)):
+            if found := [one for one in searched if wanted in names(one[1])]:
+                return found
+    return ()
+
+
 def names_of(node: NodeReport) -> tuple[str, ...]:
-    """Return the names that a node has alone: its name, its number, an input's own name."""
-    return node.name, node.number, node.path + _shown(node)
+    """Return the names that a node has alone in its graph: its name, number and key, an input's own name."""
+    return node.name, node.number, node.path + _shown(node), node.key
 
 
 def _groups(node: NodeReport) -> tuple[str, ...]:
@@ -74,6 +86,7 @@ def facts_of(graph: GraphReport, node: NodeReport, policy: Policy) -> dict[str, 
     done = dict.fromkeys(note for note in (*graph.changes, *graph.skips) if note.node == node.name)
     return facts | {
         "operation": ", ".join(node.ops),
+        "key": node.key or "none",
         "module": node.module or "(root)",
         "line": node.line or "not recorded",
         "class": f"{node.cls or 'none'}{'' if node.listed else ', which no list names'}",

@@ -51,13 +51,13 @@ def flag(name: str, help: str, **properties: Any) -> Argument:
 
 
 Group = list[Argument]  # arguments that exclude each other
-ON_TARGET = (
+TAKES_TARGET = (
+    arg("target", metavar="TARGET", help=TARGET),
     arg("--input", metavar="SPEC", action="append", default=[], help=INPUT),
     arg("--policy", metavar="P", help=POLICY),
     [flag("--train", "model.train() first", dest="training", default=None),
      flag("--eval", "model.eval() first", dest="training", action="store_false")],
 )  # fmt: skip
-TAKES_TARGET = (arg("target", metavar="TARGET", help=TARGET), *ON_TARGET)
 JSON = flag("--json", "print JSON")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
@@ -74,7 +74,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--output", metavar="FILE", help="write to FILE instead of stdout"),
     ), {}),
     "explain": ("print all that is known about one node", (
-        *TAKES_TARGET, arg("node", metavar="NODE", help="%%7, a name, a module path or an operation"), JSON,
+        *TAKES_TARGET, arg("node", metavar="NODE", help="%%7, a name, a module, an operation or layers.3:add.1"), JSON,
     ), {}),
     "lists": ("print which class an operation is in, and why", (
         arg("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE,
@@ -87,13 +87,11 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
          flag("--no-grad", "of calls without gradients", dest="gradients", action="store_false")],
         arg("--policy", metavar="P", help=POLICY), JSON,
     ), {"epilog": f"A pass that is on still decides at each node. {EPILOG}"}),
-    "calibrate": ("measure this machine's rates, or a model's ranges", (
-        arg("target", metavar="TARGET", nargs="?", help=TARGET),
-        *ON_TARGET,
+    "calibrate": ("measure this machine's rates, which plans read", (
         arg("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)"),
-        arg("--output", metavar="FILE", help="default: the planner's file; with TARGET: calibration.json"),
+        arg("--output", metavar="FILE", help="default: the file that plans read"),
         JSON,
-    ), {"description": "Measure this machine's rates; with TARGET, the ranges of that model's values (see --output)."}),
+    ), {}),
     "cost": ("measure whether low precision pays: fp32, torch.autocast and the plan", (*TAKES_TARGET, JSON), {}),
     "plan": ("predict speed and error of a plan, and of error budgets", (
         *TAKES_TARGET,

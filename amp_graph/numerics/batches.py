@@ -6,7 +6,6 @@ A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +61,7 @@ def refuse_what_cannot_run(caller: str, model: torch.nn.Module) -> None:
 # -- batches --------------------------------------------------------------------------------------------------
 
 
-def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def checked(caller: str, batches: Iterable[Any]) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """Yield each batch with its number, as a tuple.
 
     Raises CalibrationError if there is none, or one whose structure, dtypes or dimensions are not those of the first.
@@ -74,7 +73,7 @@ def checked(caller: str, batches: Iterable[Any], progress: bool = False) -> Iter
         )
     first: Any = None
     count = 0
-    for number, batch in enumerate(shown(caller, batches) if progress else batches):
+    for number, batch in enumerate(batches):
         found = _structure(batch)
         first = found if number == 0 else first
         if found != first:
@@ -156,16 +155,6 @@ def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
             "lowered\n  legal: batches and weights whose loss is finite\n"
             "  fix:   check the batch, the loss function and the learning rate in fp32 first"
         )
-
-
-def shown(caller: str, batches: Iterable[Any]) -> Iterable[Any]:
-    """Return the batches, with a progress bar of tqdm where it is installed and stderr is a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return batches
-    bar: Iterable[Any] = tqdm(batches, desc=caller, unit="batch", disable=not sys.stderr.isatty())
-    return bar
 
 
 def gradients(

@@ -47,7 +47,6 @@ def calibrate(
     loss_fn: LossFn | None = None,
     *,
     policy: Policy | str | None = None,
-    progress: bool = True,
 ) -> Calibration:
     """Measure the range of every value, and of its gradient, over ``batches`` in fp32; return a ``Calibration``.
 
@@ -57,7 +56,7 @@ def calibrate(
     takes. loss_fn: called as ``loss_fn(model(inputs), *targets)``, returns a tensor of one element. Without it a batch
     is the model's arguments, and the loss is what the model returns, or has in ``.loss`` or ``["loss"]``; if there is
     none, only forward is measured.
-    policy: the policy for which the graphs are prepared; None for "fp16". progress: a bar on a terminal's stderr.
+    policy: the policy for which the graphs are prepared; None for "fp16".
 
     The loss is not scaled, so gradients are as in fp32 training. Save the result with ``.save("run.json")``, and name
     it in a policy: ``"fp16,calibration=run.json"``. ``.merge`` joins those of several processes.
@@ -69,7 +68,7 @@ def calibrate(
     model, asked = to_measure("calibrate", model, loss_fn, "fp16" if policy is None else policy)
     measuring = _Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take, caller="calibrate"):
-        for number, batch in checked("calibrate", batches, progress):
+        for number, batch in checked("calibrate", batches):
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)

@@ -53,11 +53,10 @@ def compare(
     loss_fn: LossFn | None = None,
     *,
     policy: Policy | str | None = None,
-    progress: bool = True,
 ) -> Comparison:
     """Return the errors of ``policy``'s plan, layer by layer, worst first, beside those of autocast and of fp32.
 
-    model, batches, loss_fn, progress: as for ``amp_graph.calibrate``. Without a loss, the outputs are summed with fixed
+    model, batches, loss_fn: as for ``amp_graph.calibrate``. Without a loss, the outputs are summed with fixed
     random weights, so that gradients exist. policy: as for ``convert``.
 
     Each batch runs forward and backward four times through the captured graphs, node by node: in fp64 (the reference;
@@ -78,7 +77,7 @@ def compare(
     count = 0
     with captured_by(model, asked, comparing.take, caller="compare") as graphs:
         comparing.before = graphs.before
-        for number, batch in checked("compare", batches, progress):
+        for number, batch in checked("compare", batches):
             _compare_batch(model, loss_fn, batch, number, comparing)
             count += 1
     found = comparing.operations()

@@ -45,8 +45,6 @@ class Entry:
     by_copy: tuple[int, ...] = ()
     graphs: FlatGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
-    # Of calls that are timed: the events around it, and the seconds of the host.
-    timings: list[tuple[Any, Any, float]] = field(default_factory=list)
 
     def decline(self, why: str) -> None:
         """Run calls of this kind as they are from now on."""
@@ -107,9 +105,7 @@ class GuardSet:
 
     def _warm_up(self, entry: Entry, args: Sequence[Any]) -> Any:
         """Run a call as it is, and see whether its backward is differentiated again."""
-        end = self.replays.pace.begin(entry, args)
         results = self.run(*args)
-        end()
 
         def look(_: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -138,7 +134,7 @@ class GuardSet:
         return self._record(entry, args) if len(entry.slots) < SLOTS and count < MOST else None
 
     def _trace(self, entry: Entry, args: Sequence[Any]) -> bool:
-        if why := why_not_with_ranks(self.replays.model) or self.replays.pace.why_not(entry):
+        if why := why_not_with_ranks(self.replays.model):
             entry.decline(why)
             return False
         own = self.replays.own_tensors()

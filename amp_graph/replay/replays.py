@@ -6,28 +6,25 @@ Before: a Conversion whose policy says ``replay=true``. After: ``replays.wrap(gm
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.replay.guard_set import Entry, GuardSet
+from amp_graph.replay.guard_set import WARM_UP, GuardSet
 from amp_graph.replay.slots import Slot, Wrap
 
 
 class Replays:
-    """The recordings of ``model``; ``mode``: "true", or "auto", which records where the host is the bottleneck."""
+    """The recordings of ``model``."""
 
-    def __init__(self, model: torch.nn.Module, mode: str) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         """Nothing is recorded yet."""
-        self._model, self.mode = weakref.ref(model), mode
+        self._model = weakref.ref(model)
         self.lock = threading.RLock()
-        self.pace = Pace(mode == "auto")
         self.guard_sets: list[GuardSet] = []
 
     def wrap(self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, why: str) -> Callable[..., Any]:
@@ -78,7 +75,7 @@ class Replays:
 
     def lines(self, size_text: Callable[[int], str]) -> Iterator[str]:
         """Yield the lines of a report: what is recorded, and for each graph why not."""
-        yield f"replay={self.mode}: {len(self._slots())} recordings hold {size_text(self.bytes)}"
+        yield f"replay=true: {len(self._slots())} recordings hold {size_text(self.bytes)}"
         for i, one in enumerate(self.guard_sets):
             if one.why:
                 yield f"replay: graph {i} is not recorded: {one.why}"
@@ -86,51 +83,5 @@ class Replays:
             for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
                 kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
                 yield f"replay: graph {i} is not recorded{kinds}: {why}"
-
-
-SLOWER = 1.2  # the device is the bottleneck if it takes this many times the host's time
-
-
-class Pace:
-    """Times warm-up calls on CUDA, if ``asked``."""
-
-    def __init__(self, asked: bool) -> None:
-        """Nothing is timed yet."""
-        self.asked = asked
-
-    def begin(self, entry: Entry, args: Sequence[Any]) -> Callable[[], None]:
-        """Time a call that begins now; the returned function ends it."""
-        if not self.asked or not any(isinstance(a, Tensor) and a.is_cuda for a in args):
-            return _nothing
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        start = time.perf_counter()
-
-        def end() -> None:
-            seconds = time.perf_counter() - start
-            last.record()
-            entry.timings.append((first, last, seconds))
-
-        return end
-
-    def why_not(self, entry: Entry) -> str:
-        """Return why a recording would gain nothing; "" if it would, or if nothing was timed.
-
-        The first call is left out, as it loads and chooses kernels. The device's time is between events that it
-        reaches in its own time: where it lags behind Python, they tell its time alone.
-        """
-        if not self.asked or len(entry.timings) < 2:
-            return ""
-        behind = [timing for timing in entry.timings[1:] if not timing[1].query()]
-        done = [(a.elapsed_time(b) / 1e3, host) for a, b, host in entry.timings[1:] if b.query()]
-        entry.timings.clear()
-        if not done:
-            return f"the device is the bottleneck: it has not finished {len(behind)} earlier calls"
-        device, host = min(device for device, _ in done), min(host for _, host in done)
-        if device <= SLOWER * host:
-            return ""
-        return f"the device is the bottleneck: {device * 1e3:.2f} ms of a forward, where Python takes {host * 1e3:.2f}"
-
-
-def _nothing() -> None:
-    """End nothing."""
+            if one.entries and all(e.calls <= WARM_UP and not e.why for e in one.entries.values()):
+                yield f"replay: graph {i} is not recorded: no kind of inputs was called more than {WARM_UP} times"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.devices import device_of
-from amp_graph.passes.autocast_regions.casts_under_autocast import casts_under_autocast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
@@ -33,7 +31,7 @@ from amp_graph.passes.graph.meta_keys import (
 from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.frozen_weights import is_frozen
-from amp_graph.report.graph_parts import Part, captured_nodes, cast_dtype, is_cast, mark_of, parts_of, shown_name
+from amp_graph.report.graph_parts import Part, captured_in, cast_dtype, is_cast, mark_of, parts_of, shown_name
 from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
@@ -49,19 +47,17 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
     dtypes = {t.dtype for node in nodes for t in tensors(captured(node))}
     held = weight_nodes(parts, weights)
     by_dtype, before = _activation_bytes(nodes, held)
-    device = device_of(made.gm)
     inputs = [t for node in made.gm.graph.find_nodes(op="placeholder") for t in tensors(value(node))]
-    under = (made.dtype, record.grad, partial(_is_weight, weights))
     return GraphReport(
         index,
         record.training,
         record.grad,
         any(not isinstance(size, int) for t in inputs for size in t.shape),
-        device,
+        device_of(made.gm),
         SHORT[made.dtype],
         made.before,
         tuple(n for part in parts for n in _node_reports(part, parts, held, made.dtype)),
-        tuple(n for part in parts for n in captured_nodes(part.path, part.before, part.names, weights)),
+        tuple(n for part in parts for n in captured_in(part, weights)),
         tuple(_changes(parts)),
         tuple(Note(part.path + s.node, t.name, "skipped", s.reason)
               for part in parts for t in part.passes for s in t.result.skips),
@@ -76,12 +72,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         sum(node.meta.get(SPARED, 0) for node in nodes),
         tuple(Note(part.path, t.name, "left out", t.failure) for part in parts for t in part.passes if t.failure),
         "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
-        None if made.written is None else partial(casts_under_autocast, made.written, device, *under),
     )  # fmt: skip
-
-
-def _is_weight(weights: Collection[str], name: str, found: Any) -> bool:
-    return isinstance(found, torch.nn.Parameter) or node_info.clean_path(name) in weights
 
 
 def _predicted(parts: list[Part], leaves: str) -> Predicted | None:
@@ -130,6 +121,7 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
             sum(map(size_of, own)),
             forward_flops(node, planned.cls, planned.ops) if planned else 0,
             *(_cast_of(node, held) if kind == "cast" else ()),
+            key=planned.key if planned else "",
         )
 
 

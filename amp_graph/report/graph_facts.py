@@ -74,12 +74,8 @@ def _casts(graph: GraphReport) -> str:
     weights, kept = sum(c.of == WEIGHT for c in graph.casts), sum(c.kept for c in graph.casts)
     once = f", {'all' if kept == weights else kept} kept" if kept else ""
     removed = f", {len(graph.removed)} removed" if graph.removed else ""
-    ours = f"{len(graph.casts)} in the graph ({len(graph.casts) - weights} of activations, {weights} of weights{once})"
-    found, theirs = graph.autocast, ""
-    if found is not None:
-        counts = f"{found.all} a call ({found.activations} of activations, {found.weights} of weights)"
-        theirs = f"\ntorch.autocast: {f'not counted: {found.why_not}' if found.why_not else counts}"
-    return ours + removed + theirs
+    counts = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
+    return f"{len(graph.casts)} in the graph ({counts}){removed}"
 
 
 def _activations(graph: GraphReport) -> str:

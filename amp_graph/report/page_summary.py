@@ -48,8 +48,7 @@ def summary_of(report: Report) -> dict[str, Any]:
 def _casts(graphs: tuple[GraphReport, ...]) -> dict[str, Any]:
     """Return numbers of casts: ``captured`` are the user's own, of which ``own`` are still in the rewritten graphs.
 
-    ``kept``: those of ``weights`` whose result stays between calls. ``autocast``: those of ``torch.autocast`` in the
-    graphs as captured, of activations and of weights; None where none was counted, and ``why_not`` says why.
+    ``kept``: those of ``weights`` whose result stays between calls.
     """
     own = captured = 0
     for graph in graphs:
@@ -57,13 +56,10 @@ def _casts(graphs: tuple[GraphReport, ...]) -> dict[str, Any]:
         captured += len(theirs)
         own += sum(node.name in theirs and node.kind != "cast" for node in graph.nodes)
     casts = [cast for graph in graphs for cast in graph.casts]
-    weights, found = sum(cast.of == WEIGHT for cast in casts), [g.autocast for g in graphs if g.autocast is not None]
-    why_not = next((one.why_not for one in found if one.why_not), "")
-    counts = [sum(one.activations for one in found), sum(one.weights for one in found)]
+    weights = sum(cast.of == WEIGHT for cast in casts)
     return {
         "captured": captured, "own": own, "after": own + len(casts),
         "activations": len(casts) - weights, "weights": weights, "kept": sum(cast.kept for cast in casts),
-        "autocast": counts if found and not why_not else None, "why_not": why_not,
     }  # fmt: skip
 
 

@@ -6,42 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from amp_graph.passes.autocast_regions.casts_under_autocast import CastsUnderAutocast
+from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.precision.error_budget_planner import Budget
 
 WEIGHT, ACTIVATION = "weight", "activation"
 CALLS = ("operation", "cast", "part")  # kinds of nodes that call something
-
-
-@dataclass(frozen=True)
-class CapturedNode:
-    """One node of a graph.
-
-    ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
-    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast"
-    (as captured: a conversion of the user's own; as rewritten: an inserted one), "part" (of a result) or "output".
-    ``call``: an input's name, else what the node calls. ``sources``: the names of the nodes that it reads.
-    ``text``: its line of the graph's text.
-    """
-
-    name: str
-    number: str
-    kind: str
-    call: str
-    type: str
-    module: str
-    sources: tuple[str, ...]
-    text: str
-
-    @property
-    def path(self) -> str:
-        """The subgraph that the node is in: ``wrap_body_0/``; "" for the graph itself."""
-        return self.number.rpartition("%")[0]
 
 
 @dataclass(frozen=True)
@@ -52,7 +24,7 @@ class NodeReport(CapturedNode):
     is not planned. ``precision``: "low", "full" or "captured"; "" for an input. ``bytes``: what the node writes, 0 for
     a view; an input's size. ``flops``: of its matrix products in forward, two to a multiply-add, 0 for any other
     operation. Of a cast: ``source``, the name of what it casts; ``of``: "weight" or "activation"; ``to``: its dtype;
-    ``kept``: whether a frozen model keeps its result.
+    ``kept``: whether a frozen model keeps its result. ``key``: a planned operation's, as ``keep_ops`` takes it.
     """
 
     ops: tuple[str, ...]
@@ -69,6 +41,7 @@ class NodeReport(CapturedNode):
     of: str = ""
     to: str = ""
     kept: bool = False
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,15 +105,6 @@ class GraphReport:
     spared_bytes: int = 0
     left_out: tuple[Note, ...] = ()
     unplanned: str = ""
-    count: Callable[[], CastsUnderAutocast] | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def autocast(self) -> CastsUnderAutocast | None:
-        """The casts that ``torch.autocast`` makes in a call of the graph as captured, or why they were not counted.
-
-        None at level O0. Counted when it is read, in the time of a call on fake tensors; the model may be gone then.
-        """
-        return self.count() if self.count is not None else None
 
     @property
     def mode(self) -> str:
@@ -186,7 +150,4 @@ class GraphReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
-        plain = dataclasses.asdict(dataclasses.replace(self, count=None))
-        del plain["count"]
-        autocast = None if self.autocast is None else dataclasses.asdict(self.autocast)
-        return plain | {"mode": self.mode, "autocast": autocast}
+        return dataclasses.asdict(self) | {"mode": self.mode}

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.report.graph_facts import facts_of, predicted_lines, short_place, size_text, split_reason
-from amp_graph.report.records import WEIGHT, CapturedNode, GraphReport, NodeReport
+from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 from amp_graph.report.report_text import accuracy_text
 
 if TYPE_CHECKING:

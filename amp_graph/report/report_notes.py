@@ -14,7 +14,6 @@ from amp_graph.capture.conversion import Conversion
 from amp_graph.lists.errors import first_line
 from amp_graph.numerics.overflow.scale_history import scale_history
 from amp_graph.passes.casts.product_precision import lost_in
-from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
@@ -96,9 +95,6 @@ MOST = 5  # lines of a graph
 def precision_lines(found: Conversion) -> Iterator[str]:
     """Yield a line for each product of a converted model that does not run in the precision planned for it."""
     for i, graph in enumerate(found.graphs):
-        gm = graph.rewritten.gm
-        seen = dict.fromkeys(lost for part in parts_of(graph.rewritten) for lost in lost_in(part.gm))
-        seen |= dict.fromkeys(gm.meta.get(LOST, ()))
-        lines = [str(lost) for lost in seen]
+        lines = list(dict.fromkeys(str(lost) for part in parts_of(graph.rewritten) for lost in lost_in(part.gm)))
         more = [f"and {len(lines) - MOST} more products"] if len(lines) > MOST else []
         yield from (f"precision: graph {i}: {line}" for line in (*lines[:MOST], *more))

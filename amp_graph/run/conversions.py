@@ -67,10 +67,8 @@ class Converted:
         if self.report is None or not self.report.graphs:
             return "not called since" if self.report is None else self.report.status
         graphs = self.report.graphs
-        most = max(graphs, key=lambda graph: len(graph.casts))
-        theirs = most.autocast
-        of_autocast = f" (torch.autocast: {'not counted' if theirs.why_not else theirs.all})" if theirs else ""
-        return f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, up to {len(most.casts)} casts a call{of_autocast}"
+        most = max(len(graph.casts) for graph in graphs)
+        return f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, up to {most} casts a call"
 
 
 def why_not(module: torch.nn.Module, options: RunOptions) -> str:

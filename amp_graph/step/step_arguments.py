@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.lists.errors import shortened
+from amp_graph.errors import AmpGraphError, CaptureError, RankError
+from amp_graph.lists.errors import Attempt, first_line, shortened
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
@@ -235,6 +235,35 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
             "  fix:   amp_graph.convert(model) with amp_graph.GradScaler for FSDP, or a model that is not sharded"
         )
     return Ranks(group.group_name, size, dtype)
+
+
+class Failures:
+    """What failed on which rank, in the store of their process group: collectives of others end without a reason."""
+
+    KEY = "amp_graph: a step failed"
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._is_told = group, False
+
+    def tell(self, error: BaseException) -> None:
+        """Tell other ranks of ``error``; RankError instead if it is a collective's, and one told of its own before."""
+        with Attempt(RankError):  # the store ends with its rank
+            store = self._group.get_group_store()
+            of_a_collective = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if of_a_collective and store.check([self.KEY]):
+                raise RankError(
+                    f"TrainStep: {store.get(self.KEY).decode()}\n  here: {first_line(error)}\n"
+                    "  fix:   mend that rank; then start all ranks again, from a checkpoint"
+                )
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            store.set(self.KEY, f"rank {dist.get_rank()} failed in its step: {reason}")
+            self._is_told = True
+
+    def forget(self) -> None:
+        """Take back what this rank told: it has gone on."""
+        if self._is_told:
+            self._is_told = False
+            self._group.get_group_store().delete_key(self.KEY)
 
 
 def default_group() -> Any:

@@ -73,10 +73,12 @@ class CapturedSteps:
         graph = captured.step or self._trace(captured, args)
         self._state.refresh(graph.copies)
         found = graph(*args)
-        if self._builder.micro_batches > 1:
-            self._state.were_added_up(graph.parameters(args))
-        else:
+        if graph.update:
             self._was_updated(graph.copies)
+            return found
+        self._state.were_added_up(graph.parameters(args))
+        if self._builder.micro_batches == 1:  # other ranks may have gradients that this one does not
+            self.update_from_sums()
         return found
 
     def _trace(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
@@ -136,12 +138,14 @@ class CapturedSteps:
         return tuple(outputs)
 
     def update_from_sums(self) -> None:
-        """Update what the micro-batches of a step have summed gradients of."""
-        parameters = [p for p in self._parameters() if id(p) in self._state.pending]
-        sums = [self._state.sums[id(p)] for p in parameters]
+        """Update what the micro-batches of a step have summed gradients of, or any rank has."""
+        read = {*self._state.pending, *map(id, self._builder.averaged())}
+        parameters = [p for p in self._parameters() if id(p) in read]
+        absent = frozenset(n for n, p in enumerate(parameters) if id(p) not in self._state.pending)
+        sums = [self._state.sum_of(p) for p in parameters]
         if self._watched.why_outside:  # the optimizer, and hooks of its step, may keep them
             sums = [total.clone() for total in sums]
-        self._update(parameters, sums)
+        self._update(parameters, sums, absent)
         self._state.drop_sums()
         self._state.refresh(self._state.copies.values())  # which the next forward reads
 
@@ -149,14 +153,16 @@ class CapturedSteps:
         """Return the optimizer's parameters, in the order in which norms are summed."""
         return [p for group in self._watched.optimizer.param_groups for p in group["params"]]
 
-    def _update(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Update ``parameters`` by gradients of the scaled loss in fp32."""
+    def _update(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int] = frozenset()
+    ) -> None:
+        """Update ``parameters`` by gradients of the scaled loss in fp32; ``absent``: those that are zeros instead."""
         if parameters:
             self._state.refresh(())  # masters
-            key = _key(parameters, grads)
+            key = _key(parameters, grads, absent)
             graph = self.updates.get(key)
             if graph is None:
-                graph = self._builder.update_of(parameters, grads)
+                graph = self._builder.update_of(parameters, grads, absent)
                 self._laid_out(graph.updates)
                 self.updates[key] = graph
             graph(*parameters, *grads, torch.zeros((), device=parameters[0].device))
@@ -173,10 +179,10 @@ class CapturedSteps:
             self._floor.look(self._builder.loss_scale, lambda: "amp_graph.locate(step, batch) names it")
 
 
-def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Key:
-    """Return what a graph of an update is for: parameters, and where their elements and those of gradients lie."""
-    pairs = zip(parameters, grads, strict=True)
-    return tuple((id(p), p.device, p.dtype, p.shape, p.stride(), g.stride()) for p, g in pairs)
+def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int]) -> Key:
+    """Return what a graph of an update is for: parameters, where elements lie, gradients, which are absent."""
+    pairs = enumerate(zip(parameters, grads, strict=True))
+    return tuple((id(p), p.device, p.dtype, p.shape, p.stride(), g.stride(), n in absent) for n, (p, g) in pairs)
 
 
 def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:

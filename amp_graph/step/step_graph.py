@@ -51,13 +51,14 @@ class StepGraph:
     state: list[Tensor]
     trained: list[int]  # the captured graph's inputs that have gradients here
     run: Callable[..., Any] = field(repr=False)
-    outputs: int  # how many the captured graph has; gradients and found_inf follow if "after" needs them
+    outputs: int  # how many the captured graph has; gradients, found_inf and skips follow if "after" needs them
     updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()  # over the whole step, and of those that append its parts what failed
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" if it does not
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
     most_bytes: int = 0  # peak bytes of its intermediates
+    absent: Sequence[int] = ()  # places in "trained" of what this rank has no gradients of
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
@@ -65,10 +66,17 @@ class StepGraph:
             found = self.run(*args, *self.state)
             if self.after is None:
                 return found
-            count = len(self.trained)
-            verdict = found[-1] if len(found) > self.outputs + count else None
-            self.after(self.parameters(args), found[self.outputs : self.outputs + count], verdict)
+            self._step_outside(self.after, self.parameters(args), found[self.outputs :])
             return found[: self.outputs]
+
+    def _step_outside(self, after: Callable[..., None], parameters: list[Tensor], found: Sequence[Tensor]) -> None:
+        """Call ``after`` with the gradients that any rank has, and with the verdict; ``found`` has both, and skips."""
+        grads, behind = found[: len(parameters)], found[len(parameters) :]
+        skips = behind[len(behind) - len(self.absent) :]
+        unread = {n for n, skip in zip(self.absent, skips, strict=True) if skip.item()}
+        kept = [n for n in range(len(parameters)) if n not in unread]
+        verdict = behind[0] if len(behind) > len(skips) else None
+        after([parameters[n] for n in kept], [grads[n] for n in kept], verdict)
 
     def parameters(self, args: Sequence[Any]) -> list[Tensor]:
         """Return the trained parameters, in the order of their gradients."""
@@ -89,8 +97,9 @@ def trace_step(
     most = most_bytes(gm)
     run = lower(gm, [*parts.args, *state])
     parts.args = ()  # do not keep the first batch alive
+    absent = [n for n, i in enumerate(parts.trained) if i in parts.absent]
     told = (*done[: len(passes)], *(timed for timed in done[len(passes) :] if timed.failure))
-    return StepGraph(gm, state, parts.trained, run, count, parts.updates, told, most_bytes=most)
+    return StepGraph(gm, state, parts.trained, run, count, parts.updates, told, most_bytes=most, absent=absent)
 
 
 def trace_joint(parts: StepParts) -> GraphModule:

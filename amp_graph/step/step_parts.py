@@ -54,6 +54,7 @@ class StepParts:
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
     by_data: bool = False  # whether the captured graph has data-dependent sizes
     loss: int = 0  # index of the captured graph's output that is the loss
+    absent: frozenset[int] = frozenset()  # trained inputs whose gradients, zeros, this rank does not have
 
     @property
     def last(self) -> bool:

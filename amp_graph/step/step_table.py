@@ -136,7 +136,8 @@ class _Appended:
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
         of, ranks, scale = self.parts.of, self.parts.of.ranks, self.parts.of.loss_scale
-        averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype)]
+        absent = frozenset(self.names[i] for i in self.parts.absent)
+        averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype, absent)]
         moved = [UpdateLossScale(*scale.options())] if scale is not None else []
         copies = {} if self.parts.outside else self._copies()
         clips = of.clip_norm, of.clip_value

@@ -95,7 +95,7 @@ class StepBuilder:
         numbers = {id(args[i]): i for i in trained}
         hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
         copies = {(h.source, h.dtype): self.state.copy_of(args[h.source], h.dtype) for h in hoisted}
-        updates = self.micro_batches == 1
+        updates = self.micro_batches == 1 and not self._is_any_absent([args[i] for i in trained])
         parts = replace(
             self._parts(args, trained, names, updates=updates),
             forward=gm.forward,
@@ -115,15 +115,30 @@ class StepBuilder:
             self._set_update(step, self.compile)
         return step
 
-    def update_of(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> StepGraph:
-        """Trace the rest of a step behind ``grads`` of ``parameters``: a graph of these, those, and any number."""
+    def averaged(self) -> list[Tensor]:
+        """Return the parameters whose gradients ranks average, in their order: all that the optimizer trains."""
+        groups = self.optimizer.param_groups if self.ranks is not None else []
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _is_any_absent(self, trained: Sequence[Tensor]) -> bool:
+        """Say whether another rank may have a gradient that this one does not: it then averages zeros."""
+        known = {id(p) for p in trained}
+        return any(id(p) not in known for p in self.averaged())
+
+    def update_of(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int] = frozenset()
+    ) -> StepGraph:
+        """Trace the rest of a step behind ``grads`` of ``parameters``: a graph of these, those, and any number.
+
+        absent: the numbers of those that this rank has no gradients of, but zeros.
+        """
         plain = replace(self, compile="eager", options={}, cuda_graph=False)
         names, count = self.names_of(parameters), len(parameters)
         parts = plain._parts(parameters, list(range(count)), names, updates=True)
         args = [*parameters, *grads, torch.zeros((), device=parameters[0].device)]
         all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
-            step = trace_step(replace(parts, args=args, names=all_names), plain._lower)
+            step = trace_step(replace(parts, args=args, names=all_names, absent=absent), plain._lower)
         self._set_update(step, "eager")
         return step
 

@@ -34,6 +34,7 @@ from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
 from amp_graph.step.step_arguments import (
+    Failures,
     Ranks,
     default_group,
     make_equal,
@@ -131,6 +132,7 @@ class TrainStep:
         self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
+        self._failures = None if ranks is None else Failures(process_group or default_group())
         if ranks is not None:
             make_equal(model, process_group)
         self.model, self.loss_fn = model, loss_fn
@@ -203,19 +205,23 @@ class TrainStep:
         try:
             result = self._whole(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
-        except BaseException:
+        except BaseException as error:
             if scale is not None:
                 scale.records.undo()
+            if self._failures is not None:
+                self._failures.tell(error)
             raise
+        if self._failures is not None:
+            self._failures.forget()
         for watch in self._watches:
             watch.after()
         return result
 
     def _whole(self, batch: Sequence[Any]) -> Any:
-        if self.micro_batches == 1:
-            return self._runs(batch)
-        parts = split_batch(batch, self.micro_batches)
         with Undo(self._state.drop_sums):
+            if self.micro_batches == 1:
+                return self._runs(batch)
+            parts = split_batch(batch, self.micro_batches)
             found = [self._runs(part) for part in parts]
             self._steps.update_from_sums()
         losses = torch.stack([f[0] if self.outputs else f for f in found])

@@ -36,7 +36,7 @@ class Processes:
 
     def mean(self, value: Tensor) -> Tensor:
         """Return the average of ``value`` over the processes."""
-        value = value.detach().double()
+        value = value.detach().to(torch.float64, copy=True)  # it is written to
         if self.count > 1:
             dist.all_reduce(value)
         return value / self.count

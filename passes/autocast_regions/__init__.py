@@ -1,5 +1,5 @@
-"""Graphs captured under ``torch.autocast``, and graphs that run under it because they cannot be planned.
+"""Graphs that run under ``torch.autocast`` because they cannot be planned.
 
-The partial graphs around a graph break are captured under autocast; this room converts them to fp32 captures.
+``autocast_fallback`` puts the operations of such a graph into a region of autocast.
 Imports ``graph`` and rooms below it; the planners and ``amp_graph`` import it.
 """

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured
-from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 from amp_graph.passes.torch_compat.fake import same
 
@@ -67,34 +67,20 @@ def has_norm(node: Node) -> bool:
 
 # -- dropout ------------------------------------------------------------------------------------------
 
-# Name and default of the probability and of the training flag, per function.
-DROPOUTS: dict[Any, tuple[tuple[str, Any], tuple[str, Any]]] = {
-    F.dropout: (("p", 0.5), ("training", True)),
-    torch.dropout: (("p", None), ("train", None)),
-}
 
-
-def given_to(node: Node) -> tuple[Node, Any, Any, bool] | None:
-    """Return input, probability, training flag and in-place flag of a dropout call; None for other nodes."""
-    if node.op != "call_function" or node.target not in DROPOUTS:
-        return None
-    source = node.args[0] if node.args else node.kwargs.get("input")
-    p, trains = (
-        node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-        for place, (name, default) in enumerate(DROPOUTS[node.target], 1)
-    )
-    in_place = any((*node.args[3:], node.kwargs.get("inplace")))
-    return (source, p, trains, in_place) if isinstance(source, Node) else None
+def given_to(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of a dropout that is not in place; None for other nodes."""
+    is_dropout = names_of(node) == ("aten.dropout",) and node_info.calls_torch(node)
+    return arguments_of(node) if is_dropout else None
 
 
 def given_back(node: Node) -> Node | None:
     """Return the input of a dropout that returns its input itself; None for other nodes."""
     given = given_to(node)
-    if given is None:
+    if given is None or not (given["train"] is False or (given["p"] == 0 and given["train"] is True)):
         return None
-    source, p, trains, in_place = given
-    drops_nothing = trains is False or (p == 0 and trains is True)
-    return source if drops_nothing and not in_place else None
+    source: Node = given["input"]
+    return source
 
 
 # -- transposes ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from amp_graph.passes.torch_compat.fake import (
 _ATEN = torch.ops.aten
 # Fake mode decomposes these into many operations, though the results are new tensors.
 TAKEN_APART = frozenset(
-    {F.batch_norm, torch.batch_norm, F.linear, _ATEN.linear.default}
+    {F.batch_norm, torch.batch_norm, F.layer_norm, torch.layer_norm, F.linear, _ATEN.linear.default}
     | {torch.matmul, operator.matmul, _ATEN.matmul.default}
     | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
     | {_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input}

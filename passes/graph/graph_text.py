@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +34,77 @@ SHORT = {
 }
 
 
-def graph_text(gm: GraphModule) -> str:
-    """Return ``gm`` as text, one line per node, followed by its subgraphs."""
-    names = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
-    lines = [_line(node, names) for node in gm.graph.nodes]
+def graph_text(gm: GraphModule, own: Sequence[str] = ()) -> str:
+    """Return ``gm`` as text, one line per node, followed by its subgraphs; ``own``: the lines, where they are known."""
+    lines = [*(own or _lines(gm))]
     for name, part in gm.named_children():
         if isinstance(part, GraphModule):
             lines += ["", f"subgraph {name}:", *("  " + line for line in graph_text(part).splitlines())]
     return "\n".join(lines)
+
+
+def _lines(gm: GraphModule) -> list[str]:
+    names = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    return [_line(node, names) for node in gm.graph.nodes]
+
+
+KINDS = {"placeholder": "input", "get_attr": "constant", "output": "output"}
+# What converts a dtype, by the name that the text of a graph has for it.
+CONVERSIONS = frozenset(
+    {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "convert_element_type"}
+)
+
+
+@dataclass(frozen=True)
+class CapturedNode:
+    """One node of a graph, as plain text, which stays when passes rewrite the graph.
+
+    ``name`` is the node's name and ``number`` its place in the graph's text (``%7``), both after the path of
+    their subgraph. ``kind``: "input", "weight" (a parameter or a buffer), "constant", "subgraph", "operation", "cast"
+    (as captured: a conversion of the user's own; as rewritten: an inserted one), "part" (of a result) or "output".
+    ``call``: an input's name, else what the node calls. ``sources``: the names of the nodes that it reads.
+    ``text``: its line of the graph's text.
+    """
+
+    name: str
+    number: str
+    kind: str
+    call: str
+    type: str
+    module: str
+    sources: tuple[str, ...]
+    text: str
+
+    @property
+    def path(self) -> str:
+        """The subgraph that the node is in: ``wrap_body_0/``; "" for the graph itself."""
+        return self.number.rpartition("%")[0]
+
+
+def captured_nodes(gm: GraphModule) -> tuple[CapturedNode, ...]:
+    """Return the nodes of a graph that was captured; which of its inputs are weights is not known here."""
+    found = []
+    for i, (node, line) in enumerate(zip(gm.graph.nodes, _lines(gm), strict=True)):
+        kind = KINDS.get(node.op) or ("cast" if _converts(node) else "operation")
+        call = "output" if kind == "output" else _shown_input(node) if kind == "input" else target_text(node)
+        module = "" if node.op in KINDS else node_info.module_path(node)
+        type = "" if kind == "output" else type_text(value(node))
+        sources = tuple(source.name for source in node.all_input_nodes)
+        found.append(CapturedNode(node.name, f"%{i}", kind, call, type, module, sources, line))
+    return tuple(found)
+
+
+def _converts(node: Node) -> bool:
+    """Say whether ``node`` changes the floating-point dtype of its operand."""
+    name = target_text(node).removeprefix(".").removeprefix("aten.").partition(".")[0]
+    given = [t for source in node.all_input_nodes[:1] for t in tensors(value(source))]
+    floats = [t.dtype for t in (*given[:1], *tensors(value(node))[:1]) if t.is_floating_point()]
+    return name in CONVERSIONS and len(set(floats)) == 2
+
+
+def _shown_input(node: Node) -> str:
+    """Return the name of an input as the user wrote it, if Dynamo recorded it."""
+    return node_info.clean_path(str(node.meta.get(INPUT, node.target)))
 
 
 def type_text(val: Any) -> str:
@@ -73,8 +137,7 @@ def _line(node: Node, names: dict[Node, str]) -> str:
     kind = type_text(value(node))
     typed = f"{names[node]}: {kind}" if kind else names[node]
     if node.op == "placeholder":
-        shown = str(node.meta.get(INPUT, node.target))  # as the user wrote it, if Dynamo recorded it
-        return f"{typed} = input {node_info.clean_path(shown)}"
+        return f"{typed} = input {_shown_input(node)}"
     if node.op == "get_attr":
         return f"{typed} = attribute {node.target}"
     path = node_info.module_path(node)

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_values import fake_mode_of, fake_result, tensors, value
+from amp_graph.passes.graph.fake_values import argument_values, fake_mode_of, fake_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
-from amp_graph.passes.graph.op_signature import OWN_NUMBER, node_key, tells_numbers, without_numbers
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
 from amp_graph.passes.torch_compat.autograd import below_autograd
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, depends_on_data, tracing_fake
+from amp_graph.passes.torch_compat.fake import (
+    SYMBOLIC,
+    FakeTensorMode,
+    concrete_number,
+    concrete_size,
+    depends_on_data,
+    tracing_fake,
+)
 
 
 @dataclass(frozen=True)
@@ -146,36 +151,46 @@ def tensor_inputs(node: Node) -> list[Node]:
 def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
     """Return the operations of ``node``, or the reason why they are unknown.
 
-    Nodes that call the same operations share one identity, in which ``OWN_NUMBER`` replaces integers that may differ
-    between them. Operations in ``decompose`` are replaced by their decompositions.
+    Nodes of equal calls, as in equal layers, share one identity. Operations in ``decompose`` are replaced by their
+    decompositions.
     """
-    key = node_key(node)
+    key = _call_key(node)
     if key is None:
         return _trace(node, mode, decompose)
     key = (key, decompose)
     if key not in _CACHE:
         if len(_CACHE) > 50_000:
             _CACHE.clear()
-        found = _trace(node, mode, decompose)
-        _CACHE[key] = found if tells_numbers(node) or isinstance(found, str) else _shared(found)
+        _CACHE[key] = _trace(node, mode, decompose)
     return _CACHE[key]
 
 
-def _shared(found: Identity) -> Identity:
-    """Return an identity without its integers, which may differ for other nodes of the same key."""
-    without = lambda o: {name: without_numbers(argument) for name, argument in o.arguments.items()}  # noqa: E731
-    return Identity(tuple(replace(o, arguments=without(o)) for o in found.operations))
+def _call_key(node: Node) -> Any:
+    """Return a key of all that decides the operations of ``node``: its target and arguments, tensors by their layout.
+
+    None: an argument has no hash. Two arguments that are one tensor are another call than two tensors.
+    """
+    flat, spec = tree_flatten(argument_values(node))
+    first = {id(leaf): i for i, leaf in reversed(list(enumerate(flat))) if isinstance(leaf, torch.Tensor)}
+    key = (node.op, node.target, str(spec), tuple(map(_leaf_key, flat)), tuple(first.get(id(leaf)) for leaf in flat))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
-def identify_for(
-    node: Node, lists: OpList, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()
-) -> Identity | str:
-    """``identify``, but with the node's own integers if a rule of ``lists`` depends on one."""
-    found = identify(node, mode, decompose)
-    if isinstance(found, str):
-        return found
-    asks = any(o.arguments.get(name) is OWN_NUMBER for o in found.operations for name in lists.asked_of(o.op))
-    return _trace(node, mode, decompose) if asks else found
+def _leaf_key(leaf: Any) -> Any:
+    """Return an argument's part of a key: symbolic sizes as the numbers with which the node is called."""
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        sizes = (tuple(map(concrete_size, numbers)) for numbers in (leaf.shape, strides))
+        return ("tensor", leaf.dtype, leaf.layout, leaf.device.type, *sizes)
+    if isinstance(leaf, SYMBOLIC):
+        return (type(leaf), concrete_number(leaf))
+    if isinstance(leaf, slice):
+        return ("slice", *map(_leaf_key, (leaf.start, leaf.stop, leaf.step)))
+    return (type(leaf), leaf)
 
 
 def taken_apart(
@@ -185,7 +200,7 @@ def taken_apart(
 ) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
 
-    ``look`` is ``identify``, or ``identify_for``, for one node; it takes the operations to decompose.
+    ``look`` is ``identify`` for one node; it takes the operations to decompose.
     """
     while True:
         found = look(apart)
@@ -196,35 +211,27 @@ def taken_apart(
 
 
 def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
-    """Return the one operation of ``node`` with its own integers, which shared identities of ``identify`` lack."""
-    found = _trace(node, mode, frozenset())
+    """Return the one operation of ``node`` as it is called now; None for several, and for none."""
+    found = identify(node, mode)
     return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
-def arguments_of(node: Node, op: OpOverload) -> dict[str, Any] | None:
-    """Return the arguments of ``node`` by the names of ``op``, defaults filled in; None if they do not match.
+def arguments_of(node: Node) -> dict[str, Any] | None:
+    """Return the arguments of the one operation of ``node`` by name, with the nodes that it reads.
 
-    A node is identified by the operation that it calls, but may be any function around it: ``F.interpolate(x, size=3,
-    mode="area")`` is one ``adaptive_avg_pool2d``, but has no ``output_size``. So arguments match only if all of them
-    are named in ``op``, and tensors are at the positions at which the operation received them.
+    However it is called: ``F.interpolate(x, size=3, mode="area")`` is an ``adaptive_avg_pool2d`` of ``output_size`` 3.
+    None: it has several operations, one of its arguments is computed inside or a symbol, or a pass has changed what it
+    reads since it was identified.
     """
-    names = [a.name for a in op._schema.arguments]
-    kwargs = {names[0] if k == "input" and k not in names else k: v for k, v in node.kwargs.items()}
-    operations = operations_of(node)
-    if len(operations) != 1:
+    operations, inputs = operations_of(node), tensor_inputs(node)
+    given = operations[0].arguments if len(operations) == 1 else {}
+    leaves = tree_leaves(list(given.values()))
+    read = {leaf.index for leaf in leaves if isinstance(leaf, Operand)}
+    is_symbolic = any(isinstance(value(source), SYMBOLIC) for source in node.all_input_nodes)
+    if not given or read != set(range(len(inputs))) or INNER in leaves or is_symbolic:
         return None
-    if len(node.args) > len(names) or not kwargs.keys() <= set(names[len(node.args) :]):
-        return None
-    given = node_info.schema_arguments(op, node.args, kwargs)
-    seen, inputs = operations[0], tensor_inputs(node)
-    for name in names:
-        found = given.get(name)
-        leaves = found if isinstance(found, (tuple, list)) else (found,)
-        nodes = [leaf for leaf in leaves if isinstance(leaf, Node) and tensors(value(leaf))]
-        known = [inputs[i] for i in seen.operands(name) if i < len(inputs)]
-        if name not in given or (nodes and nodes != known):  # a pass may have removed a node since then
-            return None
-    return given
+    of = lambda leaf: inputs[leaf.index] if isinstance(leaf, Operand) else leaf  # noqa: E731
+    return {name: map_aggregate(argument, of) for name, argument in given.items()}
 
 
 _CACHE: dict[Any, Identity | str] = {}

@@ -35,7 +35,6 @@ def operation(node: Node) -> tuple[str, list[Any]]:
     operations = operations_of(node)
     if len(operations) != 1 or not calls_torch(node):
         return "", []
-    # Numbers come from the call: calls that differ in their integers share one identity.
     args = [*node.args, *node.kwargs.values()]
     if set(node.kwargs) - {"input", "other", "exponent"}:
         return "", []

@@ -32,7 +32,7 @@ RETURNED = "amp_returned"
 IDENTITY = "amp_ops"
 """The ATen operations that it calls, an ``Identity``. Written by identify_ops, and for new nodes by edit.
 
-Nodes of one key share it, so it has no node's own integers, see ``op_signature.OWN_NUMBER``. Read by ``names_of``.
+Read by ``names_of`` and ``operations_of``.
 """
 CLASSIFIED = "amp_classified"
 """(lists, inputs, classification), a cache. Written and read by ``classify.classified``."""
@@ -49,8 +49,6 @@ SPARED = "amp_spared"
 
 LOW_DTYPE = "amp_low"
 """The low dtype of the plan. Written by plan_precision; read by what compares the plan with what ran."""
-LOST = "amp_lost"
-"""The products that a compiler lowered to another precision than planned. Written by Inductor's; read by reports."""
 UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"

@@ -68,8 +68,7 @@ def is_random(op: OpOverload) -> bool:
 def draws(op: OpOverload, arguments: dict[str, Any]) -> bool:
     """Say whether a call of ``op`` draws random numbers.
 
-    Attention without dropout does not, despite its tag; nor does dropout in eval mode, or with probability 0. An
-    unknown number, ``OWN_NUMBER``, counts as nonzero.
+    Attention without dropout does not, despite its tag; nor does dropout in eval mode, or with probability 0.
     """
     if op is torch.ops.aten.dropout.default:
         p = arguments["p"]

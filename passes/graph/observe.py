@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.aliasing import Memory
@@ -111,8 +111,6 @@ class RunningNode(Sink):
 class Observer(Interpreter):
     """One graph whose runs are observed; ``run`` takes the graph's inputs and returns its outputs.
 
-    ``graph``: what runs, if it is not that of ``gm``.
-
     ``memory``: who writes to which value; without it no gradient is watched. ``bodies``: what runs the graphs inside
     it, by name; the operators over them then run as Python, see ``OPERATORS``. ``leaves``: after a run, the inputs
     that require gradients, to differentiate for.
@@ -124,9 +122,8 @@ class Observer(Interpreter):
         sink: Sink,
         memory: Memory | None = None,
         bodies: Mapping[str, Callable[..., Any]] | None = None,
-        graph: Graph | None = None,
     ) -> None:
-        super().__init__(gm, garbage_collect_values=True, graph=graph)
+        super().__init__(gm, garbage_collect_values=True)
         self.memory, self.sink, self.bodies = memory, sink, bodies or {}
         self.leaves: list[torch.Tensor] = []
         self._node: Any = None

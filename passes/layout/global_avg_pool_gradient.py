@@ -35,7 +35,7 @@ class GlobalAvgPoolGradient(Pass):
         """Visit every average with a gradient."""
         changes = []
         for node in gm.graph.nodes:
-            if not is_trained(node) or not averages_places(node):
+            if node.target is pooled or not is_trained(node) or not averages_places(node):
                 continue
             x: Any = node.all_input_nodes[0]
             if not is_channels_last(value(x)):

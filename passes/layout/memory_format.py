@@ -37,10 +37,7 @@ ANY_STRIDES = frozenset({"aten.cat", "aten.concat"})
 PARTS = frozenset({
     "aten.slice", "aten.alias", "aten.narrow", "aten.chunk", "aten.split", "aten.split_with_sizes", "aten.tensor_split",
 })  # fmt: skip
-AVERAGES = {
-    "aten.mean": torch.ops.aten.mean.dim,
-    "aten.adaptive_avg_pool2d": torch.ops.aten.adaptive_avg_pool2d.default,
-}
+AVERAGES = frozenset({"aten.mean", "aten.adaptive_avg_pool2d"})
 PLACES = {2, 3}
 
 
@@ -139,14 +136,8 @@ def averages_places(node: Node) -> bool:
     names = names_of(node)
     if len(names) != 1 or names[0] not in AVERAGES or REGION in node.meta or len(node.all_input_nodes) != 1:
         return False
-    given = arguments_of(node, AVERAGES[names[0]])
-    x = value(node.all_input_nodes[0])
-    if (
-        given is None
-        or not isinstance(x, torch.Tensor)
-        or x.dim() != 4
-        or node.op not in ("call_function", "call_method")
-    ):
+    given, x = arguments_of(node), value(node.all_input_nodes[0])
+    if given is None or not isinstance(x, torch.Tensor) or x.dim() != 4:
         return False
     if names[0] == "aten.mean":
         dims = given.get("dim")

@@ -8,7 +8,7 @@ Source: torch/nn/parallel/distributed.py (buckets), torch/distributed/_functiona
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
     UPDATES,
     JointPass,
+    change_joint,
     gradient_nodes,
     joint_of,
     record_done,
@@ -38,24 +39,36 @@ from amp_graph.passes.torch_compat.operators import (
 BUCKET = 25 * 2**20  # bytes, as DDP's
 
 
-def average(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None) -> list[Tensor]:
+def average(
+    grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None, absent: Collection[int] = ()
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the averages of ``grads`` over the ranks of ``group``; traced into a graph, or run as it is.
 
-    Gradients are divided before they are added, so that a sum overflows no earlier than an average would.
+    Gradients are divided before they are added, so that a sum overflows no earlier than an average would. ``absent``:
+    the numbers of zeros in the place of gradients that this rank does not have. For each of them, in order, the second
+    list has 1.0 where no rank has one, else 0.0.
     """
     made: list[Tensor] = list(grads)
+    missing: dict[int, Tensor] = {}
     buckets = _buckets(grads)
-    started = [_start([grads[i] for i in bucket], group, size, dtype) for bucket in buckets]
+    started = [_start([(grads[i], i not in absent) for i in bucket], group, size, dtype) for bucket in buckets]
     for bucket, flat in zip(buckets, started, strict=True):
         done = collectives.wait_tensor(flat)
-        parts = done.split([grads[i].numel() for i in bucket])
-        for i, part in zip(bucket, parts, strict=True):
+        *parts, present = done.split([*(grads[i].numel() for i in bucket), len(bucket)])
+        for n, (i, part) in enumerate(zip(bucket, parts, strict=True)):
             made[i] = laid_out_as(grads[i], part.view(grads[i].shape).to(grads[i].dtype))
-    return made
+            if i in absent:
+                missing[i] = (present[n] == 0).float()
+    return made, [missing[i] for i in absent]
 
 
-def _start(grads: Sequence[Tensor], group: str, size: int, dtype: torch.dtype | None) -> Tensor:
-    flat = torch.cat([g.reshape(-1) for g in grads]) / size
+def _start(given: Sequence[tuple[Tensor, bool]], group: str, size: int, dtype: torch.dtype | None) -> Tensor:
+    """Start the sum of a bucket, each gradient with whether this rank has it, which is one more element."""
+    grads = [grad for grad, _ in given]
+    present = [grads[0].new_ones(len(given))]
+    if not all(here for _, here in given):
+        present = [grads[0].new_full((1,), float(here)) for _, here in given]
+    flat = torch.cat([*(g.reshape(-1) for g in grads), *present]) / size
     return collectives.all_reduce(flat.to(dtype or flat.dtype), "sum", group)
 
 
@@ -77,7 +90,8 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
 class AverageOverRanks(JointPass):
     """Averages the gradients of a joint graph over the ``size`` ranks of the process group named ``group``.
 
-    dtype: what travels; None for the gradients' own.
+    dtype: what travels; None for the gradients' own. absent: the names of gradients that are zeros, as the loss of this
+    rank does not depend on their parameters; ``JointGraph.skips`` then says whether that of any rank does.
 
     Law: each gradient is the mean of the ranks'. Exactness: approximate, the sum's order is the network's. An infinite
     gradient of one rank is infinite on all: run it before ``CheckFiniteAndUnscale``, and all ranks agree.
@@ -86,6 +100,7 @@ class AverageOverRanks(JointPass):
     group: str
     size: int
     dtype: torch.dtype | None = None
+    absent: frozenset[str] = frozenset()
 
     name: ClassVar[str] = "average-over-ranks"
 
@@ -96,8 +111,10 @@ class AverageOverRanks(JointPass):
         if not joint_of(gm).gradients:
             return PassResult(gm)
         grads = gradient_nodes(gm)
-        made = append(gm, average, grads, self.group, self.size, self.dtype)
+        absent = {i: name for i, name in enumerate(joint_of(gm).gradients) if name in self.absent}
+        made, skips = append(gm, average, grads, self.group, self.size, self.dtype, tuple(absent))
         set_gradients(gm, made)
+        change_joint(gm, skips={name: node.name for name, node in zip(absent.values(), skips, strict=True)})
         record_done(gm, self.name)
         start_early(gm)
         return PassResult(gm, (Change("average", "average gradients", made[0].name, f"over {self.size} ranks"),))
@@ -124,7 +141,7 @@ def _raise(node: Node, place: dict[Node, int]) -> None:
 def _only_moves(node: Node) -> bool:
     """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
     name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
+    return name in {"new_ones", "add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
 
 
 def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into: Tensor | None = None) -> None:

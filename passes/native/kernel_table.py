@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from amp_graph.passes.native.code_cache import FIX, refusal
 from amp_graph.passes.native.jit_compiler import CompilerError, load_if_possible
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
@@ -50,6 +51,19 @@ def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
         return load_kernel(name, dtype) is not None
     except CompilerError:
         return False
+
+
+def required(compiled: ctypes.CDLL | None) -> ctypes.CDLL:
+    """Return the library of an operator; raises CompilerError without one, which the tracer of a graph asked for.
+
+    A graph that was traced in one process may be run in another one.
+    """
+    if compiled is None:
+        raise refusal(
+            "a graph that was traced in another process calls code that this one has not",
+            f"a graph that is traced in this process; or {FIX}",
+        )
+    return compiled
 
 
 def best(source: Path, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, taken_apart, tensor_inputs
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, taken_apart, tensor_inputs
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
@@ -204,7 +204,7 @@ def is_conversion_target(node: Node) -> bool:
 
 def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
     """Identify ``node``; decompose composites that no list names until the list names their operations."""
-    whole = identify_for(node, lists, mode)
+    whole = identify(node, mode)
 
     def is_composite(o: Operation) -> bool:
         known = node_info.is_view(o.op) or lists.lookup(o.op, o.arguments) is not None or o.packet in CONVERSIONS
@@ -212,7 +212,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
         composite = node_info.is_composite(o.op) or o.op in DECOMPOSITIONS
         return o.floating and composite and not known and "dropout" not in str(o.op)
 
-    found, apart = taken_apart(partial(identify_for, node, lists, mode), is_composite)
+    found, apart = taken_apart(partial(identify, node, mode), is_composite)
     if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
         return whole, frozenset()
     rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]

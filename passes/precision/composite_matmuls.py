@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, load
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify_for, taken_apart
+from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, taken_apart
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -27,7 +27,7 @@ def without_false_products(
     left = [o for o in found.operations if _is_product_by_its_parts(o, lists)]
     if not left or len(left) < sum(_is_allowed(o, lists) for o in found.operations):
         return found, apart
-    look = partial(identify_for, node, lists, mode)
+    look = partial(identify, node, mode)
     parts, more = taken_apart(look, lambda o: _is_decomposed(o, lists), apart)
     if isinstance(parts, str) or any(_is_allowed(o, lists) for o in parts.operations):
         return found, apart

@@ -5,11 +5,11 @@ Before: a gelu between two matmuls. After: low, "every operand is low precision;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch.fx import Node
 
-from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.precision.build_assignment import Formulation, formulate
 from amp_graph.passes.precision.classify import Classification
@@ -32,11 +32,12 @@ def mincut(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -
 
 def choices(made: Formulation, low: frozenset[int]) -> dict[Node, Choice]:
     """Return the choices, with reasons, of the assignment in which the variables in ``low`` are low."""
-    return {node: _choice(node, made, low) for node in made.of}
+    limits = {i: other for i, other in made.limits if other not in low}
+    return {node: _choice(node, made, low, limits) for node in made.of}
 
 
-def _choice(node: Node, made: Formulation, low: frozenset[int]) -> Choice:
-    """Return the choice for ``node``."""
+def _choice(node: Node, made: Formulation, low: frozenset[int], limits: Mapping[int, int]) -> Choice:
+    """Return the choice for ``node``; ``limits``: of each variable that may not be low, one that keeps it full."""
     kind, painted, i = made.problem.classes[node], made.painted[node], made.of[node]
     if node in made.tied:
         return painted if (painted.precision == LOW) == (i in low) else _tied(node, kind, LOW if i in low else FULL)
@@ -48,7 +49,10 @@ def _choice(node: Node, made: Formulation, low: frozenset[int]) -> Choice:
     wants = dict.fromkeys((*given.moved, *given.beside), FULL)
     if given.promoted and all(made.holds[n] in low for n in given.promoted):
         wants[given.promoted[0]] = FULL  # the kernel promotes the others
-    return Choice(FULL, _why_full(kind, given, made, low), wants)
+    if i in limits:
+        reads = any(made.of.get(user) == limits[i] for user in node.users)
+        return Choice(FULL, "a reader takes full precision" if reads else "operands are full precision", wants)
+    return Choice(FULL, _why_full(given, made, low), wants)
 
 
 def _tied(node: Node, kind: Classification, precision: str) -> Choice:
@@ -61,8 +65,8 @@ def _tied(node: Node, kind: Classification, precision: str) -> Choice:
     return Choice(precision, f"{what} a {precision}-precision value, which is never cast", wants)
 
 
-def _why_full(kind: Classification, given: Operands, made: Formulation, low: frozenset[int]) -> str:
-    if kind.cls is OpClass.ALLOW and isinstance(made.problem.accuracy, str):
-        casts = sum(made.holds[n] not in low for n in given.moved)
-        return f"not profitable: low precision with {casts} casts would take longer"
-    return f"{kind.why}; {BY_TIME}"
+def _why_full(given: Operands, made: Formulation, low: frozenset[int]) -> str:
+    if not isinstance(made.problem.accuracy, str):
+        return f"full precision in the fastest plan within the error budget; {BY_TIME}"
+    casts = sum(made.holds[n] not in low for n in (*given.moved, *given.promoted))
+    return f"not profitable: low precision with {casts} casts of operands would take longer"

@@ -46,26 +46,19 @@ from amp_graph.passes.precision.views import OF_A_WEIGHT, READ_BY_STRIDES, read_
 MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
 
 
-@dataclass(frozen=True)
-class Mark:
-    """The plan for one node.
+@dataclass(frozen=True, kw_only=True)
+class Mark(Choice):
+    """The plan for one node: the planner's choice, and what it was made for.
 
-    ``precision``: the precision the node computes in, "low", "full" or "captured" (unchanged).
-    ``wants``: the precision of each input that must have a certain one; other inputs need no cast.
-    ``converts_result``: the result is cast to full precision at once, for all its readers.
-    ``asks_dtype``: the call gets ``dtype=torch.float32``.
+    ``key``: the node's key as ``keep_ops`` takes it. ``cls``, ``origin``, ``ops``, ``written``: of its classification.
     """
 
+    key: str
     cls: OpClass
-    precision: str
-    reason: str
     origin: str
     ops: tuple[str, ...]
-    wants: Mapping[Node, str]
-    converts_result: bool = False
-    listed: bool = True
-    written: frozenset[Node] = frozenset()
-    asks_dtype: bool = False
+    listed: bool
+    written: frozenset[Node]
 
 
 @dataclass(frozen=True)
@@ -92,18 +85,17 @@ class PlanPrecision(Pass):
         problem = self.problem(gm)
         gm.meta[LOW_DTYPE] = self.options.dtype
         changes: list[Change] = []
-        chosen = self._worth_it(problem, self._choices(problem))
-        for node, choice in chosen.items():
-            node.meta[MARK] = _mark(node, choice, problem)
+        keys = node_keys(gm)
+        for node, choice in self._worth_it(problem, self._choices(problem)).items():
+            node.meta[MARK] = _mark(node, keys[node], choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))
-        return PassResult(gm, tuple(changes), tuple(self._uncalibrated(gm, chosen)))
+        return PassResult(gm, tuple(changes), tuple(self._uncalibrated(gm)))
 
-    def _uncalibrated(self, gm: GraphModule, chosen: Mapping[Node, Choice]) -> list[Skip]:
+    def _uncalibrated(self, gm: GraphModule) -> list[Skip]:
         """Return the operations that are low without a record of their range; leave a warning of them."""
         if self.options.calibration is None:
             return []
-        keys = node_keys(gm)
-        low = {node: keys[node] for node, choice in chosen.items() if choice.precision == LOW}
+        low = {node: mark.key for node, mark in marks(gm).items() if mark.precision == LOW}
         nodes, gm.meta[UNCALIBRATED] = unmatched(low, self.options.calibration)
         return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
 
@@ -222,19 +214,20 @@ def _by_wish(found: Classification, precision: str, why: str) -> Classification:
     return found
 
 
-def _mark(node: Node, choice: Choice, problem: Problem) -> Mark:
+def _mark(node: Node, key: str, choice: Choice, problem: Problem) -> Mark:
     found = problem.classes[node]
     return Mark(
-        found.cls,
         choice.precision,
         choice.reason,
-        found.origin,
-        found.names,
         _wants(node, found, choice),
         choice.converts_result,
-        found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
-        found.written,
         choice.asks_dtype,
+        key=key,
+        cls=found.cls,
+        origin=found.origin,
+        ops=found.names,
+        listed=found.listed or (choice.precision == AS_CAPTURED and not choice.wants),
+        written=found.written,
     )
 
 

@@ -38,7 +38,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """The output of a planner for one node; see ``plan_precision.Mark``."""
+    """The output of a planner for one node.
+
+    ``precision``: the precision the node computes in, "low", "full" or "captured" (unchanged).
+    ``wants``: the precision of each input that must have a certain one; other inputs need no cast.
+    ``converts_result``: the result is cast to full precision at once, for all its readers.
+    ``asks_dtype``: the call gets ``dtype=torch.float32``.
+    """
 
     precision: str
     reason: str

@@ -18,7 +18,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.call_arguments import given_to
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import Identity, names_of, operations_of
+from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of, operations_of
 from amp_graph.passes.graph.match import (
     Formula,
     constant_beside,
@@ -31,7 +31,6 @@ from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANS
 from amp_graph.passes.torch_compat.fake import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
-BIASED = torch.ops.aten.baddbmm.default
 STEPS = 6  # the most operations between a matmul and the addition of a mask
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
@@ -144,8 +143,8 @@ def _dropped_by(node: Node) -> float:
     given = given_to(node)
     if given is None or not {REGION, TRANSFORM, CHECKPOINT}.isdisjoint(node.meta):
         return 0.0
-    _, p, trains, in_place = given
-    plain = isinstance(p, float) and p < 1 and trains is True and not in_place
+    p = given["p"]
+    plain = isinstance(p, float) and p < 1 and given["train"] is True
     return p if plain and is_contiguous(captured(node)) else 0.0
 
 
@@ -235,15 +234,10 @@ def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
     name, args = operation(node)
     if name in PRODUCTS and all(isinstance(a, Node) for a in args):
         return args[0], args[1], None, 0.0, 1.0
-    if names_of(node) != ("aten.baddbmm",) or "out" in node.kwargs or node.op not in ("call_function", "call_method"):
+    given = arguments_of(node) if names_of(node) == ("aten.baddbmm",) and "out" not in node.kwargs else None
+    if given is None or not given["beta"] or not given["alpha"]:
         return None
-    given = node_info.schema_arguments(BIASED, node.args, dict(node.kwargs))
-    bias, left, right = (given.get(name) for name in ("self", "batch1", "batch2"))
-    if not (isinstance(bias, Node) and isinstance(left, Node) and isinstance(right, Node)):
-        return None
-    beta, alpha = given["beta"], given["alpha"]
-    scales = all(isinstance(number, (int, float)) and number != 0 for number in (beta, alpha))
-    return (left, right, bias, float(beta), float(alpha)) if scales else None
+    return given["batch1"], given["batch2"], given["self"], float(given["beta"]), float(given["alpha"])
 
 
 def _scaled(node: Node) -> tuple[Node, float] | None:

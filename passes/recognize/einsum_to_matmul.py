@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass, PassResult
 from amp_graph.passes.graph.edit import describe, put_before, put_call
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.match import Formula
 from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -65,16 +66,9 @@ class _Product(NamedTuple):
 
 def _einsum_arguments(node: Node) -> tuple[str, Node, Node] | None:
     """Return the equation and the two operands of an einsum; None for any other node."""
-    if node.op != "call_function" or node.target not in (torch.einsum, torch.functional.einsum) or node.kwargs:
-        return None
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = [*operands[0]]
-    if len(operands) != 2 or not all(isinstance(o, Node) for o in operands) or not isinstance(equation, str):
-        return None
-    if not {REGION, TRANSFORM}.isdisjoint(node.meta):
-        return None
-    return equation, operands[0], operands[1]  # type: ignore[return-value]
+    is_einsum = names_of(node) == ("aten.einsum",) and {REGION, TRANSFORM}.isdisjoint(node.meta)
+    given = arguments_of(node) if is_einsum else None
+    return (given["equation"], *given["tensors"]) if given is not None and len(given["tensors"]) == 2 else None
 
 
 def _with_same_strides(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:

@@ -7,10 +7,11 @@ gradient that is ``add_rows``, which nothing else reads, is not made: the rows a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -22,6 +23,7 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     found_inf_node,
     input_nodes,
     joint_of,
+    node_named,
     outputs,
     parameter_nodes,
     record_done,
@@ -74,12 +76,31 @@ def _remove(gm: GraphModule, grads: Sequence[Node]) -> None:
         gm.graph.erase_node(grad)
 
 
+def _apart(group: GroupInputs, skips: Mapping[str, str]) -> Iterator[GroupInputs]:
+    """Yield what is updated with ``group``, and by itself each of its parameters that may be skipped."""
+    together = [n for n, name in enumerate(group.parameters) if name not in skips]
+    for own in (together, *([n] for n, name in enumerate(group.parameters) if name in skips)):
+        if own:
+            states = [[kind[n] for n in own] for kind in group.states]
+            yield replace(group, parameters=[group.parameters[n] for n in own], states=states)
+
+
+def _verdict(gm: GraphModule, group: GroupInputs) -> Node | None:
+    """Return what is above 0 where ``group`` is not updated; None if it always is."""
+    found, skip = found_inf_node(gm), joint_of(gm).skips.get(group.parameters[0])
+    if skip is None:
+        return found
+    known = node_named(gm, skip)
+    both: Node = known if found is None else append(gm, torch.maximum, found, known)
+    return both
+
+
 @dataclass(frozen=True)
 class UpdateParameters(JointPass):
     """Updates parameters in place by functions of the optimizer, one a group.
 
-    Law: what ``apply`` does to tensors; with ``found_inf`` above 0, nothing changes. Exactness: bit-exact, against
-    ``apply``.
+    Law: what ``apply`` does to tensors; with ``found_inf``, or the parameter's own of ``JointGraph.skips``, above 0,
+    nothing changes. Exactness: bit-exact, against ``apply``.
     """
 
     groups: Sequence[GroupInputs] = ()
@@ -95,12 +116,13 @@ class UpdateParameters(JointPass):
                 "  fix:   run CheckFiniteAndUnscale() over the graph first"
             )
         changes = []
-        for group in self.groups:
+        skips = joint_of(gm).skips
+        for group in (part for whole in self.groups for part in _apart(whole, skips)):
             parameters, gradients, states, rate = nodes_of(gm, group)
             sums = {n: g for n, g in enumerate(gradients) if group.elementwise and _is_unread_sum(g)}
             grads = [g.args[0] if n in sums else g for n, g in enumerate(gradients)]
             apply, rows = by_rows(group.apply, list(sums)), [g.args[1:] for g in sums.values()]
-            append(gm, apply, parameters, grads, states, rate, found_inf_node(gm), rows)
+            append(gm, apply, parameters, grads, states, rate, _verdict(gm, group), rows)
             _remove(gm, [*sums.values()])
             what = f"{len(parameters)} parameters"
             changes.append(Change("update", "update a parameter group", parameters[0].name, what))
@@ -165,7 +187,7 @@ class WriteLowCopies(JointPass):
 
 @dataclass(frozen=True)
 class ReturnOutputs(JointPass):
-    """Returns the first ``count`` outputs of a joint graph, and behind them its ``gradients`` and ``found_inf``.
+    """Returns the first ``count`` outputs of a joint graph, behind them its ``gradients``, ``found_inf`` and ``skips``.
 
     Law: what is returned is what it was; what is no longer returned stays computed where something reads it.
     Exactness: bit-exact.
@@ -188,7 +210,8 @@ class ReturnOutputs(JointPass):
         found = outs[: self.count]
         gradients = [outs[number] for number in joint.gradients.values()] if self.gradients else []
         behind = [verdict] if self.gradients and verdict is not None else []
-        set_outputs(gm, [*found, *gradients, *behind])
+        skips = [node_named(gm, name) for name in joint.skips.values()] if self.gradients else []
+        set_outputs(gm, [*found, *gradients, *behind, *skips])
         places = {name: self.count + i for i, name in enumerate(joint.gradients)} if self.gradients else {}
         change_joint(gm, gradients=places, found_inf=self.count + len(places) if behind else None)
         output = gm.graph.output_node()

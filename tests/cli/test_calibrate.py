@@ -1,7 +1,5 @@
 """Machines as data, and `amp-graph calibrate`, which writes one that later plans read."""
 
-import json
-
 import pytest
 import torch
 
@@ -114,44 +112,3 @@ def test_errors_of_the_command(monkeypatch, tmp_path, capsys):
     if not torch.cuda.is_available():
         assert main(["calibrate", "--device", "cuda"]) == 1
         assert "no CUDA device" in capsys.readouterr().err
-
-
-MODEL = """
-import torch
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = torch.nn.Linear(8, 8)
-
-    def forward(self, x, factor=1.0):
-        h = self.fc(x) * 600.0 * 400.0 * factor
-        return {"loss": (h / 600.0 / 400.0).square().mean()}
-
-def build():
-    torch.manual_seed(0)
-    return Model(), {"x": torch.randn(4, 8), "factor": 2.0}
-"""
-
-
-def test_with_a_model_its_values_are_measured_and_a_policy_reads_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MODEL)
-    assert main(["calibrate", "mine.py:build", "--output", "run.json"]) == 0
-    said = capsys.readouterr().out
-    assert "stays full: :mul.1: its value: max" in said
-    assert "policy 'fp16-O1,calibration=run.json' uses it" in said
-    assert main(["dump", "mine.py:build", "--policy", "fp16,calibration=run.json", "--reasons"]) == 0
-    assert "run.json: its value: max" in capsys.readouterr().out
-    assert main(["calibrate", "mine.py:build", "--output", "none/run.json"]) == 1
-    assert "cannot write" in capsys.readouterr().err
-
-
-def test_of_a_model_as_json(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MODEL)
-    assert main(["calibrate", "mine.py:build", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["file"] == "calibration.json"
-    assert told["gradients"]
-    assert [row["operation"] for row in told["operations"] if row["kept full"]]

@@ -43,6 +43,21 @@ def broken():
     raise RuntimeError("no weights\\nin this folder")
 """
 
+KEYS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+    def forward(self, x):
+        return self.fc(x) + x + 1
+
+def build():
+    return nn.Sequential(nn.Linear(16, 16), Block()), torch.randn(8, 16)
+"""
+
 GOLDEN = """\
 # graph 0: train, with gradients, bf16
 %0: f32[32,16] = input up.weight
@@ -167,6 +182,24 @@ def test_explain_takes_an_input_or_an_operation(amp, file):
     assert "a cast: " in out
     _, out, _ = amp("explain", f"{file}:build", "linear")
     assert out.count("operation  aten.linear") >= 1
+
+
+def test_explain_takes_the_key_that_keep_ops_takes(amp, tmp_path):
+    """``1:add.1`` is in the module of that name; a graph's number may stand before it."""
+    path = tmp_path / "keys.py"
+    path.write_text(KEYS)
+    keys = ("0:linear", "1:add", "1:add.1", "1.fc:linear")
+    for key in keys:
+        for name in (key, f"0:{key}"):
+            status, out, err = amp("explain", f"{path}:build", name, "--policy", f"bf16,keep_ops={key}")
+            assert (status, err) == (0, "")
+            assert f"  key        {key}\n" in out
+            assert f"kept by keep_ops ({key})" in out
+            assert out.count("  operation  ") == 1
+    _, out, _ = amp("explain", f"{path}:build", keys[2], "--policy", f"bf16,keep_ops={keys[1]}")
+    assert "kept by keep_ops" not in out
+    _, out, _ = amp("explain", f"{path}:build", "0:aten.add", "--policy", "bf16")
+    assert out.count("  operation  aten.add\n") == 2
 
 
 def test_lists_shows_one_operation_or_all(amp):

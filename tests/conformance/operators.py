@@ -83,14 +83,12 @@ class Program(nn.Module):
         return self.function(*args, **kwargs)
 
     def _lowered(self, tensor: Any) -> Any:
-        if (
-            not isinstance(tensor, Tensor)
-            or tensor.layout != torch.strided
-            or tensor.dtype != torch.float32
-            or not tensor.numel()
-        ):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.numel():
             return tensor
-        return (tensor.reshape(-1, 1) @ self.one).reshape(tensor.shape)
+        # What a call without graphs, or autocast, holds in low precision is multiplied as well, as in fp32.
+        if tensor.dtype not in (torch.float32, *LOW.values()):
+            return tensor
+        return (tensor.reshape(-1, 1) @ self.one.to(tensor.dtype)).reshape(tensor.shape)
 
 
 class Direct(Program):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import amp_graph
 from amp_graph.capture.captured_graphs import CapturedGraphs
@@ -117,10 +118,20 @@ def all_passes():
     return [kind for kind in ours if isinstance(getattr(kind, "name", None), str)]
 
 
+class Experts(TorchFunctionMode):
+    """Gives autocast a rule for the operator of experts, which our list lowers: their operands are low."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "grouped_mm_fallback" in str(func):
+            args = [a.bfloat16() if a.is_floating_point() else a for a in args]
+        return func(*args, **kwargs or {})
+
+
 def under_autocast(one):
     """The graph's own step under autocast; None where that fails, as on dtypes that its capture in fp32 has read."""
     try:
-        return one.step(one.gm, autocast=True)
+        with Experts():
+            return one.step(one.gm, autocast=True)
     except RuntimeError:
         return None
 

@@ -1,9 +1,7 @@
 """A calibration finds what fp16 cannot hold, keeps exactly that in fp32, and says so; its file is read as promised."""
 
 import copy
-import io
 import json
-import sys
 import warnings
 
 import pytest
@@ -136,7 +134,7 @@ def test_masks_that_a_cast_makes_infinite_are_counted_and_cured(policy, number, 
         return bool((amp_graph.convert(Masked(), policy)(*given, mask) - want).abs().max() < 0.05)
 
     for lists in (policy, f"{policy},lists=autocast_cpu"):
-        found = amp_graph.calibrate(Masked(), [(*given, mask)], policy=lists, progress=False)
+        found = amp_graph.calibrate(Masked(), [(*given, mask)], policy=lists)
         found.save(file)
         assert (CLAMPED in found.text(dtype)) is counted
         assert Calibration.load(file).masks(dtype) == found.masks(dtype)
@@ -173,24 +171,6 @@ def test_a_wrapped_model_is_measured_as_the_model():
     model, batches, loss_fn = made("MLP")
     wrapped = nn.DataParallel(model)
     assert amp_graph.calibrate(wrapped, batches, loss_fn) == amp_graph.calibrate(model, batches, loss_fn)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
-    model, x = nn.Sequential(nn.Linear(4, 2)), torch.randn(3, 4)
-    amp_graph.calibrate(model, [x, x])
-    assert capsys.readouterr() == ("", "")
-    pytest.importorskip("tqdm")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    amp_graph.calibrate(model, [x, x])
-    assert "2/2" in sys.stderr.getvalue()
-    before = sys.stderr.getvalue()
-    amp_graph.calibrate(model, [x, x], progress=False)
-    assert sys.stderr.getvalue() == before
 
 
 # -- files and merging ------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def test_what_is_inside_is_found_as_without_a_checkpoint(kind, reentrant):
     found = {}
     for how in (None, reentrant):
         model, batches, loss_fn = made(kind, how)
-        calibrated = amp_graph.calibrate(model, batches, loss_fn, progress=False)
-        compared = amp_graph.compare(model, batches, loss_fn, policy="fp16", progress=False)
+        calibrated = amp_graph.calibrate(model, batches, loss_fn)
+        compared = amp_graph.compare(model, batches, loss_fn, policy="fp16")
         found[how] = calibrated.values, {one.key: one.introduced for one in compared.operations}
     assert found[None] == found[reentrant]
     if kind == "forward":

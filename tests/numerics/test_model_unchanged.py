@@ -84,8 +84,8 @@ def fails_later(out, y):
 
 
 CALLS = {
-    "calibrate": lambda model, batches, loss: amp_graph.calibrate(model, batches, loss, progress=False),
-    "compare": lambda model, batches, loss: amp_graph.compare(model, batches, loss, progress=False),
+    "calibrate": lambda model, batches, loss: amp_graph.calibrate(model, batches, loss),
+    "compare": lambda model, batches, loss: amp_graph.compare(model, batches, loss),
     "bisect": lambda model, batches, loss: amp_graph.bisect(model, batches, loss, tolerance=0.5),
     "locate": lambda model, batches, loss: amp_graph.locate(model, batches[-1], loss, policy="fp16"),
 }
@@ -114,7 +114,7 @@ def test_all_is_as_before(kind, name, fails):
 
 def test_comparison_gives_each_mode_the_same_batch_and_state():
     """Each mode would otherwise see inputs that the mode before has written, and compare what is not the same."""
-    found = amp_graph.compare(Writing(), [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
+    found = amp_graph.compare(Writing(), [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss)
     assert max(one.fp32 for one in found.operations) < 1e-5
     assert {one.key for one in found.operations} >= {"first:linear", "last:linear", "norm:batch_norm"}
 
@@ -218,7 +218,7 @@ def test_bad_arguments_of_locate_and_bisect_are_refused_with_a_fix():
 
 def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_written(tmp_path):
     model = nn.Linear(6, 3)
-    found = amp_graph.calibrate(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss, progress=False)
+    found = amp_graph.calibrate(model, [(torch.randn(4, 6), torch.randn(4, 3))], F.mse_loss)
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "missing" / "x", tmp_path, tmp_path / "file" / "x", "a\0b", None, 7):
         for write in (found.save, amp_graph.report(amp_graph.convert(model)).html):

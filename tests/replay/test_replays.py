@@ -1,4 +1,4 @@
-"""What surrounds recordings: limits, reasons, the report, memory, failures, and the choice of ``replay=auto``."""
+"""What surrounds recordings: limits, reasons, the report, memory, failures."""
 
 import gc
 import weakref
@@ -13,7 +13,6 @@ from amp_graph.errors import PolicyError
 from amp_graph.policy import Policy
 from amp_graph.replay.eligibility import why_not_captured
 from amp_graph.replay.guard_set import MOST
-from amp_graph.replay.replays import Pace
 from tests.layers import layers
 from tests.replay import stand_in
 
@@ -106,18 +105,17 @@ def test_a_backward_whose_recording_fails_runs(recorders, monkeypatch):
 
 
 def test_there_are_no_recordings_on_the_cpu():
-    for word in ("true", "auto"):
-        model = model_of(word)
-        steps(model, 5)
-        assert "graph 0 is not recorded: there are no CUDA graphs on cpu" in notes_of(model)
+    model = model_of()
+    steps(model, 5)
+    assert "graph 0 is not recorded: there are no CUDA graphs on cpu" in notes_of(model)
     assert "replay" not in "".join(amp_graph.report(amp_graph.convert(nn.Linear(2, 2))).notes)
 
 
 def test_the_word(recorders):
-    assert Policy.parse("bf16").replays == "false"
-    assert Policy(replay=True).replays == "true"
-    assert Policy.parse("O0,replay=true").replays == "false"
-    with pytest.raises(PolicyError, match=r"replay value 'yes'\n  legal: auto, false, true"):
+    assert not Policy.parse("bf16").replays
+    assert Policy(replay=True).replays
+    assert not Policy.parse("O0,replay=true").replays
+    with pytest.raises(PolicyError, match=r"replay value 'yes'\n  legal: false, true"):
         Policy.parse("replay=yes")
 
 
@@ -171,35 +169,6 @@ def test_a_custom_operator_is_a_reason(recorders):
     steps(model, 6)
     assert sum(calls) == 6
     assert "a custom operator, which may do more than launch kernels" in notes_of(model)
-
-
-class Clock:
-    """CUDA events of a device that takes ``seconds`` for each call."""
-
-    def __init__(self, seconds, reached=True):
-        self.seconds, self.reached = seconds, reached
-
-    def query(self):
-        return self.reached
-
-    def elapsed_time(self, other):
-        return self.seconds * 1e3
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "reached", "why"),
-    [
-        (0.002, 0.002, True, ""),
-        (0.004, 0.002, True, "the device is the bottleneck: 4.00 ms of a forward, where Python takes 2.00"),
-        (0.004, 0.002, False, "the device is the bottleneck: it has not finished 2 earlier calls"),
-    ],
-)
-def test_auto_compares_the_host_with_the_device(device, host, reached, why):
-    class Entry:
-        timings = [(Clock(9), Clock(9), 9.0), *[(Clock(device), Clock(device, reached), host)] * 2]  # noqa: RUF012
-
-    assert Pace(True).why_not(Entry()) == why
-    assert Pace(False).why_not(Entry()) == ""
 
 
 @pytest.mark.parametrize(("waiting", "recorded"), [(1, 1), (2, 2), (3, 2)])

@@ -59,8 +59,6 @@ def test_the_first_screen_answers_in_order(told, page):
     assert page.text("card-casts").startswith(f"Casts 3 → {len(graph.casts) + 1} ")
     assert f"activations, at each call {sum(c.of == 'activation' for c in graph.casts)}" in page.text("card-casts")
     assert "your own 1 stay, 2 removed" in page.text("card-casts")
-    of = graph.autocast
-    assert f"torch.autocast, at each call {of.all} ({of.activations} + {of.weights})" in page.text("card-casts")
     times = page.text("card-time")
     assert re.search(
         r"fp32 1\.00 × 1\.00 × 200 ms torch\.autocast [\d.]+ × 1\.33 × 150 ms amp_graph [\d.]+ × 2\.00 × 100 ms", times

@@ -109,7 +109,7 @@ def test_a_script_runs_as_under_python_and_its_model_is_converted(folder):
     assert told.partition(random)[2] == out.partition(random)[2], "random numbers, and what is printed later"
     assert told.partition("losses")[0] == out.partition("losses")[0]
     assert "amp-graph run: converted 1 model, policy bf16-O1, compile eager" in errors
-    assert "Net (4,810 parameters), called at train.py:29: 1 graph, up to 6 casts a call (torch.autocast: 5)" in errors
+    assert "Net (4,810 parameters), called at train.py:29: 1 graph, up to 6 casts a call" in errors
     ours = errors[errors.index("Traceback") :]
     assert ours.splitlines()[-1] == err.splitlines()[-1]
     assert ours.splitlines()[:2] == err.splitlines()[:2]

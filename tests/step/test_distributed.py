@@ -18,6 +18,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.loss_scaling import average
+from amp_graph.step.trace_step import StepBuilder
 from tests.layers import layers
 from tests.measure import DtypeLog
 
@@ -433,6 +434,105 @@ def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path, options
         optimizer.step()
     for mine, theirs in zip(first[0], model.state_dict().values(), strict=False):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+# -- ranks that differ ---------------------------------------------------------------------------------
+
+
+@layers(lambda: dict(layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), never=nn.Linear(6, 6)))
+def _DropsLayers(self, x, dropped=()):
+    for i, layer in enumerate(self.layers):
+        x = x if i in dropped else torch.relu(layer(x)) + x
+    return x
+
+
+DROPPED = [((), ()), ((2,), (1,)), ((), (2,)), ((3,), (3,)), ((2,), (1,)), ((), ())]  # by both ranks, in each step
+SAME_SIZES = [((2,), (1,))] * 3
+DROPS = {  # the optimizer, and options of a step
+    "behind the graph": (lambda p: torch.optim.RMSprop(p, 0.01, weight_decay=0.3), {"loss_scale": 256.0}),
+    "micro-batches, clipped": (lambda p: torch.optim.SGD(p, 0.1, 0.9), {"micro_batches": 2, "clip_norm": 0.5}),
+    "AdamW, scaled": (lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.3), {"loss_scale": 256.0}),
+    "compiled": (lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.3), {"compile": "aot_eager"}),
+}
+
+
+def _drop_layers(name, whole, dropped):
+    """Train by a step of the ranks, or by DDP; return the parameters."""
+    torch.manual_seed(0)
+    model = _DropsLayers()
+    made, options = DROPS[name]
+    optimizer, loss = made(model.parameters()), nn.functional.cross_entropy
+    step = amp_graph.TrainStep(model, loss, optimizer, "O0", **options) if whole else None
+    wrapped = None if whole else nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    for i, layers_dropped in enumerate(dropped):
+        x, y = _batch(torch.distributed.get_rank(), i)
+        if step is not None:
+            step((x, layers_dropped), y)
+            continue
+        optimizer.zero_grad()
+        loss(wrapped(x, layers_dropped), y).backward()
+        if "clip_norm" in options:
+            nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _drop_layers_both_ways(rank, size, path, name, control):
+    steps = [one[rank] for one in (SAME_SIZES if control else DROPPED)]
+    with mock.patch.object(StepBuilder, "averaged", return_value=[]) if control else contextlib.nullcontext():
+        torch.save([_drop_layers(name, whole, steps) for whole in (True, False)], f"{path}/{rank}")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name == "compiled" else ()) for name in DROPS])
+def test_ranks_that_drop_other_layers_average_as_ddp_does(ranks, tmp_path, name):
+    """Layers that one rank drops get zeros from it; what every rank drops is not even decayed."""
+    (ours, theirs), (others, _) = ranks(_drop_layers_both_ways, 2, tmp_path, name, False)
+    assert all(map(torch.equal, ours, others))
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-6
+    torch.manual_seed(0)
+    assert torch.equal(ours[-1], _DropsLayers().never.bias), "no rank has a gradient of it"
+
+
+def test_control_an_average_of_what_each_rank_has_is_of_other_layers(ranks, tmp_path):
+    (ours, theirs), _ = ranks(_drop_layers_both_ways, 2, tmp_path, "AdamW, scaled", True)
+    assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) > 1e-3
+
+
+def _fail_on_one_rank(rank, size, port, path):
+    os.environ.update(TORCH_SHOW_CPP_STACKTRACES="0")
+    model = _model()
+    with _group(rank, size, port, timeout=5):
+        step = amp_graph.TrainStep(model, _loss_of_good_samples, torch.optim.AdamW(model.parameters(), 0.1), "bf16")
+        for i in range(10):
+            x, y = _batch(rank, i)
+            before = [p.detach().clone() for p in model.parameters()]
+            try:
+                step(x, y, i == 5 and rank == 1)
+            except Exception as error:
+                kept = all(map(torch.equal, before, model.parameters()))
+                torch.save((i, type(error).__name__, str(error), kept), f"{path}/{rank}")
+                time.sleep(10 * rank)  # the failed one lives on, as it may in a notebook
+                os._exit(0)
+
+
+def _loss_of_good_samples(logits, y, is_bad):
+    if is_bad:
+        raise ValueError("sample 17 has no label")
+    return nn.functional.cross_entropy(logits, y)
+
+
+@pytest.mark.sampled(2)
+def test_a_rank_that_raises_is_named_by_the_others(tmp_path):
+    begun = time.monotonic()
+    context = mp.spawn(_fail_on_one_rank, (2, _port(), str(tmp_path)), nprocs=2, join=False)
+    for process in context.processes:
+        process.join(90)
+    waiting, failing = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert failing[:2] == (5, "ValueError")
+    assert waiting[:2] == (5, "RankError")
+    assert "rank 1 failed in its step: ValueError: sample 17 has no label" in waiting[2]
+    assert (waiting[3], failing[3]) == (True, True), "no parameter changed"
+    assert time.monotonic() - begun < 60
 
 
 def _die_on_the_way(rank, size, port):

@@ -16,8 +16,6 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from amp_graph.passes.base import Pass
-from amp_graph.passes.casts.product_precision import Lowered
-from amp_graph.passes.graph.meta_keys import LOST
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat.dynamo_entries import undisabled
 from amp_graph.passes.torch_compat.inductor import compile_graph, graph_pass_hook, inductor_config, mode_options
@@ -73,21 +71,15 @@ def compile_with_inductor(
     whole: ``gm`` is the flat graph of a step, which has no backward and is called with Dynamo off. Inductor options
     that the user has set take precedence, as does a custom pass of the user. options: such options for this graph.
     """
-    lowered = Lowered(gm)
-    gm.meta[LOST] = lowered.found
-    ours: dict[str, Any] = {HOOK: _hook(passes, lowered)} if getattr(inductor_config(), HOOK) is None else {}
+    ours: dict[str, Any] = {HOOK: _hook(passes)} if getattr(inductor_config(), HOOK) is None else {}
     compiled: Any = compile_graph(gm, example_inputs, {**ours, **(options or {})})
     return undisabled(compiled) if whole else compiled
 
 
-def _hook(passes: Sequence[Pass], lowered: Lowered) -> Any:
-    """Return passes as an Inductor hook, with their source as the key of its cache.
-
-    ``lowered`` sees each graph first; what Inductor finds in its cache it sees not.
-    """
+def _hook(passes: Sequence[Pass]) -> Any:
+    """Return passes as an Inductor hook, with their source as the key of its cache."""
 
     def run(graph: Graph) -> None:
-        lowered.look_at(graph)
         run_passes(_module_of(graph), passes)
 
     files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))

@@ -16,7 +16,7 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.panel_gemm import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import best, kernel
+from amp_graph.passes.native.kernel_table import best, kernel, required
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
@@ -87,8 +87,7 @@ def lstm_backward_of_sums(
 
 
 def _run(name: str, sizes: tuple[int, ...], *tensors: Tensor) -> None:
-    compiled = library()
-    assert compiled is not None, "asked where there is a kernel"
+    compiled = required(library())
     threads = threads_at_once(sizes[1] * GATES * sizes[-1] * sizes[-1] // OF_AN_ELEMENT)
     if getattr(compiled, name)(array("q", (*sizes, *(address_of(t) for t in tensors), threads)).tobytes()):
         raise MemoryError(f"an LSTM of {sizes[1]} x {sizes[-1]}: no memory for a step's gates")

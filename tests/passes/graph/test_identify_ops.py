@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass, effective
 from amp_graph.passes.graph import identify_ops, node_info
 from amp_graph.passes.graph.fake_values import fake_mode_of
-from amp_graph.passes.graph.identify_ops import Identity, identify, is_part, is_tensor_call, operation_of, tensor_inputs
+from amp_graph.passes.graph.identify_ops import Identity, identify, is_part, is_tensor_call, tensor_inputs
 from amp_graph.passes.graph.node_info import is_higher_order
-from amp_graph.passes.graph.op_signature import OWN_NUMBER
 from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.precision.classify import classify
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
@@ -166,33 +164,9 @@ def test_parts_and_higher_order_nodes_are_no_tensor_calls():
 
 @pytest.mark.parametrize("power", [lambda x, n: x**n, torch.pow, lambda x, n: x.pow(n)])
 def test_powers_are_told_apart_by_their_exponents(power):
-    """Lists have small whole exponents of their own, and identities are shared by calls that differ in numbers."""
+    """Lists have small whole exponents of their own, and equal calls share an identity."""
     found = [traced(lambda x, n=n: power(x, n), X)[1] for n in (2, 7)]
     assert [identity.operations[0].arguments["exponent"] for identity in found] == [2, 7]
-
-
-# -- integers, which an identity that is shared does not have ---------------------------------------------
-
-
-NUMBERED = {
-    "a dim": lambda x, w: x.cumsum(1),
-    "a keyword": lambda x, w: torch.softmax(x, dim=1),
-    "in a list": lambda x, w: x.permute(1, 0),
-    "a size": lambda x, w: x.view(2, -1),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERED)
-def test_an_integer_of_another_node_cannot_be_read_by_mistake(name):
-    node, found = traced(NUMBERED[name], X.clone(), W)
-    numbers = [a for o in found.operations for a in tree_leaves(list(o.arguments.values())) if a is OWN_NUMBER]
-    assert numbers
-    for read in (bool, int, range, lambda n: n == 1, lambda n: n != 1, lambda n: n < 0, lambda n: n + 1, lambda n: -n):
-        with pytest.raises(TypeError):
-            read(numbers[0])
-    own = operation_of(node, fake_mode_of(node.graph.owning_module))
-    assert not any(a is OWN_NUMBER for a in tree_leaves(list(own.arguments.values())))
-    assert any(type(a) is int for a in tree_leaves(list(own.arguments.values())))
 
 
 @pytest.mark.sampled(2)
@@ -207,7 +181,7 @@ def test_an_integer_of_another_node_cannot_be_read_by_mistake(name):
     ],
 )
 def test_a_rule_that_asks_for_an_integer_is_told_the_nodes_own(first, rule, function, tmp_path):
-    """Two calls of one identity, in either order, and a list that names one of them."""
+    """Two calls that differ in an integer, in either order, and a list that names one of them."""
     op, condition = rule.split(", ")
     own = tmp_path / "own.toml"
     own.write_text(

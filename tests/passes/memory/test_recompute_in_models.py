@@ -93,6 +93,7 @@ def name(monkeypatch, request):
     """Of a model, whose small values are worth computing again."""
     monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", MODELS[request.param][1])
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", float("inf"))
+    monkeypatch.setattr(recompute_activations, "FEWEST_AGAIN", {})
     return request.param
 
 

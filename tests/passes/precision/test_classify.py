@@ -50,4 +50,4 @@ def test_under_autocasts_list_an_operator_without_an_entry_runs_as_it_does_there
     ours = amp_graph.convert(model, "bf16,lists=autocast_cpu,keep_outputs=false", strict=True)
     assert torch.equal(ours(X), theirs)
     (graph,) = amp_graph.report(ours).graphs
-    assert len(graph.casts) == graph.autocast.activations + graph.autocast.weights == 3, "the linear's operands"
+    assert len(graph.casts) == 3, "the linear's operands, as under autocast"

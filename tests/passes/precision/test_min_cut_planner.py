@@ -1,5 +1,7 @@
 """The optimal planner on real graphs: least cost, never above the painting's, and the casts it counts are made."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from amp_graph.passes.casts.saturation import within_range
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.precision.build_assignment import low_of
-from amp_graph.passes.precision.min_cut_planner import mincut
+from amp_graph.passes.precision.min_cut_planner import choices, mincut
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_legal
@@ -136,6 +138,34 @@ def test_reasons_say_that_time_decided():
     assert reason.endswith("every operand is low precision; at the least predicted time")
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "bf16,accuracy=2.0"])
+def test_reasons_of_what_the_cut_leaves_full_are_true(policy):
+    """Low precision is not permitted, or takes longer. The reason of the list may argue for it, and is not said."""
+    seen = set()
+    for seed in SEEDS:
+        made = formulated(captured(seed), policy, skip=True)
+        task, low = made.task(), cheapest(made.task())
+        for node, choice in choices(made, low).items():
+            i = made.of[node]
+            if node in made.tied or not made.is_free(node) or i in low:
+                continue
+            assert choice.precision == FULL
+            seen.add(re.sub(r"\d+", "N", choice.reason))
+            if choice.reason.startswith("not profitable"):
+                assert is_legal(task, low | {i})
+                assert cost(task, low | {i}) > cost(task, low)
+            elif "budget" not in choice.reason:
+                assert not is_legal(task, low | {i})
+    assert seen
+    assert seen <= WHY_FULL
+
+
+WHY_FULL = {
+    "operands are full precision",
+    "a reader takes full precision",
+    "not profitable: low precision with N casts of operands would take longer",
+    "full precision in the fastest plan within the error budget; at the least predicted time",
+}
 SKIP = "skip_unprofitable=true"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import PARTS, threads_for
-from amp_graph.passes.native.kernel_table import best, kernel
+from amp_graph.passes.native.kernel_table import best, kernel, required
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
@@ -137,10 +137,9 @@ def _run(
     mask_sums: Tensor | None = None,
 ) -> None:
     query, key, _, made = tensors[:4]
-    compiled = backward_library() if made is None else library()
+    compiled = required(backward_library() if made is None else library())
     assert query is not None
     assert key is not None
-    assert compiled is not None, "the caller asked for it"
     (batch, heads, length, width), keys = query.shape, key.shape[2]
     numbers = [batch, heads, heads // max(1, key.shape[1]), length, keys, width, causal, made is None]
     mask = None if mask is None else _mask_of(mask).expand(batch, heads, length, keys)

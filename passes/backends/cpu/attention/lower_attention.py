@@ -48,7 +48,7 @@ class Attention(Pass):
         for node in gm.graph.nodes:
             if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
                 continue
-            given = arguments_of(node, SDPA)
+            given = arguments_of(node)
             if given is None:
                 skips.append(Skip(node.name, "it is called through a function with other arguments"))
                 continue

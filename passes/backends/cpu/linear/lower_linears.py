@@ -127,7 +127,7 @@ def linear_form(node: Node) -> Form | None:
     """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None for anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
-    if len(node.args) < 2 or arguments_of(node, torch.ops.aten.linear.default) is None:
+    if len(node.args) < 2 or arguments_of(node) is None:
         return None
     given = [value(source) for source in node.all_input_nodes]
     made = value(node)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import best, kernel
+from amp_graph.passes.native.kernel_table import best, kernel, required
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 
@@ -41,8 +41,7 @@ def typed(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def panels_of(weight: Tensor) -> Tensor:
     """Return a bf16 ``weight`` [outputs, inputs] in the kernel's layout: panels of its outputs, flattened."""
-    compiled = library()
-    assert compiled is not None, "asked where there is a kernel"
+    compiled = required(library())
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     made = weight.new_empty(_up(outputs, compiled.panel()) * _up(inputs, compiled.deep()))
@@ -52,8 +51,7 @@ def panels_of(weight: Tensor) -> Tensor:
 
 def dense_of(panels: Tensor, outputs: int, inputs: int) -> Tensor:
     """Return the weight [outputs, inputs] that lies in ``panels``."""
-    compiled = library()
-    assert compiled is not None, "there is a kernel, or there would be no panels"
+    compiled = required(library())
     columns, pairs = compiled.panel(), _up(inputs, compiled.deep()) // 2
     panel = _up(outputs, columns) // columns, pairs, columns, 2
     parted = panels.view(panel).transpose(1, 2).reshape(_up(outputs, columns), 2 * pairs)
@@ -102,8 +100,7 @@ def _run(
     in_panels: bool,
     relu: bool,
 ) -> None:
-    compiled = library()
-    assert compiled is not None, "asked where there is a kernel"
+    compiled = required(library())
     if bias is not None and not (bias.numel() == sizes[1] and bias.is_contiguous()):
         bias = bias.expand(sizes[1]).contiguous()
     added = 0 if bias is None else address_of(bias)

@@ -19,14 +19,14 @@ from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_ent
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import give_value, take_over
-from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
+from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+from amp_graph.passes.torch_compat.fake import concrete_size
 
 OPTIONS = ("target", "ignore_index", "reduction")
 REDUCTIONS = ("none", "mean", "sum")
@@ -65,12 +65,11 @@ class FuseCrossEntropy(Pass):
 
     def run(self, gm: GraphModule) -> PassResult:
         """Visit every cross entropy that trains on upcast logits."""
-        mode, memory = fake_mode_of(gm), observe(gm, marks(gm))
-        changes, skips = [], []
+        memory, changes, skips = observe(gm, marks(gm)), [], []
         for node in list(gm.graph.nodes):
-            given = _arguments(node, mode) if mode is not None else None
+            given = _arguments(node)
             found = _logits(given["self"]) if given is not None else None
-            if mode is None or given is None or found is None:
+            if given is None or found is None:
                 continue
             reason = _why_not(node, given, found, memory) or _why_not_in_parts(given, found, self.options.planned_for)
             if reason:
@@ -83,21 +82,12 @@ class FuseCrossEntropy(Pass):
         return PassResult(gm, tuple(changes), tuple(skips))
 
 
-def _arguments(node: Node, mode: FakeTensorMode) -> dict[str, Any] | None:
+def _arguments(node: Node) -> dict[str, Any] | None:
     """Return the arguments of a cross entropy that trains, by the names of the operator."""
     if node.op != "call_function" or names_of(node) != ("aten.cross_entropy_loss",) or not is_trained(node):
         return None
-    call, given = operation_of(node, mode), tensor_inputs(node)
-    if call is None:
-        return None
-    found = {name: [given[i] for i in call.operands(name)] for name in ("self", "target")}
-    if len(found["self"]) != 1 or len(found["target"]) != 1:
-        return None
-    return dict(call.arguments) | {
-        "self": found["self"][0],
-        "target": found["target"][0],
-        "reduction": REDUCTIONS[call.arguments["reduction"]],
-    }
+    given = arguments_of(node)
+    return None if given is None else given | {"reduction": REDUCTIONS[given["reduction"]]}
 
 
 def _logits(node: Node) -> Logits | None:

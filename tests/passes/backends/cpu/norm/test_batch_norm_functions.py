@@ -42,6 +42,7 @@ SHAPES = ((3, 5, 1, 2), (2, 16, 3, 3), (1, 33, 11, 12), (2, 64, 8, 9), (1, 130, 
 def _any_size(monkeypatch):
     monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", 1)
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", float("inf"))
+    monkeypatch.setattr(recompute_activations, "FEWEST_AGAIN", {})
 
 
 def inputs(shape, low=BF16, away=0.0):

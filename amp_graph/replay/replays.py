@@ -76,6 +76,9 @@ class Replays:
     def lines(self, size_text: Callable[[int], str]) -> Iterator[str]:
         """Yield the lines of a report: what is recorded, and for each graph why not."""
         yield f"replay=true: {len(self._slots())} recordings hold {size_text(self.bytes)}"
+        entries = [e for one in self.guard_sets for e in one.entries.values()]
+        if entries and all(e.calls <= WARM_UP for e in entries):
+            yield f"replay: the model is not recorded: no graph had more than {WARM_UP} calls with inputs of one kind"
         for i, one in enumerate(self.guard_sets):
             if one.why:
                 yield f"replay: graph {i} is not recorded: {one.why}"
@@ -83,5 +86,3 @@ class Replays:
             for why, number in Counter(e.why for e in one.entries.values() if e.why).items():
                 kinds = f", for {number} of {len(one.entries)} kinds of inputs" if len(one.entries) > 1 else ""
                 yield f"replay: graph {i} is not recorded{kinds}: {why}"
-            if one.entries and all(e.calls <= WARM_UP and not e.why for e in one.entries.values()):
-                yield f"replay: graph {i} is not recorded: no kind of inputs was called more than {WARM_UP} times"

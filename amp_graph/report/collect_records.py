@@ -120,8 +120,8 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
             planned is None or planned.listed,
             sum(map(size_of, own)),
             forward_flops(node, planned.cls, planned.ops) if planned else 0,
+            planned.key if planned else "",
             *(_cast_of(node, held) if kind == "cast" else ()),
-            key=planned.key if planned else "",
         )
 
 

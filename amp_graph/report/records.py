@@ -37,11 +37,11 @@ class NodeReport(CapturedNode):
     listed: bool
     bytes: int
     flops: int
+    key: str = ""
     source: str = ""
     of: str = ""
     to: str = ""
     kept: bool = False
-    key: str = ""
 
 
 @dataclass(frozen=True)

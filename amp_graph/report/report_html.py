@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from amp_graph.errors import AmpGraphError
 from amp_graph.report.graph_facts import facts_of, predicted_lines, short_place, size_text, split_reason
 from amp_graph.report.records import WEIGHT, CapturedNode, GraphReport, NodeReport
-from amp_graph.report.report_text import accuracy_text
+from amp_graph.report.report_text import accuracy_text, collective_lines
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -45,6 +45,7 @@ def html_page(report: Report) -> str:
             slow=list(
                 dict.fromkeys(line for graph in report.graphs for line in predicted_lines(graph, only_slow=True))
             ),
+            collectives=list(collective_lines(report)),
             facts=[_facts(graph) for graph in report.graphs],
             data=page_data(report),
             styles="\n".join(map(_asset, STYLES)),

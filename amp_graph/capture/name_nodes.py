@@ -28,7 +28,8 @@ def name_nodes(
     """
     whole = whole or model
     names = {str(id(m)): name for name, m in whole.named_modules()}
-    prefix = [path] if (path := names.get(str(id(model)))) else []
+    path = names.get(str(id(model)), "")
+    prefix = [path] if path else []
     arguments = list(inspect.signature(forward).parameters)
     wishes = {name: wish for name, m in whole.named_modules() if (wish := plain_attribute(m, "amp_precision"))}
     named: dict[str, str] = {}  # of the outer graph's inputs: what a loop reads there has the same name inside
@@ -41,7 +42,7 @@ def name_nodes(
             stack = node.meta.get("nn_module_stack") or {}
             # The key of a module is its id; that of its second call, the id and "@1".
             paths = [names[own] for key in stack if (own := str(key).partition("@")[0]) in names]
-            inner = str(list(stack.values())[-1][0]) if stack else ""
+            inner = str(list(stack.values())[-1][0]) if stack else path
             node.meta[MODULE] = paths[-1] if paths else clean_path(inner)
             wish = next((wishes[p] for p in reversed(["", *with_parents(node.meta[MODULE])]) if p in wishes), None)
             if wish:

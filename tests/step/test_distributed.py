@@ -461,6 +461,95 @@ def test_a_model_with_sharded_parts_is_converted_as_a_whole(ranks, tmp_path):
         assert found["before"] == found["after"]
 
 
+# -- other meshes --------------------------------------------------------------------------------------
+
+
+def _stack(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(_Residual(), _Residual(), nn.Linear(6, 3))
+
+
+def _train_tensor_parallel(rank, size, path):
+    """Gradients of a model whose residual parts are split over ranks: in fp32, converted, and under autocast."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    found = {}
+    for kind in ("fp32", "before", "after", "autocast"):
+        model = _stack()
+        if kind == "before":
+            amp_graph.convert(model, "bf16")
+        for part in model[:2]:
+            parallelize_module(part, mesh, {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()})
+        if kind == "after":
+            amp_graph.convert(model, "bf16")
+        x, y = _batch(0, 0, 64)
+        with DtypeLog() as log, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        grads = [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()]
+        dtypes = {name: dtypes[0] for name, dtypes in log.entries}
+        graphs = len(amp_graph.report(model).graphs) if kind in ("before", "after") else 0
+        found[kind] = torch.cat(grads), dtypes["aten.addmm"], dtypes["_c10d_functional.all_reduce"], graphs
+    torch.save(found, f"{path}/{rank}")
+
+
+def test_parts_that_are_split_over_ranks_compute_low_and_are_summed_in_fp32(ranks, tmp_path):
+    first, second = ranks(_train_tensor_parallel, 2, tmp_path)
+    exact, *dtypes = first["fp32"]
+    assert dtypes[:2] == [torch.float32] * 2
+    for order in ("before", "after"):
+        grads, product, total, graphs = first[order]
+        assert (product, total, graphs) == (torch.bfloat16, torch.float32, 1)
+        assert torch.equal(grads, second[order][0])
+        assert 0 < (grads - exact).norm() <= 1.2 * (first["autocast"][0] - exact).norm()
+
+
+def _train_pipeline(rank, size, path):
+    """Losses of two micro-batches over two stages, of which each is converted, and of the model in one process."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = _stack()
+    stage = nn.Sequential(model[0]) if rank == 0 else nn.Sequential(*model[1:])
+    amp_graph.convert(stage, "bf16")
+    schedule = ScheduleGPipe(PipelineStage(stage, rank, size, torch.device("cpu")), 2, nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        x, y = _batch(0, step, 8)
+        found = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=found)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in found])
+    torch.save((losses, len(amp_graph.report(stage).graphs)), f"{path}/{rank}")
+
+
+def _losses_of_one_process(policy):
+    model = amp_graph.convert(_stack(), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        x, y = _batch(0, step, 8)
+        losses = [nn.functional.cross_entropy(model(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    return torch.tensor(found)
+
+
+def test_stages_of_a_pipeline_are_converted_each(ranks, tmp_path):
+    (_, graphs), (losses, more) = ranks(_train_pipeline, 2, tmp_path)
+    assert graphs == more == 1
+    expected, exact = _losses_of_one_process("bf16"), _losses_of_one_process("O0")
+    unlike = (torch.tensor(losses) - expected).abs().max()
+    assert unlike < 0.1 * (expected - exact).abs().max()  # they run in bf16, as the whole does
+
+
 # -- the whole step -----------------------------------------------------------------------------------
 
 CHECKED = 100

@@ -63,10 +63,10 @@ def collective_lines(report: Report) -> Iterator[str]:
     alike: dict[tuple[Collective, ...], list[str]] = {}
     for name, found in units.items():
         alike.setdefault(tuple(replace(one, unit="") for one in found), []).append(name)
-    for found, names in alike.items():
-        sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{' twice' * (one.times > 1)}" for one in found]
+    for both, names in alike.items():
+        sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{' twice' * (one.times > 1)}" for one in both]
         count = f" x{len(names)}" if len(names) > 1 else ""
-        yield f"{_modules(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in found)}"
+        yield f"{_modules(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in both)}"
 
 
 SHARES = {"flops": "the FLOPs of forward", "bytes": "the bytes that operations write"}

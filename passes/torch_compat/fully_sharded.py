@@ -63,6 +63,12 @@ def gathered_parameter(record: Any) -> Parameter | None:
     return found
 
 
+def gathered_parameters(model: Module) -> list[Parameter]:
+    """Return what gathers of the units in ``model`` have filled: autograd's leaves, which the model holds meanwhile."""
+    records = [record for part in model.modules() for group in groups_of(part) for record in group.fsdp_params]
+    return [found for record in records if (found := gathered_parameter(record)) is not None]
+
+
 def shard_group(group: Any) -> Any:
     """Return the process group over which a group is gathered."""
     return group.mesh_info.shard_process_group

@@ -133,6 +133,11 @@ def revert(model: Model) -> Model:
         revert(model.module)
         return model
     found = converted("revert", model)
+    if found.whole is not model:
+        raise CaptureError(
+            f"revert: this {type(model).__name__} was converted as a part of a {type(found.whole).__name__}\n"
+            "  fix:   amp_graph.revert of the whole"
+        )
     refuse_replaced("revert", found)
     if isinstance(found, FrozenConversion):
         found.thaw()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,12 +82,17 @@ class AsWritten:
         found = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
         self.dtypes[mode, len(found)] = self.dtypes[None, len(found)] = found
 
+    def knows(self, mode: Mode) -> bool:
+        """Say whether the dtypes of a result in ``mode`` are known."""
+        return any(known == mode for known, _ in self.dtypes)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call. The first one that fails under autocast runs again in fp32, with the state of before.
 
         Once a call has run there, parameters are not copied: a later one that wrote to some before it failed raises.
         """
         region = self.region
+        self.of.reads_unseen()
         if region is None:
             if self.widens:
                 args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
@@ -110,7 +115,8 @@ class AsWritten:
         return result
 
     def _under_autocast(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _autocast(*region), _SparseInFull():
+        # A mode would change the graphs of parts, whose checkpoints compute again without it.
+        with _autocast(*region), nullcontext() if self.of.parts else _SparseInFull():
             result = self.of.wide(*args, **kwargs)
         leaves, spec = tree_flatten(result)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]

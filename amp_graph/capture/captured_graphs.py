@@ -127,7 +127,7 @@ class CapturedGraphs:
         rewritten: Rewritten | None = None
         with Attempt(ListError, PolicyError) as tried, warned_once(self.of.diagnostics.told):
             rewritten = self._rewritten(gm)
-            self._record(rewritten)
+            self._record(rewritten, example_inputs)
             run = lower(gm, example_inputs, self.of.compile, rewritten.policy, options=self.of.options)
             rungs = [lambda: run, *rungs]
         if tried.error is not None:
@@ -143,7 +143,7 @@ class CapturedGraphs:
         return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked)
 
     def _rewritten(self, gm: GraphModule) -> Rewritten:
-        name_nodes(gm, self.of.model, self.of.forward)
+        name_nodes(gm, self.of.model, self.of.forward, self.of.whole)
         policy = self.of.policy
         if break_of(gm) is not None:  # Python between graphs expects fp32
             policy = replace(policy, keep_outputs=True)
@@ -159,18 +159,19 @@ class CapturedGraphs:
         strict = self.of.diagnostics.strict or None
         return rewrite_in_place(gm, policy, device, last, measured=self.of.measured, strict=strict, **modes)
 
-    def _record(self, rewritten: Rewritten) -> None:
+    def _record(self, rewritten: Rewritten, inputs: Sequence[Any]) -> None:
         broken = break_of(rewritten.gm) or Place("", "")
         mode = self.of.model.training, torch.is_grad_enabled()
         self.graphs.append(Captured(rewritten, *mode, broken.reason, broken.where))
         if self.of.gathers is not None:
-            self.of.gathers.learn(rewritten)
+            self.of.gathers.learn(rewritten, inputs)
         self.notes_reads = True
 
     def _warn_of_failure(self, error: Exception) -> None:
         """Report that a graph runs as captured; raises ``error`` if strict."""
         if self.of.diagnostics.strict or is_strict():
             raise error
+        self.of.reads_unseen()
         cause = f"{type(error).__name__}: {first_line(error)}"
         self.of.diagnostics.warn("a rewritten graph failed, and calls of it run as captured, without a plan", cause)
 

@@ -15,6 +15,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,8 +26,9 @@ from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
 from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, TwoDtypes
 from amp_graph.capture.dynamo_backend import Captured, Compile
-from amp_graph.capture.low_gathers import LowGathers
+from amp_graph.capture.low_gathers import Unit, follow
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
+from amp_graph.capture.sharded_parts import parts_between_units
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
@@ -53,7 +55,6 @@ from amp_graph.passes.torch_compat.dynamo_entries import (
     outside_dynamo,
 )
 from amp_graph.passes.torch_compat.fake import refused_under_fx, wait_for_traces_of_others
-from amp_graph.passes.torch_compat.fully_sharded import dtype_by_user, records_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES, HELD_LOW
 
@@ -98,22 +99,27 @@ class Conversion:
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
         self._alone = CallsLeftAlone(self.model)  # calls that run uncaptured, as that is faster
         self.frozen: Any = None  # the conversion that runs while the model is frozen
-        self.gathers: LowGathers | None = None  # where fully_shard was applied to the model
+        self.whole = self.model  # that contains the model, where this is the conversion of a part
+        self.holder = self.model  # what fully_shard may have been applied to: the model, or what wraps it
+        self.parts: list[Conversion] = []  # where fully_shard was applied to parts of the model: what is captured
+        self.gathers: Unit | None = None  # where fully_shard gathers what the model alone reads
         self._was_called = False
 
     @property
     def graphs(self) -> list[Captured]:
-        """The captured graphs, in order."""
-        return self.captured.graphs
+        """The captured graphs, in order; those of parts behind the model's own."""
+        return [*self.captured.graphs, *(graph for part in self.parts for graph in part.graphs)]
 
     @property
     def runs(self) -> int:
         """How many times a graph ran."""
-        return self.captured.runs
+        return self.captured.runs + sum(part.runs for part in self.parts)
 
     @property
     def escaped_runs(self) -> str:
         """How code without a graph runs; "" if there is no such code."""
+        if self.parts:
+            return self.plain.how
         return (self.plain.how if self._partial else "in fp32") if self.diagnostics.breaks else ""
 
     def _graphs(self, kind: type[Graphs], **options: Any) -> Graphs:
@@ -131,15 +137,25 @@ class Conversion:
         self.captured = graphs = self._graphs(kind, **options)
         return graphs
 
-    def _follow_gathers(self) -> None:
-        """Have what is read in low precision alone gathered so, where the model is a unit of ``fully_shard``."""
-        records = records_of(self.model)
-        if records and (dtype := dtype_by_user(records)) is not None:
-            self.diagnostics.note(f"fully_shard gathers all parameters in {dtype}, as its MixedPrecisionPolicy says")
-        elif records and self.policy.level == "O1" and self.compile == "eager":
-            self.gathers = LowGathers(self.model, self.captured.graphs.clear)
-            own = frozenset(name for name, record in records.items() if record.orig_dtype in HALVES)
+    def _follow_shards(self) -> None:
+        """Convert the parts of a model whose parts are units of ``fully_shard``; gather low what a part reads low."""
+        if self.policy.level != "O1":
+            return
+        for module, holder in parts_between_units(self.model):
+            part = Conversion(module, **{**self.settings(), "wrapped": module.__dict__.get("forward")})
+            part.whole, part.holder = self.whole, holder
+            part.diagnostics.notes, part.diagnostics.told = self.diagnostics.notes, self.diagnostics.told
+            part.attach()
+            self.parts.append(part)
+        self.gathers = None if self.parts else follow(self, self.holder)
+        if self.gathers is not None:
+            own = frozenset(name for name, p in self.model.named_parameters() if p.dtype in HALVES)
             self.wide = widened(self.model, self.forward, own)
+
+    def reads_unseen(self) -> None:
+        """Note that code runs which no graph shows: what is gathered low may be read there in fp32."""
+        if self.gathers is not None:
+            self.gathers.read_as_written()
 
     def attach(self) -> None:
         """Replace the model's forward by this conversion."""
@@ -155,6 +171,8 @@ class Conversion:
         _attached.discard(self)
         if self.gathers is not None:
             self.gathers.stop()
+        for part in self.parts:
+            part.detach()
         del self.model.__dict__[CONVERSION], self.model.__dict__["forward"]
         if self.wrapped is not None:
             self.model.__dict__["forward"] = self.wrapped
@@ -199,7 +217,8 @@ class Conversion:
         if being_traced():
             raise self._not_to_be_traced()
         if is_autocast_on():
-            self.diagnostics.note("called under torch.autocast, which was disabled: the plan decides precision")
+            if self.whole is self.model:  # else ours may be on, for the code between parts
+                self.diagnostics.note("called under torch.autocast, which was disabled: the plan decides precision")
             with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return self._call(args, kwargs)
         if self._alone.kinds and self._alone.has(args, kwargs):
@@ -225,8 +244,11 @@ class Conversion:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._was_called:  # on every rank at once, whatever this one does then
             self._was_called = True
-            self._follow_gathers()
+            self._follow_shards()
+        if self.parts:
+            return self._between_parts(args, kwargs)
         if in_transform():
+            self.reads_unseen()
             self.diagnostics.warn("called inside a torch.func transform, which prevents capture: this call ran in fp32")
             return self.wide(*args, **kwargs)
         if has_modes() and self.policy.level != "O0" and (mode := mode_without_capture()):
@@ -247,7 +269,8 @@ class Conversion:
             )
             return self.plain.run(args, kwargs)
         try:
-            with Undo(lambda: captured.start_again(before)):
+            unseen = nullcontext() if found or self.gathers is None else self.gathers.without_gradients()
+            with Undo(lambda: captured.start_again(before)), unseen:
                 result = (found or captured.run)(*args, **kwargs)
         except NoGraph as stopped:
             if stopped.owner is not captured.variants:
@@ -272,6 +295,15 @@ class Conversion:
             return self._ran(result, args, kwargs, before, alone)
         return self.plain.run(args, kwargs)
 
+    def _between_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the code around parts: under the policy's autocast, once a call in fp32 has told the result's dtypes."""
+        mode = mode_of(self.model, args, kwargs)
+        if self.plain.knows(mode):
+            return self.plain.run(args, kwargs)
+        result = self.wide(*args, **kwargs)
+        self.plain.learn(mode, result)
+        return result
+
     def _has_no_graph(self, mode: Mode) -> bool:
         """Say whether calls like this one run without graphs, as an earlier one has shown."""
         if mode in self._missed:
@@ -292,6 +324,7 @@ class Conversion:
             self._missed.pop(mode_of(self.model, args, kwargs), None)
         is_new = self.diagnostics.events > 0
         if is_new:
+            self.reads_unseen()
             mode = mode_of(self.model, args, kwargs)
             self.plain.learn(mode, result)
             self._report_parts(mode)
@@ -342,6 +375,7 @@ class Conversion:
     def _nothing_ran(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.policy.level == "O0":  # the original forward runs
             return
+        self.reads_unseen()
         if self.diagnostics.skips or self.diagnostics.breaks:  # else Dynamo was kept from this call
             mode = mode_of(self.model, args, kwargs)
             self.plain.learn(mode, result)

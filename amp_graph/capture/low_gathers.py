@@ -1,102 +1,235 @@
-"""Gathers in low precision what a sharded model's graphs read in low precision alone.
+"""Gathers in low precision what the graphs of a sharded model read in low precision alone.
 
-Before: ``fully_shard(amp_graph.convert(part, "bf16"))``, which gathers fp32 and casts after it. After: weights that
-only low operations read are cast on the shard and gathered in bf16, in the same collective as the fp32 norms.
+Before: ``fully_shard`` gathers fp32, and the converted model casts after it. After: weights that only low operations
+read are cast on the shard and gathered in bf16, in the same collective as the fp32 norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 from torch.nn import Module
 
+from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.meta_keys import CAST, INPUT
+from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.torch_compat.fully_sharded import (
+    add_question,
     agreed,
+    answer,
+    ask,
+    drop_question,
     gather_in,
-    gathered_bytes,
+    gathered_parameter,
+    groups_of,
+    has_run,
+    is_asked,
     is_at_rest,
+    is_plain,
+    is_resharded,
     records_of,
-    sum_in_fp32,
+    root_of,
+    shard_group,
 )
+from amp_graph.passes.torch_compat.modules import behind_checkpoint
 from amp_graph.policy_words import word_of
 from amp_graph.rewrite import Rewritten
 
+if TYPE_CHECKING:
+    from amp_graph.capture.conversion import Conversion
+
+GATHERS = "_amp_graph_gathers"  # the attribute of an outermost unit that has its ``LowGathers``
+NO_GRAPH = "no graph reads it"
+NOT_AGREED = "the ranks do not agree on it, or not yet"
+AS_WRITTEN = "code that runs without a graph may read it in fp32"
+STAYS = "stays gathered after its forward (reshard_after_forward=False), where other code may read it in fp32"
+PARTLY = "code outside of converted parts may read it in fp32"
+OTHERS = "its tensors are not plain ones: of another mesh, with gathers of their own, or not sharded"
+
 
 class LowGathers:
-    """The dtypes in which the unit of ``model`` is gathered, by what its graphs read.
+    """The units of one outermost unit of ``fully_shard``, and what all their ranks agree to gather low.
 
-    FSDP gathers before the forward is called, so the first call has all in fp32. At its calls 2, 4, 8, ... the ranks of
-    the unit agree on what every graph of every rank casts to low precision. It comes so from the next call on before
-    which no gradient waits for its reduction, and anything else in fp32. Gradients are summed and reduced in fp32.
+    FSDP gathers before a forward is called, so the first call has all in fp32. The ranks agree before the second, and
+    again before each call of the outermost unit behind a gather in which a rank has asked for it: each gather brings a
+    number of each rank. What they agree on waits while a graph of autograd reads what was gathered.
     """
 
-    def __init__(self, model: Module, forget: Callable[[], None]) -> None:
-        """Watch the gathers of ``model``, to which ``fully_shard`` was applied.
+    def __init__(self, root: Module) -> None:
+        """Agree before each call of ``root``, the outermost unit."""
+        self.units: list[Unit] = []
+        self.in_graphs = False  # whether a forward since the last backward recorded gradients
+        root.register_forward_pre_hook(self._before_gathers, prepend=True)  # before FSDP's
 
-        ``forget`` is called when they change: graphs that were captured for other dtypes do not run again.
-        """
-        self.model, self.forget = model, forget
-        self.dtype = torch.bfloat16  # the low one, which each graph tells
+    def _before_gathers(self, *_: Any) -> None:
+        if not any(has_run(unit.group) for unit in self.units):
+            self.in_graphs = False
+        together: dict[Any, list[Unit]] = {}
+        for unit in self.units:
+            together.setdefault(shard_group(unit.group), []).append(unit)
+        for units in together.values():
+            if any(unit.is_asked() for unit in units):
+                self.agree(units)
+        self.in_graphs |= torch.is_grad_enabled()
+
+    def agree(self, units: Sequence[Unit]) -> None:
+        """Gather low what all ranks read low, in units of the same ranks: a collective."""
+        places = [(unit, name) for unit in units for name in unit.records]
+        is_free = all(is_at_rest(unit.group, in_graphs=self.in_graphs) for unit in units)
+        *flags, is_free = agreed(units[0].group, [*(name in unit.wanted for unit, name in places), is_free])
+        for unit in units if is_free else ():
+            unit.gather({name for (of, name), flag in zip(places, flags, strict=True) if of is unit and flag})
+            if unit.is_stopped:
+                self.units.remove(unit)
+
+
+class Unit:
+    """What one collective of ``fully_shard`` gathers, and how the graphs of the converted ``parts`` read it."""
+
+    def __init__(self, group: Any, dtype: torch.dtype) -> None:
+        """Gather all in fp32; ``dtype``: the low one of the parts."""
+        self.group, self.dtype = group, dtype
+        self.records = {name: one for name, one in records_of(group).items() if one.orig_dtype == torch.float32}
+        self.parts: list[Conversion] = []
         self.low: set[str] = set()  # what a graph reads so alone
-        self.full: set[str] = set()  # what a graph reads in fp32
-        self._wanted: set[str] = set()  # in low precision, by all ranks
-        self._gathered: set[str] = set()  # in low precision, now
-        self._calls, self._is_new, self._is_on = 1, False, True  # the first call runs
-        first = model.register_forward_pre_hook(self._before_gather, prepend=True)  # before FSDP's
-        self._hooks = [first, model.register_forward_pre_hook(self._behind_gather)]
+        self.full: dict[str, str] = {}  # what is read in fp32, and why
+        self.gathered: set[str] = set()  # in low precision, now
+        self.is_stopped = False
+        self._question: Any = None
+        self._agreed: set[str] = set()  # what this rank wanted when the ranks last agreed
 
-    def learn(self, rewritten: Rewritten) -> None:
-        """Note which parameters a graph reads in low precision alone."""
-        parameters, self.dtype = dict(self.model.named_parameters()), rewritten.dtype
-        for node in rewritten.gm.graph.find_nodes(op="placeholder"):
-            name = str(node.meta.get(INPUT))
-            if name in parameters:
-                (self.low if _reads_low(node, self.dtype) else self.full).add(name)
+    @property
+    def wanted(self) -> set[str]:
+        """What this rank would gather low."""
+        return set() if self.is_stopped else self.low - set(self.full)
 
     def stop(self) -> None:
         """Gather all in fp32 again; on all ranks at once, as a collective."""
-        self._wanted, self._is_on = set(), False
-        self._change()
-        for hook in () if self._gathered else self._hooks:  # else they change it later
-            hook.remove()
+        gathers: LowGathers = root_of(self.group.modules[0]).__dict__[GATHERS]
+        if self in gathers.units:
+            self.is_stopped = True
+            gathers.agree([self])
 
-    def _before_gather(self, module: Module, args: Any) -> None:
-        self._calls += 1
-        if self._is_on and self._calls.bit_count() == 1:
-            self._wanted = agreed(records_of(module), self.low - self.full)
-        self._change()
+    def is_asked(self) -> bool:
+        """Say whether the ranks are to agree: they have not yet, or one of them reads other parameters low by now."""
+        return self._question is None or self.is_stopped or is_asked(self._question)
 
-    def _change(self) -> None:
-        """Change the dtypes of gathers to those that are wanted, once no gradient would be lost by it."""
-        # FSDP would make an inference tensor of what it gathers anew.
-        if self._wanted != self._gathered and not torch.is_inference_mode_enabled() and is_at_rest(self.model):
-            for name, record in records_of(self.model).items():
-                if (name in self._wanted) != (name in self._gathered):
-                    gather_in(record, self.dtype if name in self._wanted else None)
-            self._gathered, self._is_new = self._wanted, True
-            self.forget()
+    def gather(self, names: set[str]) -> None:
+        """Gather these parameters in low precision from now on, and the others in fp32; on all ranks."""
+        self._agreed = self.wanted
+        if self._question is None:
+            self._question = add_question(self.group)
+        answer(self._question)
+        if self.is_stopped:
+            drop_question(self.group, self._question)
+        for name in names ^ self.gathered:
+            gather_in(self.records[name], self.dtype if name in names else None)
+        if names != self.gathered:
+            self.gathered = names
+            for part in self.parts:
+                part.captured.graphs.clear()  # for other dtypes; they do not run again
 
-    def _behind_gather(self, module: Module, args: Any) -> None:
-        if self._is_new:
-            self._is_new = False
-            for name, record in records_of(module).items():
-                if name in self._gathered:
-                    sum_in_fp32(record)
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Take off gradients that wait for their reduction: Dynamo knows none of another dtype (torch 2.13)."""
+        low = [gathered_parameter(self.records[name]) for name in self.gathered]
+        waiting = [(one, one.grad) for one in low if one is not None and one.grad is not None]
+        for one, _ in waiting:
+            one.grad = None
+        try:
+            yield
+        finally:
+            for one, grad in waiting:
+                one.grad = grad
 
-    def lines(self) -> list[str]:
-        """Return what a report tells of the unit's gathers."""
-        records = records_of(self.model)
-        kept = [name for name in records if name not in self._gathered]
-        dtypes = {name: torch.float32 if name in kept else self.dtype for name in records}
-        low, full = gathered_bytes(records, dtypes), gathered_bytes(records, dict.fromkeys(records, torch.float32))
-        count = f"{len(self._gathered)} of {len(records)} parameters in {word_of(self.dtype)}"
-        rest = f"; in fp32, as a graph reads them so: {', '.join(kept)}" if kept and self._gathered else ""
-        return [f"fully_shard gathers {count}, {low} bytes for {full}, and reduces gradients in fp32{rest}"]
+    def why(self, name: str) -> str:
+        """Return why a parameter is gathered in its dtype."""
+        if name in self.gathered:
+            return f"{word_of(self.dtype)}, as all graphs of all ranks read it so"
+        if name not in self.records:
+            return "its own dtype"
+        return self.full.get(name) or (NOT_AGREED if name in self.low else NO_GRAPH)
+
+    def learn(self, rewritten: Rewritten, inputs: Sequence[Any]) -> None:
+        """Note how a graph reads the parameters among its ``inputs``."""
+        names = {id(gathered_parameter(record)): name for name, record in self.records.items()}
+        late = []
+        for node, given in zip(rewritten.gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            name = names.get(id(given))
+            if name is None:
+                continue
+            if _reads_low(node, self.dtype):
+                self.low.add(name)
+            else:
+                self.full.setdefault(name, "a graph reads it in fp32")
+                late.append(name)
+        self._tell(late)
+
+    def read_as_written(self) -> None:
+        """Note that code ran which no graph shows: it may read any parameter in fp32."""
+        late = [name for name in self.records if name not in self.full]
+        self.full.update(dict.fromkeys(late, AS_WRITTEN))
+        self._tell(late)
+
+    def _tell(self, full: Iterable[str]) -> None:
+        """Ask the other ranks to agree anew if need be, and warn of what is rounded until then."""
+        if self._question is not None:
+            ask(self._question, self.wanted != self._agreed)
+        if late := [name for name in full if name in self.gathered]:
+            few = ", ".join(late[:3]) + (", ..." if len(late) > 3 else "")
+            self.parts[0].diagnostics.warn(
+                f"{few} is read in fp32 from this call on, and was gathered in {word_of(self.dtype)}, as all graphs "
+                f"before read it so: this call reads values that are off by up to {torch.finfo(self.dtype).eps / 2:.2%}"
+                ", and so does the next one if no backward follows; later ones read fp32",
+            )
+
+
+def follow(part: Conversion, holder: Module) -> Unit | None:
+    """Return the unit whose parameters ``part`` alone reads, and have it gathered as the graphs of ``part`` read it.
+
+    ``holder``: the module of ``part``, or what wraps it, to which ``fully_shard`` may have been applied. None if there
+    is no such unit; called in the first call of ``part``, which all ranks make at once.
+    """
+    groups = groups_of(holder)
+    if len(groups) != 1 or why_full(groups[0]):
+        return None
+    root = root_of(holder)
+    if GATHERS not in root.__dict__:
+        root.__dict__[GATHERS] = LowGathers(root)
+    gathers: LowGathers = root.__dict__[GATHERS]
+    unit = unit_of(groups[0])
+    if unit is None:
+        unit = Unit(groups[0], part.policy.torch_dtype(groups[0].device.type))
+        gathers.units.append(unit)
+    unit.parts.append(part)
+    gathers.in_graphs |= torch.is_grad_enabled()  # in this call, the first
+    return unit
+
+
+def unit_of(group: Any) -> Unit | None:
+    """Return the unit that follows how the parameters of ``group`` are read; None if there is none."""
+    gathers: LowGathers | None = root_of(group.modules[0]).__dict__.get(GATHERS)
+    return None if gathers is None else next((unit for unit in gathers.units if unit.group is group), None)
+
+
+def why_full(group: Any) -> str:
+    """Return why all of a group is gathered in its own dtype, whatever graphs read; "" if it need not be."""
+    if (dtype := group.mp_policy.param_dtype) is not None:
+        return f"its MixedPrecisionPolicy asks for param_dtype={dtype}"
+    if not is_plain(group):
+        return OTHERS
+    if not is_resharded(group):
+        return STAYS
+    return "" if all(map(_is_converted, group.modules)) else PARTLY
+
+
+def _is_converted(module: Module) -> bool:
+    found: Conversion | None = behind_checkpoint(module).__dict__.get(CONVERSION)
+    return found is not None and not found.parts and found.policy.level == "O1" and found.compile == "eager"
 
 
 def _reads_low(node: Node, dtype: torch.dtype) -> bool:

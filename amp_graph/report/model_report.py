@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +21,11 @@ from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
+from amp_graph.report.collectives import collectives_of
 from amp_graph.report.metrics import memory_of
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.page_summary import checked_times, summary_of
-from amp_graph.report.records import GraphReport
+from amp_graph.report.records import Collective, GraphReport
 from amp_graph.report.report_html import html_page, notebook_frame
 from amp_graph.report.report_notes import (
     notes_of_emulation,
@@ -54,7 +55,7 @@ class Report:
     status: empty if there are graphs; otherwise why there are none. skipped: places that ran uncaptured, and why.
     notes: remarks on the whole, a line each. memory: bytes by kind ("parameters", "weight copies", others; 0 is left
     out). escaped: how code between partial graphs runs, if there are any. breaks: the graph breaks and their causes.
-    times: measured seconds, by what ran ("fp32", "amp_graph").
+    times: measured seconds, by what ran ("fp32", "amp_graph"). collectives: of each unit of ``fully_shard``.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Report:
     escaped: str = ""
     breaks: tuple[tuple[str, str], ...] = ()
     times: dict[str, float] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
 
     def text(self, width: int | None = WIDTH, *, skipped: bool = False) -> str:
         """Return the report as text; reasons are wrapped at ``width`` columns (None: never).
@@ -122,6 +124,7 @@ class Report:
             "escaped": self.escaped,
             "breaks": [{"where": where, "reason": reason} for where, reason in self.breaks],
             "times": dict(self.times),
+            "collectives": [asdict(one) for one in self.collectives],
         }
 
     def __str__(self) -> str:
@@ -158,19 +161,20 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
     found = conversion_of(behind_compile(model))
     if found is None:
         return _of_compiled(model, optimizer)
-    frozen, gathers = found.captured.frozen, found.gathers.lines() if found.gathers else ()
+    frozen, listeners = found.captured.frozen, [one.diagnostics for one in (found, *found.parts)]
     return _made(
         found.model,
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found), *gathers),
+        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found)),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),
-        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for skip in found.diagnostics.skips)),
+        skipped=tuple(dict.fromkeys((skip.where, skip.reason) for one in listeners for skip in one.skips)),
         escaped=found.escaped_runs,
-        breaks=tuple(dict.fromkeys((one.where, one.reason) for one in found.diagnostics.breaks if one.where)),
+        breaks=tuple(dict.fromkeys((at.where, at.reason) for one in listeners for at in one.breaks if at.where)),
+        collectives=tuple(collectives_of(found.model)),
     )
 
 

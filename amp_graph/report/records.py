@@ -72,6 +72,23 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """What a unit of ``fully_shard`` sends in one collective.
+
+    ``direction``: "gather" of parameters, or "reduce" of gradients. ``dtype``: "bf16 and f32" where a gather has both.
+    ``bytes``: of the whole that it gathers or reduces. ``times``: in a step of forward and backward. ``reason``: of its
+    dtypes.
+    """
+
+    unit: str
+    direction: str
+    dtype: str
+    bytes: int
+    times: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class GraphReport:
     """One captured graph: its text before, its nodes after, what the passes did, and why it ended.
 

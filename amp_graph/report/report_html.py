@@ -19,7 +19,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.report.graph_facts import facts_of, predicted_lines, short_place, size_text, split_reason
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
-from amp_graph.report.report_text import accuracy_text
+from amp_graph.report.report_text import accuracy_text, collective_lines
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -46,6 +46,7 @@ def html_page(report: Report) -> str:
             slow=list(
                 dict.fromkeys(line for graph in report.graphs for line in predicted_lines(graph, only_slow=True))
             ),
+            collectives=list(collective_lines(report)),
             facts=[_facts(graph) for graph in report.graphs],
             data=page_data(report),
             styles="\n".join(map(_asset, STYLES)),

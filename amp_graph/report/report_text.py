@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text, split_reason
-from amp_graph.report.records import GraphReport, NodeReport
+from amp_graph.report.records import Collective, GraphReport, NodeReport
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -26,13 +27,13 @@ ACCURACY = {
 
 def report_text(report: Report, width: int | None = WIDTH, *, skipped: bool = False) -> str:
     """Return ``report`` as text, wrapped at ``width`` (None: never); ``skipped``: with what passes skipped, and why."""
-    lines = [f"amp_graph report: {report.model}", *_head(report)]
+    lines = [f"amp_graph report: {report.model}", *_head(report, width)]
     for graphs in _alike(report.graphs):
         lines += ["", *(graph.title for graph in graphs), *_facts(graphs, width, skipped), *_reasons(graphs, width)]
     return "\n".join(lines) + "\n"
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Report, width: int | None) -> Iterator[str]:
     policy, summary = report.policy, report.summary()
     yield f"  policy     {policy}"
     yield f"  accuracy   {accuracy_text(policy.accuracy)}"
@@ -42,6 +43,7 @@ def _head(report: Report) -> Iterator[str]:
         yield f"  low        {', '.join(f'{share:.0%} of {SHARES[name]}' for share, name in shares)}"
     held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
     yield f"  memory     {held or 'none'}; {size_text(sum(report.memory.values()))} in all"
+    yield from (line for text in collective_lines(report) for line in _wrapped(text, "  sharded    ", " " * 13, width))
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
     yield f"  captured   {count}" if report.graphs else f"  {report.status}"
@@ -51,6 +53,20 @@ def _head(report: Report) -> Iterator[str]:
         yield from [f"    and {len(report.breaks) - PLACES} more places"] * (len(report.breaks) > PLACES)
     yield from (f"  not captured: {short_place(where)}: {reason}" for where, reason in report.skipped)
     yield from (f"  note: {note}" for note in report.notes)
+
+
+def collective_lines(report: Report) -> Iterator[str]:
+    """Yield a line for each unit of ``fully_shard``, equal ones as one: what it gathers and reduces, and why so."""
+    units: dict[str, list[Collective]] = {}
+    for one in report.collectives:
+        units.setdefault(one.unit, []).append(one)
+    alike: dict[tuple[Collective, ...], list[str]] = {}
+    for name, found in units.items():
+        alike.setdefault(tuple(replace(one, unit="") for one in found), []).append(name)
+    for both, names in alike.items():
+        sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{' twice' * (one.times > 1)}" for one in both]
+        count = f" x{len(names)}" if len(names) > 1 else ""
+        yield f"{_modules(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in both)}"
 
 
 SHARES = {"flops": "the FLOPs of forward", "bytes": "the bytes that operations write"}

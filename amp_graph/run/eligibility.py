@@ -1,6 +1,6 @@
 """Says which models are left as they are, and why.
 
-``why_left(model, policy)`` is "" or "sharded by FSDP: ...".
+``why_left(model, policy)`` is "" or "run by DeepSpeed, which ...".
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
-from amp_graph.passes.torch_compat.modules import is_compiled, is_fsdp
+from amp_graph.passes.torch_compat.modules import is_compiled, is_fsdp, is_sharded
 from amp_graph.policy import Policy
 
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
@@ -49,8 +49,11 @@ def kind_of(module: torch.nn.Module) -> str:
 def why_left(module: torch.nn.Module, policy: Policy) -> str:
     """Return why ``module`` is left as it is; "" if it can be converted as far as is known."""
     parts = list(module.modules())
-    if any(map(is_fsdp, parts)):
-        return "sharded by FSDP; convert each part before it is sharded: fully_shard(amp_graph.convert(part))"
+    units = [part for part in parts if is_sharded(part)]
+    if any(is_fsdp(part) for part in parts if part not in units):
+        return "wrapped by FullyShardedDataParallel, whose flat parameters have one dtype"
+    if units and needs_scale(policy):
+        return "sharded by fully_shard, and in fp16 losses are scaled: amp_graph.convert and amp_graph.GradScaler"
     if any(type(part).__module__.partition(".")[0] == "deepspeed" for part in parts):
         return "run by DeepSpeed, which decides precision itself"
     if any(map(is_compiled, parts)):
@@ -58,7 +61,7 @@ def why_left(module: torch.nn.Module, policy: Policy) -> str:
             "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with "
             "the script's compilation switched off"
         )
-    if any(is_wrapper(parameter) for parameter in module.parameters()):
+    if not units and any(is_wrapper(parameter) for parameter in module.parameters()):
         return "its parameters are distributed or wrapped tensors"
     if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
         return "its forward was replaced by another library, below DistributedDataParallel"

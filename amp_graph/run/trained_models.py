@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.dispatch import being_traced, has_modes, in_transform, is_autocast_on
+from amp_graph.passes.torch_compat.fully_sharded import gathered_parameters
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import is_checkpointed_call, site_of_call
 from amp_graph.run.loss_scaling import LossScaling
@@ -182,7 +183,7 @@ class TrainedModels:
         model.parameters = _size_of(module)  # without those that were lazy before the call
         model.hooks += [
             p.register_hook(is_reached)
-            for p in module.parameters()
+            for p in (*module.parameters(), *gathered_parameters(module))
             if p.requires_grad and p.is_leaf and not torch.nn.parameter.is_lazy(p)
         ]
 

@@ -1,8 +1,10 @@
-"""The dtype in which ``fully_shard`` (FSDP2) gathers each parameter of a unit; torch 2.11 to 2.13.
+"""Units of ``fully_shard`` (FSDP2): the dtype in which each parameter is gathered, and a number of each rank with them.
 
 Before: one dtype for a unit, that of its ``MixedPrecisionPolicy``. After: ``gather_in(record, torch.bfloat16)``; the
 unit's gather stays one collective, over bytes where dtypes are mixed. Goes when torch takes a dtype for each parameter
-(pytorch#156784). torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+(pytorch#156784). torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_param_group.py, 2.11 to 2.13.
+
+A unit gathers one or more groups of parameters, each in one collective; a group has a record of each parameter.
 """
 
 from __future__ import annotations
@@ -10,64 +12,177 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from amp_graph.passes.torch_compat.modules import is_sharded
-
-
-def records_of(module: Module) -> dict[str, Any]:
-    """Return FSDP's record of each parameter in the unit of ``module``, by its name in ``module``.
-
-    Empty where ``module`` is no unit, or has units inside.
-    """
-    if not is_sharded(module) or any(is_sharded(part) for part in module.modules() if part is not module):
-        return {}
-    paths = {id(part): f"{path}." if path else "" for path, part in module.named_modules()}
-    records = [record for group in _groups(module) for record in group.fsdp_params]
-    infos = [(record, record._module_info) for record in records]
-    return {paths[id(info.module)] + info.param_name: record for record, info in infos if id(info.module) in paths}
+from amp_graph.passes.torch_compat.modules import CHECKPOINTED, is_sharded
 
 
-def _groups(module: Module) -> list[Any]:
+def groups_of(module: Module) -> list[Any]:
+    """Return the groups of parameters that the unit of ``module`` gathers; none if ``module`` is no unit."""
+    if not is_sharded(module):
+        return []
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
     return [group for group in (groups or [state._fsdp_param_group]) if group is not None]
 
 
-def dtype_by_user(records: dict[str, Any]) -> torch.dtype | None:
-    """Return the ``param_dtype`` of the unit's ``MixedPrecisionPolicy``; None if it has none."""
-    return next((record.mp_policy.param_dtype for record in records.values() if record.mp_policy.param_dtype), None)
+def root_of(unit: Module) -> Module:
+    """Return the outermost module to which ``fully_shard`` was applied around ``unit``, once it was called."""
+    found: Module = unit._get_fsdp_state()._state_ctx.all_states[0]._modules[0]  # type: ignore[operator]
+    return found
 
 
-def is_at_rest(module: Module) -> bool:
-    """Say whether nothing of the unit of ``module`` is gathered or on its way, and no gradient waits to be reduced."""
-    groups = _groups(module)
-    if any(not group.is_sharded or group._all_gather_result is not None for group in groups):
-        return False
-    known = [r._unsharded_param for group in groups for r in group.fsdp_params if hasattr(r, "_unsharded_param")]
-    return all(one.grad is None for one in known)
+def records_of(group: Any) -> dict[str, Any]:
+    """Return FSDP's record of each parameter of a group, by its name in the outermost unit."""
+    named = [(record._param_fqn, record) for record in group.fsdp_params]
+    return {name.replace(f"{CHECKPOINTED}.", ""): record for name, record in named if name is not None}
+
+
+def unit_name(group: Any) -> str:
+    """Return the path, in the outermost unit, of the modules whose parameters are a group."""
+    return group._module_fqn or ""
+
+
+def dtype_of(record: Any) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered."""
+    found: torch.dtype = record.param_dtype or record.orig_dtype
+    return found
+
+
+def reduced_dtype(group: Any) -> torch.dtype:
+    """Return the dtype in which the gradients of a group are reduced: they have one."""
+    first = next(record for record in group.fsdp_params if record.sharded_param.requires_grad)
+    summed = getattr(gathered_parameter(first), "grad_dtype", None)
+    found: torch.dtype = group._reduce_dtype or summed or dtype_of(first)
+    return found
+
+
+def gathered_parameter(record: Any) -> Parameter | None:
+    """Return the parameter that a gather fills, one object for all gathers in one dtype; None before the first."""
+    found: Parameter | None = getattr(record, "_unsharded_param", None)
+    return found
+
+
+def gathered_parameters(model: Module) -> list[Parameter]:
+    """Return what gathers of the units in ``model`` have filled: autograd's leaves, which the model holds meanwhile."""
+    records = [record for part in model.modules() for group in groups_of(part) for record in group.fsdp_params]
+    return [found for record in records if (found := gathered_parameter(record)) is not None]
+
+
+def shard_group(group: Any) -> Any:
+    """Return the process group over which a group is gathered."""
+    return group.mesh_info.shard_process_group
+
+
+def is_plain(group: Any) -> bool:
+    """Say whether a group is sharded over one mesh alone, without tensors that bring gathers of their own."""
+    own = any(hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather") for record in group.fsdp_params)
+    return (
+        hasattr(group.mesh_info, "shard_process_group") and not own and not any(r.is_dtensor for r in group.fsdp_params)
+    )
+
+
+def is_resharded(group: Any) -> bool:
+    """Say whether a group is freed after its forward: nothing but that, and its backward, sees it gathered."""
+    return group.post_forward_mesh_info is not None
+
+
+def is_at_rest(group: Any, *, in_graphs: bool) -> bool:
+    """Say whether nothing of a group is gathered or on its way, or read by a graph of autograd.
+
+    ``in_graphs``: whether a forward since its last backward recorded gradients.
+    """
+    awaited = in_graphs and has_run(group)
+    return group.is_sharded and group._all_gather_result is None and not awaited
+
+
+def has_run(group: Any) -> bool:
+    """Say whether a group had a forward since its last backward, with gradients or without."""
+    return bool(group._post_forward_indices)
 
 
 def gather_in(record: Any, dtype: torch.dtype | None) -> None:
-    """Gather a parameter in ``dtype`` from its next gather on, None: its own; only while ``is_at_rest``."""
+    """Gather a parameter in ``dtype`` from its next gather on, None: its own; only while its group ``is_at_rest``.
+
+    Its gradient is summed in its own dtype, in which FSDP reduces it, also what waits for its reduction by now.
+    """
+    before = record.__dict__.pop("_unsharded_param", None)
     record.param_dtype = dtype
-    record.all_gather_outputs = []  # the memory of the other dtype
-    record.__dict__.pop("_unsharded_param", None)
+    with torch.inference_mode(False):  # FSDP would make an inference tensor of it there, which no training could use
+        # In fsdp_param.all_gather_outputs is the memory of the other dtype.
+        size = record._sharded_param_data.numel()
+        record.all_gather_outputs = []
+        record.init_all_gather_outputs([size], [dtype or record.orig_dtype], _ranks(record), record.device)
+        record.init_unsharded_param()
+        parameter = record._unsharded_param
+        parameter.grad_dtype = record.orig_dtype
+        if before is not None and before.grad is not None:
+            parameter.grad = before.grad
+    record.free_unsharded_param()
 
 
-def sum_in_fp32(record: Any) -> None:
-    """Let autograd sum the gradient of a gathered low-precision parameter in fp32, as FSDP reduces one dtype a unit."""
-    record._unsharded_param.grad_dtype = torch.float32
+def _ranks(record: Any) -> int:
+    return int(record.mesh_info.shard_mesh_size)
 
 
-def agreed(records: dict[str, Any], wanted: set[str]) -> set[str]:
-    """Return the names that are ``wanted`` on all ranks which gather these parameters together: a collective."""
-    first = next(iter(records.values()))
-    flags = torch.tensor([name in wanted for name in records], dtype=torch.int32, device=first.device)
-    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, first.mesh_info.shard_process_group)
-    return {name for name, flag in zip(records, flags.tolist(), strict=True) if flag}
+def agreed(group: Any, wanted: list[bool]) -> list[bool]:
+    """Return which of the wishes all ranks have that gather this group together: a collective."""
+    flags = torch.tensor(wanted, dtype=torch.int32, device=group.device)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, shard_group(group))
+    return [bool(flag) for flag in flags.tolist()]
 
 
-def gathered_bytes(records: dict[str, Any], dtypes: dict[str, torch.dtype]) -> int:
-    """Return the bytes that one gather of a unit brings to a rank, where ``dtypes`` has those of its parameters."""
-    return sum(record._orig_size.numel() * dtypes[name].itemsize for name, record in records.items())
+def gathered_bytes(record: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that one gather of a parameter in ``dtype`` brings to a rank, its own part among them."""
+    return int(record._sharded_param_data.numel()) * _ranks(record) * dtype.itemsize
+
+
+# -- a number of each rank, in the collective that gathers a group -------------------------------------
+
+
+def add_question(group: Any) -> Any:
+    """Let each gather of a group bring a number of each rank, 0 at first; only while the group ``is_at_rest``.
+
+    It is one more record of the group, of a parameter that no model has.
+    """
+    with torch.inference_mode(False):
+        return _added_question(group)
+
+
+def _added_question(group: Any) -> Any:
+    like = next(iter(records_of(group).values()))
+    holder = Module()
+    ranks = torch.zeros(_ranks(like), device=group.device)
+    holder.register_parameter("question", Parameter(ranks, requires_grad=False))
+    place = type(like._module_info)(holder, "question")
+    policies = type(group.mp_policy)(), torch.distributed.fsdp.OffloadPolicy()
+    meshes = like.mesh_info, like.post_forward_mesh_info
+    record = type(like)(holder.question, place, *meshes, group.device, None, *policies)
+    record.init_dtype_attrs(policies[0])
+    gather_in(record, None)
+    record.free_unsharded_param = lambda: None  # what was gathered stays readable
+    record.alloc_all_gather_outputs()
+    answer(record)
+    group.fsdp_params.append(record)
+    return record
+
+
+def drop_question(group: Any, record: Any) -> None:
+    """Leave ``add_question`` undone; only while the group ``is_at_rest``."""
+    group.fsdp_params.remove(record)
+
+
+def ask(record: Any, number: bool) -> None:
+    """Set this rank's number, which the other ranks know after the next gather."""
+    record._sharded_param_data.fill_(float(number))
+
+
+def is_asked(record: Any) -> bool:
+    """Say whether a rank's number was not 0 in the last gather: all ranks are told the same."""
+    return bool(record.all_gather_outputs[0].any())
+
+
+def answer(record: Any) -> None:
+    """Forget what the last gather brought, and this rank's number; on all ranks."""
+    ask(record, False)
+    record.all_gather_outputs[0].zero_()

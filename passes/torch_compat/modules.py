@@ -17,6 +17,8 @@ from torch.nn.modules import module as modules
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 
+CHECKPOINTED = "_checkpoint_wrapped_module"  # the name of what ``checkpoint_wrapper`` was given, in it; 2.11 to 2.13
+
 
 def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
     """Return the value that ``module``, or its class, stores under ``name``; ``default`` if code computes it."""
@@ -51,6 +53,13 @@ def is_sharded(module: torch.nn.Module) -> bool:
 def is_fsdp(module: torch.nn.Module) -> bool:
     """Say whether FSDP, of either version, shards this very module; 2.11 to 2.13, without importing FSDP."""
     return any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in type(module).__mro__)
+
+
+def behind_checkpoint(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``checkpoint_wrapper`` was given, or ``module`` itself; 2.11 to 2.13."""
+    while type(module).__name__ == "CheckpointWrapper":
+        module = getattr(module, CHECKPOINTED)
+    return module
 
 
 def surrounding_ddp() -> torch.nn.Module | None:

@@ -14,6 +14,7 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, AmpGraphWarning
 from amp_graph.report import report_html
+from amp_graph.report.records import Collective
 from amp_graph.report.report_html import html_page, page_place
 from tests.layers import layers
 from tests.report.pages import Page, copies_of
@@ -155,6 +156,7 @@ def test_hostile_names_and_reasons_stay_text(told):
         breaks=((EVIL, EVIL),),
         escaped=EVIL,
         times={EVIL: 1.0},
+        collectives=(Collective(EVIL, EVIL, EVIL, 3, 1, EVIL),),
         memory={EVIL: 3},
         graphs=(replace(graph, nodes=nodes, break_reason=EVIL, dtype=EVIL),),
     )

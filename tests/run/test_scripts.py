@@ -254,6 +254,52 @@ def test_torchrun_with_two_ranks(tmp_path):
     assert "Sequential in DistributedDataParallel (4,420 parameters)" in errors
 
 
+SHARDED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+for part in (model[0], model):
+    fully_shard(part)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+gathered, gather = [], dist.all_gather_single
+
+
+def noted(*args, **options):
+    given = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
+    gathered.append(given[-1].nbytes)
+    return gather(*args, **options)
+
+
+dist.all_gather_single = noted
+torch.manual_seed(dist.get_rank())
+for _ in range(5):
+    gathered.clear()
+    loss = model(torch.randn(32, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+total = sum(p.full_tensor().double().sum().item() for p in model.parameters())
+print(f"rank {dist.get_rank()} {total!r} {gathered}\\n", end="", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_of_a_script_that_shards_its_model(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29644")
+    status, out, errors = python(tmp_path, *launch, "-m", "amp_graph", "run", "--policy", "bf16", "sharded.py")
+    assert status == 0, errors
+    first, second = sorted(line.split(" ", 3)[2:] for line in out.splitlines() if line.startswith("rank"))
+    assert first == second
+    assert first[1] == f"[{65 * 4 * 2}, {64 * 65 + 4}, {64 * 65 + 4}]"  # half of it in bf16, and a number
+    assert errors.count("amp-graph run: converted 1 model") == 1
+
+
 @pytest.mark.slow
 def test_start_up_imports_neither_dynamo_nor_passes(tmp_path):
     (tmp_path / "modules.py").write_text("import sys\nprint('torch._dynamo' in sys.modules, len(sys.modules))\n")

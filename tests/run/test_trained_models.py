@@ -183,15 +183,12 @@ def test_a_checkpoint_inside_of_a_model_is_part_of_it(watch):
 
 
 def test_a_model_that_fsdp_shards_is_left(watch):
-    class FSDPModule:
-        """The name that torch gives the class of what ``fully_shard`` returns."""
+    class FullyShardedDataParallel(Net):
+        """The name of torch's first such class; test_scripts has models of ``fully_shard``."""
 
-    class Sharded(FSDPModule, Net):
-        pass
-
-    models, model = watch(), Sharded()
+    models, model = watch(), FullyShardedDataParallel()
     step(model(torch.randn(4, 8)))
-    assert "sharded by FSDP" in state_of(models, model)[1]
+    assert "wrapped by FullyShardedDataParallel" in state_of(models, model)[1]
 
 
 def test_what_convert_refuses_is_left_with_its_reason(watch):

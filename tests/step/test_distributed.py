@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
@@ -176,48 +177,89 @@ def _Uneven(self, x):
     return x + self.b(nn.functional.gelu(self.a(self.norm(x)))) * self.scale
 
 
-def _gathers(rank, size, path, kind, micro_batches=1):
-    """Train five steps of a model with two units; keep losses, weights, collectives of each step, and what is told."""
+def _sharded(kind, mesh):
+    """A model with two units and a head; how ``kind`` converts it, and has its units called."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from amp_graph.capture import low_gathers
-
-    mesh = torch.distributed.init_device_mesh("cpu", (size,))
     torch.manual_seed(0)
     model = nn.Sequential(_Uneven(), _Uneven(), nn.Linear(33, 3))
-    own = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if kind == "theirs" else MixedPrecisionPolicy()
-    for part in model[:2]:
-        if kind == "differing":
-            amp_graph.convert(part, "bf16,keep_fp32=a" if rank else "bf16")
-        elif kind != "fp32":
+    own = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "theirs" in kind else MixedPrecisionPolicy()
+    converted = model if "whole" in kind else model[:2] if "fp32" not in kind else ()
+    if "checkpoints" in kind:
+        model = nn.Sequential(*map(checkpoint_wrapper, model[:2]), model[2])
+        converted = model
+    for part in model[:2] if converted is not model else ():
+        if "differing" in kind:
+            amp_graph.convert(part, "bf16,keep_fp32=a" if mesh.get_rank() else "bf16")
+        elif "fp32" not in kind:
             amp_graph.convert(part, "bf16")
-        if kind == "unseen":
+        if "unseen" in kind:
             conversion_of(part)._was_called = True
-        fully_shard(part, mesh=mesh, mp_policy=own)
-    fully_shard(model, mesh=mesh, mp_policy=own)
+    for part in (*model[:2], model):
+        fully_shard(part, mesh=mesh, mp_policy=own, reshard_after_forward=False if "staying" in kind else None)
+    if converted is model and "fp32" not in kind:
+        amp_graph.convert(model, "bf16")
+    if "prefetched" in kind:
+        model.set_modules_to_forward_prefetch([model[0]])
+        model[0].set_modules_to_forward_prefetch([model[1]])
+        model[1].set_modules_to_backward_prefetch([model[0]])
+    return model
+
+
+@contextlib.contextmanager
+def _broken(kind):
+    """Leave out what ``kind`` names as lost: a control."""
+    from amp_graph.capture import low_gathers
+
+    lost = {
+        "gradients are lost": ("gather_in", _without_gradient(low_gathers.gather_in)),
+        "graphs are lost": ("is_at_rest", lambda group, in_graphs: True),
+        "questions are lost": ("ask", lambda record, number: None),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, broken in (item for key, item in lost.items() if key in kind):
+            stack.enter_context(mock.patch.object(low_gathers, name, broken))
+        yield
+
+
+def _without_gradient(gather_in):
+    def call(record, dtype):
+        if (before := getattr(record, "_unsharded_param", None)) is not None:
+            before.grad = None
+        gather_in(record, dtype)
+
+    return call
+
+
+def _gathers(rank, size, path, kind, micro_batches=1):
+    """Train five steps of a model with two units; keep losses, weights, collectives of each step, and the report."""
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    model = _sharded(kind, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     losses, steps = [], []
-    with (
-        mock.patch.object(low_gathers, "is_at_rest", return_value=True) if kind == "lost" else contextlib.nullcontext()
-    ):
+    with _broken(kind):
         for step in range(5):
-            if step == 4 and kind == "reverted":
+            if step == 4 and "reverted" in kind:
                 for part in model[:2]:
                     amp_graph.revert(part)
             with _collectives() as found:
                 for i in range(micro_batches):
                     model.set_requires_gradient_sync(i == micro_batches - 1)
-                    loss = nn.functional.cross_entropy(model(torch.randn(16, 33)), torch.randint(0, 3, (16,)))
+                    calls = 2 if "twice" in kind else 1
+                    outputs = [model(torch.randn(16, 33)) for _ in range(calls)]
+                    loss = sum(nn.functional.cross_entropy(y, torch.randint(0, 3, (16,))) for y in outputs)
                     (loss / micro_batches).backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             steps.append(list(found))
     weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
-    report = amp_graph.report(model[0]) if kind not in ("fp32", "reverted") else None
-    told = (list(report.notes), len(report.graphs)) if report else ([], 0)
-    torch.save((losses, weights, steps, *told), f"{path}/{rank}")
+    whole = conversion_of(model) is not None
+    told = [amp_graph.report(part).to_dict() for part in ([model] if whole else model[:2]) if conversion_of(part)]
+    told = [(one["collectives"], [graph["training"] for graph in one["graphs"]]) for one in told]
+    torch.save((losses, weights, steps, told), f"{path}/{rank}")
 
 
 def gathered(step):
@@ -231,22 +273,41 @@ def trained(ranks, tmp_path_factory):
 
 
 def test_what_graphs_read_low_is_gathered_low_in_as_many_gathers(trained):
-    _, weights, steps, notes, graphs = trained("ours")[0]
-    _, expected, plain, *_ = trained("fp32")[0]
+    _, weights, steps, told = trained("ours")[0]
+    _, expected, plain, _ = trained("fp32")[0]
     assert gathered(steps[0]) == gathered(plain[0])  # the first call tells what graphs read
     for ours, theirs in zip(steps[1:], plain[1:], strict=True):
         assert gathered(ours) <= 0.52 * gathered(theirs)
         assert len(ours) == len(theirs)
         assert {dtype for kind, dtype, _ in ours if kind == "red"} == {torch.float32}
-    assert graphs == 1
-    (note,) = [one for one in notes if "fully_shard" in one]
-    assert "gathers 4 of 7 parameters in bf16" in note
-    assert "in fp32, as a graph reads them so: norm.weight, norm.bias, scale" in note
     assert (weights - expected).norm() <= 1.5 * (trained("theirs")[0][1] - expected).norm()
+    (gather, reduce), graphs = told[0]
+    assert len(graphs) == 1
+    assert (gather["unit"], gather["direction"], gather["dtype"], gather["times"]) == ("0", "gather", "bf16 and f32", 2)
+    assert (reduce["direction"], reduce["dtype"], reduce["times"]) == ("reduce", "f32", 1)
+    assert "norm.weight, norm.bias, scale: a graph reads it in fp32" in gather["reason"]
+    sent = [size for kind, _, size in steps[-1] if kind == "all"]
+    assert sent.count(gather["bytes"] // 2 + 4) == 2 * gather["times"]  # of both units: a shard, and a number
+    assert max(size for kind, _, size in steps[-1] if kind == "red") == reduce["bytes"]
 
 
 def test_control_without_what_graphs_read_gathers_are_fp32(trained):
     assert list(map(gathered, trained("unseen")[0][2])) == list(map(gathered, trained("fp32")[0][2]))
+
+
+@pytest.mark.parametrize("how", ["whole", "checkpoints", "prefetched", "whole prefetched"])
+def test_units_in_wrappers_and_prefetched_ones_are_gathered_low(trained, how):
+    losses, weights, steps, told = trained(how)[0]
+    plain = how.replace("whole", "") + " fp32"
+    assert len(steps[-1]) == len(trained(plain)[0][2][-1])
+    assert gathered(steps[-1]) <= 0.52 * gathered(trained(plain)[0][2][-1])
+    expected = trained("fp32")[0][1]
+    assert (weights - expected).norm() <= 1.5 * (trained("theirs")[0][1] - expected).norm()
+    if "prefetched" != how:  # the head, which is between units, has a graph as well
+        assert len(told[0][1]) == 3
+        assert [one["unit"] for one in told[0][0]] == ["", "", "0", "0", "1", "1"]
+        assert "stays gathered" in told[0][0][0]["reason"]
+        assert losses == pytest.approx(trained("fp32")[0][0], rel=2e-2)
 
 
 def test_ranks_with_other_graphs_gather_low_what_all_read_low(trained):
@@ -254,7 +315,7 @@ def test_ranks_with_other_graphs_gather_low_what_all_read_low(trained):
     assert first[2] == second[2]
     whole, low = gathered(trained("fp32")[0][2][-1]), gathered(first[2][-1])
     assert 0.52 * whole < low < 0.8 * whole  # one of two products
-    assert "gathers 2 of 7 parameters" in str(first[3])
+    assert "a.weight, a.bias: the ranks do not agree on it" in first[3][0][0][0]["reason"]
 
 
 def test_a_reverted_part_is_gathered_in_fp32_again(trained):
@@ -262,19 +323,92 @@ def test_a_reverted_part_is_gathered_in_fp32_again(trained):
     assert gathered(steps[3]) < gathered(steps[4]) == gathered(trained("fp32")[0][2][4])
 
 
-def test_gradients_that_wait_for_their_reduction_are_not_lost(trained):
-    (_, exact, *_), (_, ours, steps, *_) = trained("fp32", 4)[0], trained("ours", 4)[0]
-    assert gathered(steps[1]) < 0.52 * gathered(trained("fp32", 4)[0][2][1])
+@pytest.mark.parametrize(
+    ("how", "micro_batches", "lost"), [("", 4, "gradients are lost"), ("twice", 1, "graphs are lost")]
+)
+def test_gradients_that_wait_or_are_to_come_are_not_lost(trained, how, micro_batches, lost):
+    (_, exact, plain, _), (_, ours, steps, _) = (
+        trained(f"{how} {kind}", micro_batches)[0] for kind in ("fp32", "ours")
+    )
+    assert gathered(steps[1]) < 0.52 * gathered(plain[1])
     unlike = (ours - exact).norm()
-    assert unlike <= 1.5 * (trained("theirs", 4)[0][1] - exact).norm()
-    assert (trained("lost", 4)[0][1] - exact).norm() > 4 * unlike  # the control
+    assert unlike <= 1.5 * (trained(f"{how} theirs", micro_batches)[0][1] - exact).norm()
+    assert (trained(f"{how} {lost}", micro_batches)[0][1] - exact).norm() > 4 * unlike  # the control
 
 
 def test_the_policy_that_fully_shard_was_given_wins(trained):
-    losses, _, steps, notes, _ = trained("theirs")[0]
-    assert "MixedPrecisionPolicy" in str(notes)
+    losses, _, steps, told = trained("theirs")[0]
+    assert "its MixedPrecisionPolicy asks for param_dtype" in told[0][0][0]["reason"]
     assert gathered(steps[0]) == gathered(steps[-1])
     assert losses == pytest.approx(trained("fp32")[0][0], rel=2e-2)
+
+
+@layers(lambda: dict(a=nn.Linear(33, 64), b=nn.Linear(64, 33), reads=False))
+def _Late(self, x):
+    y = x + self.b(torch.relu(self.a(x)))
+    return y, self.a.weight.double().exp().sum() if self.reads else y.sum()
+
+
+def _read_late(rank, size, path, kind, grad):
+    """Read a weight in fp32 from the sixth call on, on one rank; keep how far off what is read is, and the warnings."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    model = nn.Sequential(_Late())
+    amp_graph.convert(model[0], "bf16")
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    found = []
+    with _broken(kind), torch.set_grad_enabled(grad):
+        for i in range(9):
+            model[0].reads = i >= 5 and rank == 0
+            expected = model[0].a.weight.full_tensor().double().exp().sum()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                y, read = model(torch.randn(4, 33))
+            if grad:
+                (y.square().mean() + read * 1e-3).backward()
+            found.append((float(abs(read - expected) / expected), [str(one.message) for one in told]))
+    torch.save(found, f"{path}/{rank}")
+
+
+@pytest.mark.parametrize(("grad", "rounded"), [(True, {5}), (False, {5, 6})])
+def test_what_a_late_graph_reads_in_fp32_is_told_and_gathered_so_from_the_next_agreement_on(
+    ranks, tmp_path, grad, rounded
+):
+    first, second = ranks(_read_late, 2, tmp_path, "ours", grad)
+    assert {i for i, (off, _) in enumerate(first) if i >= 5 and off > 1e-9} == rounded
+    ((i, told),) = [(i, one) for i, (_, said) in enumerate(first) for one in said if "is read in fp32" in one]
+    assert i == 5
+    assert "0.a.weight is read in fp32 from this call on" in told
+    assert "off by up to 0.39%" in told
+    assert not [one for _, said in second for one in said if "is read in fp32" in one]
+    broken, _ = ranks(_read_late, 2, tmp_path, "questions are lost", grad)
+    assert min(off for off, _ in broken[5:]) > 1e-9  # the control
+
+
+def _see_from_outside(rank, size, path, how):
+    """Keep the dtypes in which code outside of a forward sees weights between it and its backward."""
+    from amp_graph.capture import low_gathers
+
+    model = _sharded(how, torch.distributed.init_device_mesh("cpu", (size,)))
+    seen = []
+    with mock.patch.object(low_gathers, "STAYS", "") if "control" in how else contextlib.nullcontext():
+        for _ in range(3):
+            loss = model(torch.randn(4, 33)).sum()
+            seen.append({p.dtype for p in model.parameters()})
+            loss.backward()
+    torch.save(seen, f"{path}/{rank}")
+
+
+@pytest.mark.parametrize("how", ["ours staying", "whole staying", "whole"])
+def test_code_outside_of_a_forward_sees_weights_in_fp32(ranks, tmp_path, how):
+    assert ranks(_see_from_outside, 2, tmp_path, how)[0] == [{torch.float32}] * 3
+
+
+def test_control_units_that_stay_gathered_would_be_seen_low(ranks, tmp_path):
+    assert torch.bfloat16 in ranks(_see_from_outside, 2, tmp_path, "ours staying control")[0][-1]
 
 
 @layers(lambda: dict(norm=nn.LayerNorm(6), net=nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6))))
@@ -305,7 +439,8 @@ def _train_whole_sharded(mesh, rank, order):
         optimizer.zero_grad()
         losses.append(loss.item())
     products = [dtypes[0] for name, dtypes in log.entries if name == "aten.addmm"]
-    return losses, products, len(amp_graph.report(model).graphs) if order != "never" else 0
+    told = amp_graph.report(model).graphs if order != "never" else ()
+    return losses, products, {node.module for graph in told for node in graph.nodes if node.ops == ("aten.linear",)}
 
 
 def _train_whole_sharded_in_each_order(rank, size, path):
@@ -316,15 +451,104 @@ def _train_whole_sharded_in_each_order(rank, size, path):
 
 def test_a_model_with_sharded_parts_is_converted_as_a_whole(ranks, tmp_path):
     for found in ranks(_train_whole_sharded_in_each_order, 2, tmp_path):
-        losses, products, _ = found["never"]
+        losses, products, modules = found["never"]
         assert set(products) == {torch.float32}
         for order in ("before", "after"):
-            ours, low, graphs = found[order]
+            ours, low, modules = found[order]
             assert low == [torch.bfloat16] * len(products)
-            assert graphs >= 1  # of the parts; what runs around them does so under autocast
+            assert modules == {"0.net.0", "0.net.2", "1.net.0", "1.net.2", "2"}  # graphs have all of them
             assert ours != losses
             assert ours == pytest.approx(losses, rel=2e-2)
         assert found["before"] == found["after"]
+
+
+# -- other meshes --------------------------------------------------------------------------------------
+
+
+def _stack(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(_Residual(), _Residual(), nn.Linear(6, 3))
+
+
+def _train_tensor_parallel(rank, size, path):
+    """Gradients of a model whose residual parts are split over ranks: in fp32, converted, and under autocast."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    found = {}
+    for kind in ("fp32", "before", "after", "autocast"):
+        model = _stack()
+        if kind == "before":
+            amp_graph.convert(model, "bf16")
+        for part in model[:2]:
+            parallelize_module(part, mesh, {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()})
+        if kind == "after":
+            amp_graph.convert(model, "bf16")
+        x, y = _batch(0, 0, 64)
+        with DtypeLog() as log, torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        grads = [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)().flatten() for p in model.parameters()]
+        dtypes = {name: dtypes[0] for name, dtypes in log.entries}
+        graphs = len(amp_graph.report(model).graphs) if kind in ("before", "after") else 0
+        found[kind] = torch.cat(grads), dtypes["aten.addmm"], dtypes["_c10d_functional.all_reduce"], graphs
+    torch.save(found, f"{path}/{rank}")
+
+
+def test_parts_that_are_split_over_ranks_compute_low_and_are_summed_in_fp32(ranks, tmp_path):
+    first, second = ranks(_train_tensor_parallel, 2, tmp_path)
+    exact, *dtypes = first["fp32"]
+    assert dtypes[:2] == [torch.float32] * 2
+    for order in ("before", "after"):
+        grads, product, total, graphs = first[order]
+        assert (product, total, graphs) == (torch.bfloat16, torch.float32, 1)
+        assert torch.equal(grads, second[order][0])
+        assert 0 < (grads - exact).norm() <= 1.2 * (first["autocast"][0] - exact).norm()
+
+
+def _train_pipeline(rank, size, path):
+    """Losses of two micro-batches over two stages, of which each is converted, and of the model in one process."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = _stack()
+    stage = nn.Sequential(model[0]) if rank == 0 else nn.Sequential(*model[1:])
+    amp_graph.convert(stage, "bf16")
+    schedule = ScheduleGPipe(PipelineStage(stage, rank, size, torch.device("cpu")), 2, nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        x, y = _batch(0, step, 8)
+        found = []
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=y, losses=found)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([loss.item() for loss in found])
+    torch.save((losses, len(amp_graph.report(stage).graphs)), f"{path}/{rank}")
+
+
+def _losses_of_one_process(policy):
+    model = amp_graph.convert(_stack(), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        x, y = _batch(0, step, 8)
+        losses = [nn.functional.cross_entropy(model(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    return torch.tensor(found)
+
+
+def test_stages_of_a_pipeline_are_converted_each(ranks, tmp_path):
+    (_, graphs), (losses, more) = ranks(_train_pipeline, 2, tmp_path)
+    assert graphs == more == 1
+    expected, exact = _losses_of_one_process("bf16"), _losses_of_one_process("O0")
+    unlike = (torch.tensor(losses) - expected).abs().max()
+    assert unlike < 0.1 * (expected - exact).abs().max()  # they run in bf16, as the whole does
 
 
 # -- the whole step -----------------------------------------------------------------------------------

@@ -310,6 +310,17 @@ def test_units_in_wrappers_and_prefetched_ones_are_gathered_low(trained, how):
         assert losses == pytest.approx(trained("fp32")[0][0], rel=2e-2)
 
 
+def test_the_report_counts_the_bytes_that_are_sent(trained):
+    """Of a gather a rank sends its half, and a number beside it; of a reduction all of what is reduced is given."""
+    _, _, steps, told = trained("whole")[0]
+    counted = {"gather": 0, "reduce": 0}
+    for one in told[0][0]:
+        counted[one["direction"]] += one["bytes"] * one["times"]
+    numbers = 4 * sum(one["times"] for one in told[0][0] if one["direction"] == "gather" and one["unit"])
+    assert gathered(steps[-1]) == counted["gather"] / 2 + numbers
+    assert sum(size for kind, _, size in steps[-1] if kind == "red") == counted["reduce"]
+
+
 def test_ranks_with_other_graphs_gather_low_what_all_read_low(trained):
     first, second = trained("differing")
     assert first[2] == second[2]

@@ -43,8 +43,9 @@ class JointGraph:
     loss, found_inf, and the values of ``gradients``: numbers of outputs. Outputs are added behind the others, so a
     number is valid for as long as the graph lives. seed: the node that is the gradient of the loss, where backward
     starts. parameters: the input that an update of each parameter writes. scale: the input that gradients are
-    multiplied by at present, or "". done: names of the passes that read or changed the gradients, in order. inputs:
-    those that passes added, in order; the caller supplies their tensors behind all others.
+    multiplied by at present, or "". norm: the node that is the norm of gradients where they are shards, or "".
+    done: names of the passes that read or changed the gradients, in order. inputs: those that passes added, in order;
+    the caller supplies their tensors behind all others.
     """
 
     loss: int
@@ -52,6 +53,7 @@ class JointGraph:
     seed: str
     parameters: Mapping[str, str] = field(default_factory=dict)
     scale: str = ""
+    norm: str = ""
     found_inf: int | None = None
     done: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.errors import CaptureError
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.sharding.shard_parameters import Unit
@@ -201,7 +202,7 @@ def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
 # -- what is refused, before anything changes -----------------------------------------------------------
 
 
-def refuse_other_sharding(model: torch.nn.Module, policy: Policy, compile: str, process_group: Any) -> None:
+def refuse_other_sharding(model: torch.nn.Module, policy: Policy, compile: Compile, process_group: Any) -> None:
     """Raise CaptureError if a step cannot honour how ``model`` is sharded, or what it is asked for beside that."""
     every = dict(model.named_modules())
     names = {id(p): name for name, p in model.named_parameters()}
@@ -234,7 +235,7 @@ def refuse_other_sharding(model: torch.nn.Module, policy: Policy, compile: str, 
 
 
 def _refuse_options(
-    model: torch.nn.Module, policy: Policy, compile: str, process_group: Any, units: Sequence[ShardedUnit]
+    model: torch.nn.Module, policy: Policy, compile: Compile, process_group: Any, units: Sequence[ShardedUnit]
 ) -> None:
     """Raise CaptureError for options of a step that a sharded model has no room for."""
     if policy.level in HELD_LOW or policy.widen:
@@ -248,7 +249,7 @@ def _refuse_options(
             "  legal: compile='eager'\n  fix:   leave compile out"
         )
     mesh: Any = next(one.parameters[0].device_mesh for one in units if one.parameters)  # type: ignore[attr-defined]
-    whole = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    whole: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     if mesh.ndim > 1 and mesh.size() != dist.get_world_size():
         _refuse("the model is sharded over a part of the ranks in two dimensions", "a mesh of all ranks")
     if process_group is not None and (process_group is False or process_group.group_name != whole.group_name):

@@ -227,7 +227,8 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
     every = default_group()
     if process_group is False or every is None:
         return None
-    mesh: Any = next((p.device_mesh for p in model.parameters() if hasattr(p, "to_local")), None)
+    sharded: Any = next((p for p in model.parameters() if hasattr(p, "to_local")), None)
+    mesh = None if sharded is None else sharded.device_mesh
     group: Any = process_group or (mesh.get_group() if mesh is not None and mesh.ndim == 1 else every)
     size = dist.get_world_size(group)
     return Ranks(group.group_name, size, dtype) if size > 1 or mesh is not None else None

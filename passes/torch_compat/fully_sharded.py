@@ -100,7 +100,7 @@ def units_of(model: Module) -> list[ShardedUnit]:
             continue
         outermost = id(module) not in inside
         inside.update(id(part) for part in module.modules())
-        keeps = outermost and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False)  # type: ignore[operator]
+        keeps = outermost and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False)
         for group in _groups(module):
             if id(group) not in known:
                 known.add(id(group))

@@ -454,11 +454,12 @@ def _beside(rank, size, path, kind):
         with torch.no_grad():
             losses.append(float(nn.functional.cross_entropy(model(x), y)))  # gathers, and keeps what it gathered
         if i == 2:
+            _state_of(model, optimizer)  # which reshards: else what was gathered would be frozen
             model[0].a.requires_grad_(False)
     state = _state_of(model, optimizer)
     assert set(model.state_dict()) == names
     if kind != "replicated":
-        assert len(_nodes(step, "all_gather_into_tensor")) == 2  # units that keep what they have gathered
+        assert len(_nodes(step, "all_gather_into_tensor")) == 2 * 2  # of two graphs, in each two units that keep it
         model(x).sum().backward()  # as FSDP runs it
     torch.save((losses, state), f"{path}/{rank}")
 

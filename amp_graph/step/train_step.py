@@ -81,8 +81,8 @@ class TrainStep:
     the same update. With several ranks all steps are traced, and what is not one graph is refused.
 
     Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
-    parameters themselves (O2, which converts ``model`` and updates fp32 masters). A model that ``fully_shard`` has sharded
-    is planned as a whole; its shards are cast when they are gathered, and its mesh's ranks average gradients.
+    parameters themselves (O2, which converts ``model`` and updates fp32 masters). A model that ``fully_shard`` has
+    sharded is planned as a whole; its shards are cast when they are gathered, and its mesh's ranks average gradients.
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
     eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,7 +18,7 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
 from tests.layers import layers
-from tests.step.test_distributed import _collectives, ranks  # noqa: F401
+from tests.step.test_distributed import _as_rank, _collectives, _port, ranks  # noqa: F401
 
 RATE, STEPS, SCALE = 1e-3, 10, 2.0**10
 FUNCTIONAL = "_c10d_functional::"
@@ -393,7 +394,7 @@ def test_a_rank_holds_half_of_parameters_masters_gradients_and_state(ranks, tmp_
 def _save_and_load(rank, size, path):
     """Train, save, and go on; then load into a step that was trained otherwise, over a new process group, and go on.
 
-    In one process: torch keeps what part a rank has of a tensor, and by the mesh alone.
+    In processes of its own, each one rank: DTensor's cache of shardings returns meshes of the rank that a process was.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -424,8 +425,16 @@ def _save_and_load(rank, size, path):
     torch.save(found, f"{path}/{rank}")
 
 
-def test_a_distributed_checkpoint_goes_on_bit_for_bit(ranks, tmp_path):  # noqa: F811
-    for before, after in ranks(_save_and_load, 2, tmp_path):
+def test_a_distributed_checkpoint_goes_on_bit_for_bit(tmp_path):
+    context = mp.get_context("spawn")
+    port = _port()
+    every = [context.Process(target=_as_rank, args=(_save_and_load, r, 2, port, str(tmp_path))) for r in range(2)]
+    for process in every:
+        process.start()
+    for process in every:
+        process.join(120)
+    assert [process.exitcode for process in every] == [0, 0]
+    for before, after in (torch.load(tmp_path / str(rank)) for rank in range(2)):
         assert before[0] == after[0]
         assert _equal(before[1], after[1])
         assert before[2] == after[2]

@@ -171,11 +171,15 @@ def test_marks_and_commands_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_script_for_many_processes_runs_in_two(tmp_path):
-    (block,) = [block for block in BLOCKS if block.page == "docs/training.md" and "init_process" in block.code]
-    (tmp_path / "train_ddp.py").write_text(block.code)
+@pytest.mark.parametrize(
+    ("wrapper", "printed"), [("DDP(", "amp_graph report: Sequential"), ("fully_shard(", "5 gathers a step")]
+)
+def test_the_scripts_for_many_processes_run_in_two(tmp_path, wrapper, printed):
+    page = [block for block in BLOCKS if block.page == "docs/training.md" and "init_process" in block.code]
+    (block,) = [block for block in page if wrapper in block.code]
+    (tmp_path / "train.py").write_text(block.code)
     found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train_ddp.py"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -183,4 +187,4 @@ def test_the_script_for_many_processes_runs_in_two(tmp_path):
         timeout=200,
     )
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("amp_graph report: Sequential") == 1
+    assert found.stdout.count(printed) == 1

@@ -24,6 +24,7 @@ ROOMS = (
     ("passes/precision",),
     ("passes/casts", "passes/emulation", "passes/loss_scaling"),
     ("passes/step",),
+    ("passes/sharding",),
     ("passes/layout",),
     ("passes/memory",),
     ("passes/weights",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils._pytree import tree_leaves
 
@@ -123,6 +123,8 @@ class StepRuns:
         inner = getattr(failed, "inner_exception", None)
         if isinstance(inner, AmpGraphError):
             raise inner from None
+        if self.builder.sharded.units:  # a rank that runs the model alone would wait for gathers of the others
+            self._refuse_several_graphs(failed)
         before = ModelState(self.model, list(batch))
         if not self.alone:
             self._refuse_with_ranks(failed, before, batch)
@@ -143,6 +145,9 @@ class StepRuns:
             self._uncaptured(*batch)
         finally:
             before.restore()
+        self._refuse_several_graphs(failed)
+
+    def _refuse_several_graphs(self, failed: Exception) -> NoReturn:
         raise CaptureError(
             f"TrainStep: {type(self.model).__name__} and its loss are not one graph, as they must be with several "
             f"ranks: {_cause_of(failed)}\n"

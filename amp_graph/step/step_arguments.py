@@ -214,7 +214,10 @@ class Ranks:
 
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
-    """Return the ranks to average over: ``process_group``, all ranks for None, none for False or one process."""
+    """Return the ranks to average over: ``process_group``, all ranks for None, none for False or one process.
+
+    Of a sharded model, None stands for its mesh, even for one of one rank.
+    """
     known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
     if process_group is not None and process_group is not False and not known:
         raise CaptureError(
@@ -224,17 +227,11 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
     every = default_group()
     if process_group is False or every is None:
         return None
-    group: Any = process_group or every
+    sharded: Any = next((p for p in model.parameters() if hasattr(p, "to_local")), None)
+    mesh = None if sharded is None else sharded.device_mesh
+    group: Any = process_group or (mesh.get_group() if mesh is not None and mesh.ndim == 1 else every)
     size = dist.get_world_size(group)
-    if size == 1:
-        return None
-    sharded = [name for name, p in model.named_parameters() if hasattr(p, "to_local")]
-    if sharded:
-        raise CaptureError(
-            f"TrainStep: {sharded[0]} is sharded over the ranks, and its gradients are reduced by its own wrapper\n"
-            "  fix:   amp_graph.convert(model) with amp_graph.GradScaler for FSDP, or a model that is not sharded"
-        )
-    return Ranks(group.group_name, size, dtype)
+    return Ranks(group.group_name, size, dtype) if size > 1 or mesh is not None else None
 
 
 class Failures:
@@ -272,9 +269,9 @@ def default_group() -> Any:
 
 
 def make_equal(model: torch.nn.Module, process_group: Any) -> None:
-    """Broadcast parameters and buffers from the group's first rank, as DDP does."""
+    """Broadcast parameters and buffers from the group's first rank, as DDP does, but for sharded ones."""
     group: Any = process_group or default_group()
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in [p for p in (*model.parameters(), *model.buffers()) if not hasattr(p, "to_local")]:
             dist.broadcast(tensor.detach(), first, group=group)

@@ -151,7 +151,8 @@ class CapturedSteps:
 
     def _parameters(self) -> list[Tensor]:
         """Return the optimizer's parameters, in the order in which norms are summed."""
-        return [p for group in self._watched.optimizer.param_groups for p in group["params"]]
+        every = (p for group in self._watched.optimizer.param_groups for p in group["params"])
+        return [self._builder.sharded.stand_in(p) for p in every]
 
     def _update(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int] = frozenset()

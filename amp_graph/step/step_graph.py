@@ -33,6 +33,7 @@ from amp_graph.passes.memory.saved_tensors import most_bytes
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, depends_on_data, dispatch_for_data, make_fx
 from amp_graph.passes.weights.cast_weights import Hoisted, hoist_weight_casts
 from amp_graph.rewrite import Rewritten
+from amp_graph.step.sharded_model import ShardedModel
 from amp_graph.step.step_arguments import refuse_what_is_no_loss
 from amp_graph.step.step_parts import StepParts
 from amp_graph.step.step_state import Copy
@@ -51,6 +52,7 @@ class StepGraph:
     state: list[Tensor]
     trained: list[int]  # the captured graph's inputs that have gradients here
     run: Callable[..., Any] = field(repr=False)
+    sharded: ShardedModel = field(repr=False)
     outputs: int  # how many the captured graph has; gradients, found_inf and skips follow if "after" needs them
     updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()  # over the whole step, and of those that append its parts what failed
@@ -63,7 +65,7 @@ class StepGraph:
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
         with torch.no_grad():
-            found = self.run(*args, *self.state)
+            found = self.run(*self.sharded.given(args), *self.state)
             if self.after is None:
                 return found
             self._step_outside(self.after, self.parameters(args), found[self.outputs :])
@@ -95,11 +97,22 @@ def trace_step(
     done = run_passes(gm, [*passes, *appended])
     state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
     most = most_bytes(gm)
-    run = lower(gm, [*parts.args, *state])
+    run = lower(gm, [*parts.of.sharded.given(parts.args), *state])
     parts.args = ()  # do not keep the first batch alive
     absent = [n for n, i in enumerate(parts.trained) if i in parts.absent]
     told = (*done[: len(passes)], *(timed for timed in done[len(passes) :] if timed.failure))
-    return StepGraph(gm, state, parts.trained, run, count, parts.updates, told, most_bytes=most, absent=absent)
+    return StepGraph(
+        gm,
+        state,
+        parts.trained,
+        run,
+        parts.of.sharded,
+        count,
+        parts.updates,
+        told,
+        most_bytes=most,
+        absent=absent,
+    )
 
 
 def trace_joint(parts: StepParts) -> GraphModule:
@@ -188,6 +201,7 @@ class CapturedStep:
     rewritten: Rewritten
     loss: int  # index of the loss among the graph's outputs
     names: list[str]  # of the inputs
+    hoists: bool = True  # whether casts of weights become inputs
     hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
@@ -235,7 +249,7 @@ class CapturedStep:
         """Return the indices of inputs that are weights; turn their casts into inputs."""
         parameters = {i for i, a in enumerate(args) if isinstance(a, torch.nn.Parameter)}
         self.numbers = tuple(i for i, a in enumerate(args) if i in parameters or id(a) in owned)
-        self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters)
+        self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters) if self.hoists else []
         outline_checkpoints(self.rewritten.gm, traced=True)
         return self.numbers
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from amp_graph.optim.master_weights import follow, master_of, updated_master, were_written_back
 from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of
+from amp_graph.step.sharded_model import ShardedModel
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Copy:
 class StepState:
     """The tensors of one ``TrainStep``, created at first use; they never move."""
 
+    sharded: ShardedModel  # knows what stands for which shard
     copies: dict[tuple[int, torch.dtype], Copy] = field(default_factory=dict)
     held: dict[int, Tensor] = field(default_factory=dict)  # parameters held in low precision, with masters
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class StepState:
 
     def sum_of(self, parameter: Tensor) -> Tensor:
         """Return the gradient sum of ``parameter`` over micro-batches, in fp32 for a low-precision parameter."""
-        key, target = id(parameter), self.target_of(parameter)
+        key, target = id(parameter), self.sharded.local(self.target_of(parameter))
         if key not in self.sums or not _fits(self.sums[key], target):
             self.sums[key] = torch.zeros_like(target, requires_grad=False)
         return self.sums[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from amp_graph.passes.loss_scaling.scale_loss import COUNTS, SCALE
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Phase, Row, Stage, approximate
 from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.sharding.scatter_gradients import AgreeOnShards, ScatterGradients
+from amp_graph.passes.sharding.shard_parameters import Shard, ShardParameters
 from amp_graph.passes.step.lay_out_gradients import (
     AddGradients,
     LayOutGradients,
@@ -55,6 +58,7 @@ SCALED_OR_SPLIT = Condition(
 )
 SPLIT = _of_step("micro-batches", "only with micro_batches")
 RANKS = _of_step("ranks", "only with several ranks")
+SHARDED = _of_step("sharded parameters", "only with parameters that fully_shard has sharded")
 CLIPPED = _of_step("clip", "only with clip_norm or clip_value")
 MASTERS = _of_step("update targets", "only with fp32 masters (O2)")
 
@@ -63,14 +67,18 @@ def _row(cls: type[Pass], stage: Stage, grade: str, *needs: Condition) -> Row:
     return Row(cls, stage, grade, (Phase.JOINT,), ("cpu", "cuda"), needs, skippable=False)
 
 
+NETWORK = approximate("the order of the sum is the network's")
 SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP
 STEP_TABLE = (
     _row(ScaleLoss, SCALING, BIT_EXACT, SCALED_OR_SPLIT),
     _row(AddUpdateTargets, STEP, BIT_EXACT, MASTERS),
+    _row(ShardParameters, STEP, BIT_EXACT, SHARDED),
+    _row(ScatterGradients, STEP, NETWORK, SHARDED),
     _row(LayOutGradients, STEP, BIT_EXACT),
     _row(AddGradients, STEP, BIT_EXACT, SPLIT),
-    _row(AverageOverRanks, SCALING, approximate("the order of the sum is the network's"), RANKS),
+    _row(AverageOverRanks, SCALING, NETWORK, RANKS),
     _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED),
+    _row(AgreeOnShards, STEP, NETWORK, SHARDED),
     _row(ClipGradients, SCALING, BIT_EXACT, CLIPPED),
     _row(UpdateParameters, STEP, BIT_EXACT),
     _row(UpdateLossScale, SCALING, BIT_EXACT, SCALED),
@@ -91,6 +99,7 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
     found = [
         *([ScaleLoss(parts.of.micro_batches, scaled)] if scaled or (splits and parts.forward) else []),
         *([AddUpdateTargets(masters)] if masters else []),
+        *work.sharding(),
         parts.layout(),
         *([AddGradients(sums)] if sums else []),
         *(work.update() if parts.last and parts.trained else []),
@@ -115,8 +124,23 @@ class _Appended:
 
     def __post_init__(self) -> None:
         self.names = names_of_trained(self.parts)
+        own = {i: self._shard(self.parts.args[i]) for i in self.names}
+        self.shards = {self.names[i]: shard for i, shard in own.items() if shard is not None}
         if self.parts.of.loss_scale is not None:
             self.tensors.update(zip((SCALE, *COUNTS), self.parts.of.loss_scale.state, strict=True))
+
+    def sharding(self) -> list[Pass]:
+        """Return the passes that gather sharded parameters, and reduce the gradients that backward has of them."""
+        parts = self.parts
+        found = {self.inputs[i]: shard for i, a in enumerate(parts.args) if (shard := self._shard(a)) is not None}
+        units = parts.of.sharded.units
+        reduced = [ScatterGradients(units, self.shards)] if self.shards and parts.forward is not None else []
+        return [ShardParameters(units, found), *reduced] if found else []
+
+    def _shard(self, given: Any) -> Shard | None:
+        """Return the shard of an input, if it is sharded."""
+        unit = self.parts.of.sharded.unit_of(given)
+        return None if unit is None else Shard(unit, self.parts.of.sharded.local(given))
 
     def masters(self) -> dict[str, StateInput]:
         """Return the inputs of masters, by the names of their parameters."""
@@ -136,15 +160,17 @@ class _Appended:
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""
         of, ranks, scale = self.parts.of, self.parts.of.ranks, self.parts.of.loss_scale
-        absent = frozenset(self.names[i] for i in self.parts.absent)
-        averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype, absent)]
+        without, absent = frozenset(self.shards), frozenset(self.names[i] for i in self.parts.absent)
+        averaged = [] if ranks is None else [AverageOverRanks(ranks.group, ranks.size, ranks.dtype, without, absent)]
         moved = [UpdateLossScale(*scale.options())] if scale is not None else []
         copies = {} if self.parts.outside else self._copies()
         clips = of.clip_norm, of.clip_value
         clipped = any(limit is not None for limit in clips)
+        agrees = scale is not None or of.clip_norm is not None
         return [
             *averaged,
             *([CheckFiniteAndUnscale()] if scale is not None else []),
+            *([AgreeOnShards(of.sharded.units[0], without)] if without and agrees else []),
             *([ClipGradients(*clips, self._norm())] if clipped else []),
             UpdateParameters(self._groups()),
             *moved,
@@ -159,12 +185,12 @@ class _Appended:
     def _groups(self) -> tuple[GroupInputs, ...]:
         """Return the inputs of each parameter group."""
         parts, found = self.parts, []
-        numbers = {id(parts.args[i]): i for i in parts.trained}
+        numbers = {id(parts.of.sharded.parameter(parts.args[i])): i for i in parts.trained}
         for n, (update, rate) in enumerate(zip(parts.updates, parts.learning_rates, strict=True)):
             own = [numbers[id(p)] for p in update.params]
             states = [
                 [
-                    self._input(f"state_{n}_{k}_{kind}", t, f"{kind} of {parts.names[i]}")
+                    self._input(f"state_{n}_{k}_{kind}", parts.of.sharded.local(t), f"{kind} of {parts.names[i]}")
                     for k, (i, t) in enumerate(zip(own, tensors, strict=True))
                 ]
                 for kind, tensors in zip(update.state_names(), update.states, strict=True)

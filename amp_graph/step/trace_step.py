@@ -35,6 +35,7 @@ from amp_graph.policy import Policy
 from amp_graph.rewrite import rewrite_in_place
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.cuda_graph import Replayed
+from amp_graph.step.sharded_model import ShardedModel
 from amp_graph.step.step_arguments import Ranks, refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import CapturedStep, StepGraph, names_of, take_loss_mark, trace_step
 from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
@@ -58,6 +59,7 @@ class StepBuilder:
     cuda_graph: bool
     state: StepState
     watched: WatchedOptimizer
+    sharded: ShardedModel
 
     def take(self, gm: GraphModule) -> CapturedStep:
         """Rewrite a captured forward with its loss under the policy."""
@@ -71,7 +73,8 @@ class StepBuilder:
         rewritten = rewrite_in_place(gm, policy, own, last, eager=eager, inductor=inductor, in_step=True)
         if not eager:
             run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
-        return CapturedStep(rewritten, take_loss_mark(gm), names_of(gm))
+        # Shards are cast in the graph, before they are gathered: no version counter shows all writes to a DTensor.
+        return CapturedStep(rewritten, take_loss_mark(gm), names_of(gm), hoists=not self.sharded.units)
 
     def build(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
         """Trace the whole step for these inputs: with the update, or with micro-batches up to the gradient sums."""
@@ -108,6 +111,7 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
+        self.sharded.agree(step.gm, updates)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.copies = list(copies.values())
@@ -116,8 +120,11 @@ class StepBuilder:
         return step
 
     def averaged(self) -> list[Tensor]:
-        """Return the parameters whose gradients ranks average, in their order: all that the optimizer trains."""
-        groups = self.optimizer.param_groups if self.ranks is not None else []
+        """Return the parameters whose gradients ranks average, in their order: all that the optimizer trains.
+
+        None of a sharded model: its ranks agree on the collectives of each graph.
+        """
+        groups = self.optimizer.param_groups if self.ranks is not None and not self.sharded.units else []
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def _is_any_absent(self, trained: Sequence[Tensor]) -> bool:
@@ -139,6 +146,7 @@ class StepBuilder:
         all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
             step = trace_step(replace(parts, args=args, names=all_names, absent=absent), plain._lower)
+        self.sharded.agree(step.gm)
         self._set_update(step, "eager")
         return step
 
@@ -152,7 +160,8 @@ class StepBuilder:
     def _trained(self, args: Sequence[Any], without: Collection[int]) -> list[int]:
         """Return the numbers of inputs that the optimizer trains, in its order, in which norms are summed."""
         refuse_gradients_beyond(args)
-        place = {id(p): n for n, p in enumerate(p for g in self.optimizer.param_groups for p in g["params"])}
+        own_parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        place = {id(self.sharded.stand_in(p)): n for n, p in enumerate(own_parameters)}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
         if strangers and not own:
@@ -170,7 +179,8 @@ class StepBuilder:
         refuse_several_devices(parameters)
         refuse_own_state("TrainStep", self.optimizer)
         outside = bool(self.watched.why_outside)
-        groups = group_updates(self.optimizer, parameters) if updates and not outside else []
+        known = [self.sharded.parameter(p) for p in parameters]
+        groups = group_updates(self.optimizer, known) if updates and not outside else []
         device = parameters[0].device if parameters else torch.device("cpu")
         if self.loss_scale is not None:
             self.loss_scale.to(device)
@@ -209,4 +219,7 @@ class StepBuilder:
         """Call an optimizer outside of the graph, unless a gradient was infinite."""
         if found_inf is not None and found_inf.item():
             return
-        step_with_gradients(self.optimizer, parameters, grads)
+        known = [self.sharded.parameter(p) for p in parameters]
+        whole = [self.sharded.whole(grad, p) for p, grad in zip(parameters, grads, strict=True)]
+        with self.sharded.resharded():
+            step_with_gradients(self.optimizer, known, whole)

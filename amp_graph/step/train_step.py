@@ -33,6 +33,7 @@ from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
+from amp_graph.step.sharded_model import ShardedModel, refuse_other_sharding
 from amp_graph.step.step_arguments import (
     Failures,
     Ranks,
@@ -81,7 +82,8 @@ class TrainStep:
     the same update. With several ranks all steps are traced, and what is not one graph is refused.
 
     Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
-    parameters themselves (O2, which converts ``model`` and updates fp32 masters).
+    parameters themselves (O2, which converts ``model`` and updates fp32 masters). A model that ``fully_shard`` has
+    sharded is planned as a whole; its shards are cast when they are gathered, and its mesh's ranks average gradients.
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
     eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.
@@ -130,11 +132,13 @@ class TrainStep:
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.cuda_graph = clip_norm, clip_value, cuda_graph
         self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
+        refuse_other_sharding(model, self.policy, compile, process_group)
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
         self._failures = None if ranks is None else Failures(process_group or default_group())
         if ranks is not None:
             make_equal(model, process_group)
+        self._sharded = ShardedModel(model, reduce_dtype)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Optimizer = optimizer
         lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
@@ -157,7 +161,7 @@ class TrainStep:
         widen_states(optimizer)
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
-        self._state = StepState()
+        self._state = StepState(self._sharded)
         self._watches: tuple[Any, ...] = ()
         self._watched = WatchedOptimizer(optimizer, self.forget)
         builder = StepBuilder(
@@ -174,6 +178,7 @@ class TrainStep:
             cuda_graph=self.cuda_graph,
             state=self._state,
             watched=self._watched,
+            sharded=self._sharded,
         )
         self._steps = CapturedSteps(builder, floor)
         self._runs = StepRuns(builder, self.loss_fn, self.outputs, self._steps, self.max_graphs)
@@ -203,7 +208,8 @@ class TrainStep:
         if scale is not None:
             scale.note()
         try:
-            result = self._whole(batch)
+            with self._sharded.unsharded():
+                result = self._whole(batch)
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read it
         except BaseException as error:
             if scale is not None:

@@ -25,6 +25,7 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     change_joint,
     gradient_nodes,
     joint_of,
+    node_named,
     record_done,
     refuse_behind,
     set_gradients,
@@ -90,8 +91,9 @@ def _buckets(grads: Sequence[Tensor]) -> list[list[int]]:
 class AverageOverRanks(JointPass):
     """Averages the gradients of a joint graph over the ``size`` ranks of the process group named ``group``.
 
-    dtype: what travels; None for the gradients' own. absent: the names of gradients that are zeros, as the loss of this
-    rank does not depend on their parameters; ``JointGraph.skips`` then says whether that of any rank does.
+    dtype: what travels; None for the gradients' own. without: the parameters whose gradients were reduced before.
+    absent: the names of gradients that are zeros, as the loss of this rank does not depend on their parameters;
+    ``JointGraph.skips`` then says whether that of any rank does.
 
     Law: each gradient is the mean of the ranks'. Exactness: approximate, the sum's order is the network's. An infinite
     gradient of one rank is infinite on all: run it before ``CheckFiniteAndUnscale``, and all ranks agree.
@@ -100,6 +102,7 @@ class AverageOverRanks(JointPass):
     group: str
     size: int
     dtype: torch.dtype | None = None
+    without: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
 
     name: ClassVar[str] = "average-over-ranks"
@@ -108,12 +111,16 @@ class AverageOverRanks(JointPass):
         """Append the all-reduces, then move each up to where its last gradient is made."""
         # A rank that has looked for infinite gradients must know of those of all others.
         refuse_behind(gm, self.name, "check-finite-and-unscale", "clip-gradients", *UPDATES)
-        if not joint_of(gm).gradients:
-            return PassResult(gm)
         grads = gradient_nodes(gm)
-        absent = {i: name for i, name in enumerate(joint_of(gm).gradients) if name in self.absent}
-        made, skips = append(gm, average, grads, self.group, self.size, self.dtype, tuple(absent))
-        set_gradients(gm, made)
+        names = list(joint_of(gm).gradients)
+        own = [i for i, name in enumerate(names) if name not in self.without]
+        if not own:
+            return PassResult(gm)
+        absent = {n: names[i] for n, i in enumerate(own) if names[i] in self.absent}
+        made, skips = append(gm, average, [grads[i] for i in own], self.group, self.size, self.dtype, tuple(absent))
+        for i, node in zip(own, made, strict=True):
+            grads[i] = node
+        set_gradients(gm, grads)
         change_joint(gm, skips={name: node.name for name, node in zip(absent.values(), skips, strict=True)})
         record_done(gm, self.name)
         start_early(gm)
@@ -144,12 +151,21 @@ def _only_moves(node: Node) -> bool:
     return name in {"new_ones", "add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
 
 
-def clip_(grads: Sequence[Tensor], norm: float | None, value: float | None, into: Tensor | None = None) -> None:
-    """Clip ``grads`` in place, by their norm first; None leaves one of both out. into: 0-d, gets the norm as it was."""
+def clip_(
+    grads: Sequence[Tensor],
+    norm: float | None,
+    value: float | None,
+    into: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    """Clip ``grads`` in place, by their norm first; None leaves one of both out. into: 0-d, gets the norm as it was.
+
+    total: their norm where other ranks have parts of them; None computes it.
+    """
     grads = list(grads)
     if norm is not None:
-        norms = foreach_norm(grads, 2.0)
-        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
+        if total is None:
+            total = torch.linalg.vector_norm(torch.stack(list(foreach_norm(grads, 2.0))), 2.0)
         foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
         if into is not None:
             into.copy_(total)
@@ -190,6 +206,7 @@ class ClipGradients(JointPass):
             return PassResult(gm)
         grads = own_gradients(gm)
         into = add_inputs(gm, [self.into])[0] if self.into is not None else None
-        append(gm, clip_, grads, self.norm, self.value, into)
+        total = node_named(gm, joint.norm) if joint.norm else None
+        append(gm, clip_, grads, self.norm, self.value, into, total)
         record_done(gm, self.name)
         return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))

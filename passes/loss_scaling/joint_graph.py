@@ -43,9 +43,10 @@ class JointGraph:
     loss, found_inf, and the values of ``gradients``: numbers of outputs. Outputs are added behind the others, so a
     number is valid for as long as the graph lives. seed: the node that is the gradient of the loss, where backward
     starts. parameters: the input that an update of each parameter writes. scale: the input that gradients are
-    multiplied by at present, or "". skips: by name of parameter, the node that is above 0 where no rank has its
-    gradient: it is not updated then. done: names of the passes that read or changed the gradients, in order. inputs:
-    those that passes added, in order; the caller supplies their tensors behind all others.
+    multiplied by at present, or "". norm: the node that is the norm of gradients where they are shards, or "".
+    skips: by name of parameter, the node that is above 0 where no rank has its gradient: it is not updated then.
+    done: names of the passes that read or changed the gradients, in order. inputs: those that passes added, in order;
+    the caller supplies their tensors behind all others.
     """
 
     loss: int
@@ -54,6 +55,7 @@ class JointGraph:
     parameters: Mapping[str, str] = field(default_factory=dict)
     scale: str = ""
     skips: Mapping[str, str] = field(default_factory=dict)
+    norm: str = ""
     found_inf: int | None = None
     done: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()

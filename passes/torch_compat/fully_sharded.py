@@ -9,7 +9,9 @@ A unit gathers one or more groups of parameters, each in one collective; a group
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -186,3 +188,73 @@ def answer(record: Any) -> None:
     """Forget what the last gather brought, and this rank's number; on all ranks."""
     ask(record, False)
     record.all_gather_outputs[0].zero_()
+
+
+# -- a whole model, captured as if it was not sharded -----------------------------------------------------
+
+
+class ShardedUnit(NamedTuple):
+    """One group of a unit: path of its module, sharded parameters, and what ``fully_shard`` was told of it."""
+
+    path: str
+    parameters: tuple[torch.Tensor, ...]
+    reshards: bool
+    policy: Any
+    offloads: bool
+    divides: float | None
+
+
+def units_of(model: Module) -> list[ShardedUnit]:
+    """Return the units of ``model``, a module that ``fully_shard`` was applied to as a list of one group included.
+
+    The outermost unit keeps what it has gathered, unless it was told otherwise: FSDP decides so at the first forward.
+    """
+    found, known, inside = [], set[int](), set[int]()
+    for path, module in model.named_modules():
+        if not is_sharded(module):
+            continue
+        outermost = id(module) not in inside
+        inside.update(id(part) for part in module.modules())
+        keeps = outermost and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False)
+        for group in groups_of(module):
+            if id(group) not in known:
+                known.add(id(group))
+                own = tuple(record.sharded_param for record in group.fsdp_params)
+                reshards, factor = group.post_forward_mesh_info is not None, group.gradient_divide_factor
+                offloads = any(record.offload_to_cpu for record in group.fsdp_params)
+                found.append(ShardedUnit(path, own, reshards and not keeps, group.mp_policy, offloads, factor))
+    return found
+
+
+def reshard(model: Module) -> None:
+    """Free what units of ``model`` have gathered: their modules have the sharded parameters again."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def without_hooks_of_fsdp(model: Module) -> Iterator[None]:
+    """Give the modules of ``model`` the classes that they had before ``fully_shard``, without its hooks and marks."""
+    marks, hooks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params"), ("_forward_pre_hooks", "_forward_hooks")
+    before: list[tuple[Module, type, dict[str, Any]]] = []
+    for module in model.modules():
+        attributes = module.__dict__
+        before.append((module, type(module), {key: attributes[key] for key in (*marks, *hooks) if key in attributes}))
+    try:
+        for module, kind, kept in before:
+            module.__dict__.update((key, False) for key in marks if key in kept)
+            if is_sharded(module):
+                names = [base.__name__ for base in kind.__mro__]
+                module.__class__ = kind.__mro__[names.index("FSDPModule") + 1]
+                for key in hooks:
+                    module.__dict__[key] = type(kept[key])(one for one in kept[key].items() if not _is_of_fsdp(one[1]))
+        yield
+    finally:
+        for module, kind, kept in before:
+            module.__class__ = kind
+            module.__dict__.update(kept)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")

@@ -108,7 +108,7 @@ return (%12, %22, %21, %23)""",
         )
         self.assertExpectedInline(
             str(joint_of(gm)),
-            """JointGraph(loss=0, gradients={'fc.weight': 1, 'fc.bias': 2}, seed='mul', parameters={'fc.weight': 'arg0_1', 'fc.bias': 'arg1_1'}, scale='', found_inf=3, done=('check-finite-and-unscale', 'clip-gradients'), inputs=('loss_scale', 'growth_tracker', 'hysteresis_left', 'skipped', 'stuck'))""",
+            """JointGraph(loss=0, gradients={'fc.weight': 1, 'fc.bias': 2}, seed='mul', parameters={'fc.weight': 'arg0_1', 'fc.bias': 'arg1_1'}, scale='', norm='', found_inf=3, done=('check-finite-and-unscale', 'clip-gradients'), inputs=('loss_scale', 'growth_tracker', 'hysteresis_left', 'skipped', 'stuck'))""",
         )
 
     def test_average_over_ranks(self):

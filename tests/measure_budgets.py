@@ -37,8 +37,11 @@ def of_corpus() -> Iterator[Row]:
     """Yield outputs and median gradients of the corpus."""
     for name in CASES:
         want = reference(name, 0)
+        try:
+            theirs = run(name, 0, context=lambda: torch.autocast("cpu", torch.bfloat16))
+        except RuntimeError:  # it fails on operands of two dtypes: there is no error to compare with
+            continue
         ours = run(name, 0, lambda model: amp_graph.convert(model, POLICY))
-        theirs = run(name, 0, context=lambda: torch.autocast("cpu", torch.bfloat16))
         yield f"{name}: output", output_error(ours, want), output_error(theirs, want)
         pair = [list(gradient_errors(one, want).values()) for one in (ours, theirs)]
         if all(pair):

@@ -345,23 +345,51 @@ def _plant(rank, size, path):
     scale = amp_graph.LossScale(2.0**10, growth_interval=1000)
     step = amp_graph.TrainStep(model, nn.functional.mse_loss, optimizer, "fp16", loss_scale=scale)
     same, scales = [], []
-    for i in range(41):
-        forward, backward = torch.zeros(10), torch.ones(10)
-        if i % 2 and rank == size - 1:
+    for i in range(43):
+        forward, backward, x = torch.zeros(10), torch.ones(10), torch.randn(4, 8)
+        if i == 41 and rank == size - 1:
+            x[0, 0] = torch.nan
+        elif i % 2 and rank == size - 1:
             (forward if i < 20 else backward)[i // 2 % 10] = float("inf") if i < 20 else 0.0
         before = [t.clone() for t in _shards_of(model, optimizer)]
-        step((torch.randn(4, 8), forward, backward), torch.randn(4, 8))
+        step((x, forward, backward), torch.randn(4, 8))
         now = _shards_of(model, optimizer)
         same.append(len(before) == len(now) and all(map(torch.equal, before, now)))
         scales.append(float(scale.scale))
     torch.save((same, scales, int(step.skipped_steps)), f"{path}/{rank}")
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all(ranks, tmp_path):  # noqa: F811
+def test_an_infinity_or_a_nan_on_one_rank_skips_the_step_on_all(ranks, tmp_path):  # noqa: F811
     first, second = ranks(_plant, 2, tmp_path)
     assert first == second
-    assert first[0] == [bool(i % 2) for i in range(41)]
-    assert first[2] == 20
+    assert first[0] == [bool(i % 2) for i in range(43)]
+    assert first[2] == 21
+
+
+SIZES = [(4, 4), (4, 6), (5, 3), (4, 0), (2, 8), (4, 4)]  # of the batches of both ranks, in each step
+
+
+def _other_sizes(rank, size, path):
+    """Train by a sharded step, and by FSDP; a rank may have no sample at all."""
+    kept = []
+    for kind in ("TrainStep", "fsdp"):
+        step, model, optimizer, batch = _step("resnet", kind, "O0", ())
+        model.eval()  # running statistics: those of a batch of nothing are NaN
+        generator = torch.Generator().manual_seed(rank)
+        for sizes in SIZES:
+            images, labels = batch(generator)
+            many = torch.cat([images] * 4)[: sizes[rank]], torch.cat([labels] * 4)[: sizes[rank]]
+            step(*many)
+        kept.append({name: t for name, t in _state_of(model, optimizer).items() if "step" not in name})
+    torch.save(kept, f"{path}/{rank}")
+
+
+def test_ranks_may_have_batches_of_other_sizes_or_none(ranks, tmp_path):  # noqa: F811
+    (ours, theirs), (others, _) = ranks(_other_sizes, 2, tmp_path)
+    assert all(torch.equal(ours[name], others[name]) for name in ours)
+    assert all(t.isfinite().all() for t in ours.values())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-5)
 
 
 # -- memory, and state ---------------------------------------------------------------------------------

@@ -120,8 +120,10 @@ def memory_of(model: torch.nn.Module, optimizer: Any = None, copies: Iterable[Te
     return {kind: size for kind, size in found.items() if size}
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of ``tensors``, of sharded ones this rank's."""
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in local)
 
 
 def _masters(params: Iterable[Tensor]) -> Iterator[Tensor]:

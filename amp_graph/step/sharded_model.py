@@ -22,7 +22,14 @@ from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.errors import CaptureError
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.sharding.shard_parameters import Unit
-from amp_graph.passes.torch_compat.fully_sharded import ShardedUnit, reshard, units_of, without_hooks_of_fsdp
+from amp_graph.passes.torch_compat.fully_sharded import (
+    ShardedUnit,
+    groups_of,
+    is_reduced,
+    reshard,
+    units_of,
+    without_hooks_of_fsdp,
+)
 from amp_graph.passes.torch_compat.modules import is_fsdp, is_sharded
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
@@ -40,6 +47,7 @@ class ShardedModel:
         self._sharded: dict[int, Any] = {}  # by id of its stand-in
         self._unit: dict[int, int] = {}  # the numbers of units, by id of the stand-in
         self._places: list[tuple[dict[str, Any], str, Any]] = []
+        self._groups: list[Any] = []
         self.units: list[Unit] = []
         self._agreed: dict[Any, int] = {}  # digests of collectives, by what they depend on
         if any(is_sharded(module) for module in model.modules()):
@@ -48,6 +56,7 @@ class ShardedModel:
     def _read(self) -> None:
         """Read the units, and where modules hold their parameters; known ones keep their stand-ins."""
         found = units_of(self.model)
+        self._groups = [group for module in self.model.modules() for group in groups_of(module)]
         self.units = [_unit(one, self._reduce_dtype) for one in found if one.parameters]
         owners = {id(p): n for n, one in enumerate(o for o in found if o.parameters) for p in one.parameters}
         held = [(m._parameters, name, p) for m in self.model.modules() for name, p in m._parameters.items()]
@@ -64,6 +73,11 @@ class ShardedModel:
         if not self.units:
             yield
             return
+        if not all(map(is_reduced, self._groups)):
+            raise CaptureError(
+                "TrainStep: set_requires_gradient_sync(False) asks a sharded model to keep gradients unreduced\n"
+                "  legal: reductions in each step\n  fix:   micro_batches=, which updates once for all of them"
+            )
         self._follow()
         with without_hooks_of_fsdp(self.model):
             try:
@@ -173,7 +187,7 @@ def _refuse_plan(what: str) -> NoReturn:
     raise CaptureError(
         f"TrainStep: {what}\n"
         "  legal: batches for which every rank reads the same parameters, and plans their weights in the same dtypes\n"
-        "  fix:   batches of one shape on all ranks, or 'skip_unprofitable=false' in the policy"
+        "  fix:   layers that all ranks run, batches of one shape, or 'skip_unprofitable=false' in the policy"
     )
 
 

@@ -111,13 +111,17 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
-        self.sharded.agree(step.gm, updates)
+        self.sharded.agree(step.gm, updates, self._count())
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.copies = list(copies.values())
         if updates:
             self._set_update(step, self.compile)
         return step
+
+    def _count(self) -> int:
+        """Return how many parameters the optimizer has: more of them behind ``add_param_group``, on all ranks."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def averaged(self) -> list[Tensor]:
         """Return the parameters whose gradients ranks average, in their order: all that the optimizer trains.
@@ -146,7 +150,7 @@ class StepBuilder:
         all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
             step = trace_step(replace(parts, args=args, names=all_names, absent=absent), plain._lower)
-        self.sharded.agree(step.gm)
+        self.sharded.agree(step.gm, self._count())
         self._set_update(step, "eager")
         return step
 

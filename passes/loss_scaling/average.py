@@ -136,9 +136,9 @@ def start_early(gm: GraphModule) -> None:
 
 
 def _raise(node: Node, place: dict[Node, int]) -> None:
-    """Move ``node`` up, after its inputs that feed nothing else."""
+    """Move ``node`` up, after its inputs that feed nothing else than buckets."""
     for source in node.all_input_nodes:
-        if len(source.users) == 1 and source.op == "call_function" and _only_moves(source):
+        if all(map(_only_moves, source.users)) and source.op == "call_function" and _only_moves(source):
             _raise(source, place)
     last = max(node.all_input_nodes, key=lambda n: place[n])
     last.append(node)
@@ -146,9 +146,10 @@ def _raise(node: Node, place: dict[Node, int]) -> None:
 
 
 def _only_moves(node: Node) -> bool:
-    """Say whether ``node`` is a part of filling a bucket: what copies, casts, divides or adds up gradients."""
+    """Say whether ``node`` is a part of filling a bucket, or its sum: what copies, casts, divides or adds gradients."""
     name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in {"new_ones", "add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
+    moves = {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
+    return name in moves or name in {"new_ones", "all_reduce"}
 
 
 def clip_(

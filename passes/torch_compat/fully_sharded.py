@@ -76,6 +76,11 @@ def shard_group(group: Any) -> Any:
     return group.mesh_info.shard_process_group
 
 
+def is_reduced(group: Any) -> bool:
+    """Say whether backward reduces gradients: not behind ``set_requires_gradient_sync(False)``."""
+    return bool(group.reduce_grads)
+
+
 def is_plain(group: Any) -> bool:
     """Say whether a group is sharded over one mesh alone, without tensors that bring gathers of their own."""
     own = any(hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather") for record in group.fsdp_params)
@@ -109,7 +114,7 @@ def gather_in(record: Any, dtype: torch.dtype | None) -> None:
     Its gradient is summed in its own dtype, in which FSDP reduces it, also what waits for its reduction by now.
     """
     before = record.__dict__.pop("_unsharded_param", None)
-    record.param_dtype = dtype
+    _set_dtype(record, dtype)
     with torch.inference_mode(False):  # FSDP would make an inference tensor of it there, which no training could use
         # In fsdp_param.all_gather_outputs is the memory of the other dtype.
         size = record._sharded_param_data.numel()
@@ -121,6 +126,16 @@ def gather_in(record: Any, dtype: torch.dtype | None) -> None:
         if before is not None and before.grad is not None:
             parameter.grad = before.grad
     record.free_unsharded_param()
+
+
+def _set_dtype(record: Any, dtype: torch.dtype | None) -> None:
+    """Set the dtype of a parameter's gathers, also behind ``unit.unshard()``, which sets those of the policy anew."""
+
+    def init_dtype_attrs(policy: Any) -> None:
+        type(record).init_dtype_attrs(record, policy)
+        record.param_dtype = dtype
+
+    record.init_dtype_attrs, record.param_dtype = init_dtype_attrs, dtype
 
 
 def _ranks(record: Any) -> int:

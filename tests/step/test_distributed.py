@@ -244,6 +244,9 @@ def _gathers(rank, size, path, kind, micro_batches=1):
             if step == 4 and "reverted" in kind:
                 for part in model[:2]:
                     amp_graph.revert(part)
+            if "by hand" in kind:
+                model[0].unshard()
+                model[0].reshard()
             with _collectives() as found:
                 for i in range(micro_batches):
                     model.set_requires_gradient_sync(i == micro_batches - 1)
@@ -295,8 +298,9 @@ def test_control_without_what_graphs_read_gathers_are_fp32(trained):
     assert list(map(gathered, trained("unseen")[0][2])) == list(map(gathered, trained("fp32")[0][2]))
 
 
-@pytest.mark.parametrize("how", ["whole", "checkpoints", "prefetched", "whole prefetched"])
+@pytest.mark.parametrize("how", ["whole", "checkpoints", "prefetched", "whole prefetched", "whole by hand"])
 def test_units_in_wrappers_and_prefetched_ones_are_gathered_low(trained, how):
+    """And those whose ``unshard()`` is called, which sets the dtypes of gathers anew."""
     losses, weights, steps, told = trained(how)[0]
     plain = how.replace("whole", "") + " fp32"
     assert len(steps[-1]) == len(trained(plain)[0][2][-1])

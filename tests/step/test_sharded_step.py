@@ -571,10 +571,25 @@ def _refused(rank, size, path):
         assert _equal(before, _state_of(model, optimizer))
         assert hooks == [len(m._forward_pre_hooks) for m in model.modules()]
         found[kind] = str(error.value)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, mesh=mesh)
+    step = amp_graph.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model[1].parameters(), 0.1), "bf16")
+    batch, before = (torch.randn(4, 4), torch.randn(4, 4)), model[0].weight.to_local().clone()
+    step(*batch)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(AmpGraphError) as error:
+        step(*batch)
+    found["unreduced"] = str(error.value)
+    model.set_requires_gradient_sync(True)
+    assert torch.equal(before, model[0].weight.to_local())
+    step.optimizer.add_param_group({"params": [*model[0].parameters()]})
+    step(*batch)
+    assert not torch.equal(before, model[0].weight.to_local()), "what the optimizer got later is trained"
     torch.save(found, f"{path}/{rank}")
 
 
 REFUSED = {
+    "unreduced": ("set_requires_gradient_sync(False)", "micro_batches="),
     "tensor parallel": ("0.weight is a DTensor that no unit", "amp_graph.convert"),
     "columns": ("has the placements", "amp_graph.convert"),
     "policy": ("1: its MixedPrecisionPolicy", "without mp_policy"),

@@ -38,16 +38,33 @@ def test_averages_of_ranks_are_gradients_in_their_own_shapes(dtype, monkeypatch)
     """Four ranks with the same gradients: the sum of quarters, of which each has the layout of its gradient."""
     sent = []
 
-    def started(grads, group, size, wire):
-        sent.append(torch.cat([g.reshape(-1) for g in grads]) / size)
-        return sent[-1].to(wire or sent[-1].dtype) * size
+    def summed(flat, kind, group):
+        sent.append(flat)
+        return flat * 4
 
-    monkeypatch.setattr(average, "_start", started)
+    monkeypatch.setattr(torch.ops._c10d_functional, "all_reduce", summed)
     monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", lambda flat: flat)
     grads = [torch.arange(6.0).reshape(2, 3).t(), torch.ones(4, dtype=torch.float64), torch.tensor(3.0)]
-    made = average.average(grads, "ranks", 4, dtype)
-    assert len(sent) == 3
+    made, _ = average.average(grads, "ranks", 4, dtype)
+    assert [flat.dtype for flat in sent] == [dtype or t.dtype for t in (grads[2], grads[1], grads[0])]
     for ours, grad in zip(made, grads, strict=True):
         assert torch.equal(ours, grad)
         assert (ours.dtype, ours.stride()) == (grad.dtype, grad.stride())
     assert AverageOverRanks("ranks", 4).dtype is None
+
+
+def test_what_is_absent_is_zeros_and_skipped_where_no_rank_has_it(monkeypatch):
+    """Two ranks: the other one has the gradients of the first parameter and of the last."""
+    wire = []
+
+    def summed(flat, kind, group):
+        wire.append(flat)
+        return flat + torch.tensor([1.5, 1.5, 1.0, 0.0, 4.0, 4.0, 0.5, 0.0, 0.5])
+
+    monkeypatch.setattr(torch.ops._c10d_functional, "all_reduce", summed)
+    monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", lambda flat: flat)
+    grads = [torch.zeros(2), torch.zeros(2), torch.tensor([2.0, 2.0])]
+    made, skips = average.average(grads, "ranks", 2, None, (0, 1))
+    assert wire[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
+    assert [t.tolist() for t in made] == [[4.0, 4.0], [1.0, 0.0], [2.5, 2.5]]
+    assert [t.item() for t in skips] == [0.0, 1.0]

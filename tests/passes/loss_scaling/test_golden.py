@@ -108,7 +108,7 @@ return (%12, %22, %21, %23)""",
         )
         self.assertExpectedInline(
             str(joint_of(gm)),
-            """JointGraph(loss=0, gradients={'fc.weight': 1, 'fc.bias': 2}, seed='mul', parameters={'fc.weight': 'arg0_1', 'fc.bias': 'arg1_1'}, scale='', norm='', found_inf=3, done=('check-finite-and-unscale', 'clip-gradients'), inputs=('loss_scale', 'growth_tracker', 'hysteresis_left', 'skipped', 'stuck'))""",
+            """JointGraph(loss=0, gradients={'fc.weight': 1, 'fc.bias': 2}, seed='mul', parameters={'fc.weight': 'arg0_1', 'fc.bias': 'arg1_1'}, scale='', skips={}, norm='', found_inf=3, done=('check-finite-and-unscale', 'clip-gradients'), inputs=('loss_scale', 'growth_tracker', 'hysteresis_left', 'skipped', 'stuck'))""",
         )
 
     def test_average_over_ranks(self):
@@ -135,21 +135,23 @@ return (%12, %22, %21, %23)""",
 %10: f32[2,2] = aten.mul.Tensor(%7, %9)
 %11: f32[3,2] = aten.t.default(%0)
 %12: f32[3,2] = aten.mm.default(%11, %10)
-%13: f32[6] = aten.view.default(%12, [-1])
-%14: f32[2,3] = aten.t.default(%1)
-%15: f32[2,3] = aten.mm.default(%10, %14)
-%16: f32[6] = aten.view.default(%15, [-1])
-%17: f32[12] = aten.cat.default([%13, %16])
-%18: f32[12] = aten.div.Tensor(%17, 4)
-%19: bf16[12] = aten._to_copy.default(%18, dtype=bf16)
-%20: bf16[12] = _c10d_functional.all_reduce.default(%19, 'sum', '0')
-%21: bf16[12] = _c10d_functional.wait_tensor.default(%20)
-%22: (bf16[6], bf16[6]) = aten.split_with_sizes.default(%21, [6, 6])
-%23: bf16[6] = getitem(%22, 0)
-%24: bf16[6] = getitem(%22, 1)
-%25: bf16[3,2] = aten.view.default(%23, [3, 2])
-%26: f32[3,2] = aten._to_copy.default(%25, dtype=f32)
-%27: bf16[2,3] = aten.view.default(%24, [2, 3])
-%28: f32[2,3] = aten._to_copy.default(%27, dtype=f32)
-return (%4, %28, %26)""",
+%13: f32[2] = aten.new_ones.default(%12, [2], pin_memory=False)
+%14: f32[6] = aten.view.default(%12, [-1])
+%15: f32[2,3] = aten.t.default(%1)
+%16: f32[2,3] = aten.mm.default(%10, %15)
+%17: f32[6] = aten.view.default(%16, [-1])
+%18: f32[14] = aten.cat.default([%14, %17, %13])
+%19: f32[14] = aten.div.Tensor(%18, 4)
+%20: bf16[14] = aten._to_copy.default(%19, dtype=bf16)
+%21: bf16[14] = _c10d_functional.all_reduce.default(%20, 'sum', '0')
+%22: bf16[14] = _c10d_functional.wait_tensor.default(%21)
+%23: (bf16[6], bf16[6], bf16[2]) = aten.split_with_sizes.default(%22, [6, 6, 2])
+%24: bf16[6] = getitem(%23, 0)
+%25: bf16[6] = getitem(%23, 1)
+%26: bf16[2] = getitem(%23, 2)
+%27: bf16[3,2] = aten.view.default(%24, [3, 2])
+%28: f32[3,2] = aten._to_copy.default(%27, dtype=f32)
+%29: bf16[2,3] = aten.view.default(%25, [2, 3])
+%30: f32[2,3] = aten._to_copy.default(%29, dtype=f32)
+return (%4, %30, %28)""",
         )

@@ -127,7 +127,9 @@ def linear_form(node: Node) -> Form | None:
     """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None for anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
-    if len(node.args) < 2 or arguments_of(node) is None:
+    read = arguments_of(node)
+    called = (*node.args[:2], bias_of(node))  # a user's function may order them otherwise
+    if read is None or called != (read["input"], read["weight"], read["bias"]):
         return None
     given = [value(source) for source in node.all_input_nodes]
     made = value(node)

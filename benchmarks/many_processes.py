@@ -93,7 +93,8 @@ def main() -> None:
     """Print the table."""
     low = read_low()
     print("# Bytes that a rank sends\n")
-    print("GB a step: two gathers of each weight, forward and backward, and one reduction of gradients.\n")
+    print("GB a step: two gathers of each weight, forward and backward, and one reduction of gradients.")
+    print("Every unit, the outermost one too, is freed behind its forward (`reshard_after_forward=True`).\n")
     print(f"| Llama | ranks | {' | '.join(POLICIES)} | convert / fp32 |")
     print(f"|---|---:|{'---:|' * (len(POLICIES) + 1)}")
     for size in [name for name in SIZES if name != "small"]:

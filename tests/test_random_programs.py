@@ -6,7 +6,7 @@ import pytest
 
 import amp_graph
 from amp_graph.passes.graph.aliasing import Memory
-from amp_graph.passes.precision import lookahead
+from amp_graph.passes.precision import lookahead, predict_time
 from tests.random_lines import VIEWS, WRITES
 from tests.random_programs import Line, Plan, check, compare, grow
 
@@ -22,6 +22,12 @@ def planned(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_converted_program_differs_from_eager_by_rounding_only(seed):
     assert not check(planned(seed)).wrong, str(planned(seed))
+
+
+def test_a_view_of_what_was_written_is_returned_in_fp16(monkeypatch):
+    """A hook on such a result, for the advice on loss scaling, ended the process."""
+    monkeypatch.setattr(predict_time, "WORTH_IT", 0.0)
+    assert not check(grow(870_356)).wrong
 
 
 def test_the_sample_reaches_what_it_is_for():

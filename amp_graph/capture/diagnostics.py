@@ -213,7 +213,8 @@ class ScaleCheck:
     def after(self, results: Any) -> None:
         """Look at the backward of the call that returned ``results``."""
         for one in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
+            # A hook on a view of what was written to in place may end the process (torch 2.13).
+            if isinstance(one, torch.Tensor) and one.requires_grad and not (one._version and one._is_view()):
                 one.register_hook(self._at_output)
 
     def _at_output(self, grad: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
 from amp_graph.passes.native.jit_compiler import why_refused
+from amp_graph.passes.torch_compat.autograd import add_hook
 from amp_graph.passes.torch_compat.dispatch import is_batched
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
@@ -213,9 +214,8 @@ class ScaleCheck:
     def after(self, results: Any) -> None:
         """Look at the backward of the call that returned ``results``."""
         for one in results if isinstance(results, (tuple, list)) else (results,):
-            # A hook on a view of what was written to in place may end the process (torch 2.13).
-            if isinstance(one, torch.Tensor) and one.requires_grad and not (one._version and one._is_view()):
-                one.register_hook(self._at_output)
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                add_hook(one, self._at_output)
 
     def _at_output(self, grad: torch.Tensor) -> None:
         if self.done or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():

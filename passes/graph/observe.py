@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.graph.bodies import OPERATORS
 from amp_graph.passes.graph.fake_values import tensors
-from amp_graph.passes.torch_compat.autograd import next_sequence_number, running_sequence_number
+from amp_graph.passes.torch_compat.autograd import add_hook, next_sequence_number, running_sequence_number
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -202,7 +202,7 @@ def _register(tensor: torch.Tensor, hook: Hook) -> None:
             hook(grad.detach())
 
     if not tensor.is_leaf:
-        tensor.register_hook(run)
+        add_hook(tensor, run)
 
 
 def _is_differentiated(value: Any) -> bool:

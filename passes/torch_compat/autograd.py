@@ -125,6 +125,16 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 REENTRANT = "CheckpointFunctionBackward"
 
 
+def add_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Have ``hook`` called with the gradient of ``tensor``, as ``register_hook`` does, which ends the process (2.13).
+
+    It does so for a view of what was written to in place, unless its ``grad_fn``, which is then made anew, is read
+    before.
+    """
+    _ = tensor.grad_fn
+    tensor.register_hook(hook)
+
+
 def nodes_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield the autograd nodes ``starts``, where they are not None, and those behind them, each once; not ``ends``."""
     seen = {None, *ends}

@@ -3,6 +3,7 @@
 The settings exist without a GPU, too, where nothing reads them: graphs here look at them while they run.
 """
 
+import math
 import threading
 
 import pytest
@@ -50,6 +51,21 @@ class Looks(torch.autograd.Function):
 
 def held(seen):
     return accumulating_in_fp32(lambda x: (Looks.apply(x, seen), 3))
+
+
+def test_a_view_of_what_was_written_to_may_be_returned():
+    """A hook on one, put there before its ``grad_fn`` is read, ends the process."""
+
+    def written(x):
+        whole = x * 2
+        part = whole[:2]
+        whole.exp_()
+        return part
+
+    x = torch.ones(3, requires_grad=True)
+    accumulating_in_fp32(written)(x).sum().backward()
+    assert x.grad.tolist() == pytest.approx([2 * math.e**2, 2 * math.e**2, 0.0])
+    assert settings() == (True, True, True)
 
 
 def test_forward_and_backward_run_with_sums_in_fp32():

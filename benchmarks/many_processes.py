@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import amp_graph
-from amp_graph.passes.torch_compat.fully_sharded import dtype_of, gather_in, groups_of, records_of
+from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, gather_in, records_of
 from amp_graph.report.collectives import collectives_of
 
 SIZES = {
@@ -68,7 +68,7 @@ def read_low() -> set[str]:
     for _ in range(3):
         ids = torch.randint(0, 128, (2, 16))
         model(input_ids=ids, labels=ids).loss.backward()
-    records = [pair for part in model.modules() for group in groups_of(part) for pair in records_of(group).items()]
+    records = [pair for group in every_group(model) for pair in records_of(group).items()]
     found = {in_any_layer(name) for name, record in records if dtype_of(record) == torch.bfloat16}
     dist.destroy_process_group()
     return found
@@ -82,7 +82,7 @@ def sent(size: str, ranks: int, way: str, low: Collection[str]) -> float:
         shard(model, mesh, POLICIES[way])
         with torch.no_grad():  # FSDP names its parameters in the first call
             model(input_ids=torch.zeros((1, 8), dtype=torch.long), use_cache=False)
-        for group in [group for part in model.modules() for group in groups_of(part)] if way == "convert" else []:
+        for group in every_group(model) if way == "convert" else ():
             for name, record in records_of(group).items():
                 if in_any_layer(name) in low:
                     gather_in(record, torch.bfloat16)

@@ -14,8 +14,8 @@ from amp_graph.capture.low_gathers import unit_of, why_full
 from amp_graph.passes.graph.graph_text import SHORT
 from amp_graph.passes.torch_compat.fully_sharded import (
     dtype_of,
+    every_group,
     gathered_bytes,
-    groups_of,
     is_resharded,
     records_of,
     reduced_dtype,
@@ -28,7 +28,7 @@ LATER = "not converted, or not called yet"
 
 def collectives_of(model: Module) -> Iterator[Collective]:
     """Yield what the units in ``model`` gather and reduce now; nothing before their first call."""
-    for group in dict.fromkeys(group for part in model.modules() for group in groups_of(part)):
+    for group in every_group(model):
         records = records_of(group)
         if not records:
             continue

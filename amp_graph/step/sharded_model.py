@@ -24,7 +24,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.sharding.shard_parameters import Unit
 from amp_graph.passes.torch_compat.fully_sharded import (
     ShardedUnit,
-    groups_of,
+    every_group,
     is_reduced,
     reshard,
     units_of,
@@ -56,7 +56,7 @@ class ShardedModel:
     def _read(self) -> None:
         """Read the units, and where modules hold their parameters; known ones keep their stand-ins."""
         found = units_of(self.model)
-        self._groups = [group for module in self.model.modules() for group in groups_of(module)]
+        self._groups = every_group(self.model)
         self.units = [_unit(one, self._reduce_dtype) for one in found if one.parameters]
         owners = {id(p): n for n, one in enumerate(o for o in found if o.parameters) for p in one.parameters}
         held = [(m._parameters, name, p) for m in self.model.modules() for name, p in m._parameters.items()]

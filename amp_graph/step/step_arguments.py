@@ -1,4 +1,4 @@
-"""Reads and checks the arguments of a ``TrainStep``: model, optimizer, batch and loss scale.
+"""Reads and checks the arguments of a ``TrainStep``: model, optimizer, batch, loss scale, and its ranks.
 
 Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called with its arguments, and its loss.
 """

@@ -116,7 +116,7 @@ class CapturedSteps:
 
     def run_untraced(self, compute: Callable[[], Sequence[Any]]) -> Any:
         """Run a step by autograd: ``compute`` returns the loss and the step's other results."""
-        weights = [p for p in self._parameters() if p.requires_grad]
+        weights = [p for p in self._builder.parameters() if p.requires_grad]
         names, scale = self._builder.names_of(weights), self._builder.loss_scale
         if scale is not None and weights:
             scale.to(weights[0].device)
@@ -140,7 +140,7 @@ class CapturedSteps:
     def update_from_sums(self) -> None:
         """Update what the micro-batches of a step have summed gradients of, or any rank has."""
         read = {*self._state.pending, *map(id, self._builder.averaged())}
-        parameters = [p for p in self._parameters() if id(p) in read]
+        parameters = [p for p in self._builder.parameters() if id(p) in read]
         absent = frozenset(n for n, p in enumerate(parameters) if id(p) not in self._state.pending)
         sums = [self._state.sum_of(p) for p in parameters]
         if self._watched.why_outside:  # the optimizer, and hooks of its step, may keep them
@@ -148,11 +148,6 @@ class CapturedSteps:
         self._update(parameters, sums, absent)
         self._state.drop_sums()
         self._state.refresh(self._state.copies.values())  # which the next forward reads
-
-    def _parameters(self) -> list[Tensor]:
-        """Return the optimizer's parameters, in the order in which norms are summed."""
-        every = (p for group in self._watched.optimizer.param_groups for p in group["params"])
-        return [self._builder.sharded.stand_in(p) for p in every]
 
     def _update(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int] = frozenset()

@@ -68,10 +68,10 @@ class StepGraph:
             found = self.run(*self.sharded.given(args), *self.state)
             if self.after is None:
                 return found
-            self._step_outside(self.after, self.parameters(args), found[self.outputs :])
+            self._call_after(self.after, self.parameters(args), found[self.outputs :])
             return found[: self.outputs]
 
-    def _step_outside(self, after: Callable[..., None], parameters: list[Tensor], found: Sequence[Tensor]) -> None:
+    def _call_after(self, after: Callable[..., None], parameters: list[Tensor], found: Sequence[Tensor]) -> None:
         """Call ``after`` with the gradients that any rank has, and with the verdict; ``found`` has both, and skips."""
         grads, behind = found[: len(parameters)], found[len(parameters) :]
         skips = behind[len(behind) - len(self.absent) :]

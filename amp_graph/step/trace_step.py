@@ -111,7 +111,7 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
-        self.sharded.agree(step.gm, updates, self._count())
+        self.sharded.agree(step.gm, updates, len(self.parameters()))
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.copies = list(copies.values())
@@ -119,17 +119,18 @@ class StepBuilder:
             self._set_update(step, self.compile)
         return step
 
-    def _count(self) -> int:
-        """Return how many parameters the optimizer has: more of them behind ``add_param_group``, on all ranks."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def parameters(self) -> list[Tensor]:
+        """Return the optimizer's parameters, in the order in which norms are summed; of shards what stands for them."""
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [self.sharded.stand_in(p) for p in every]
 
     def averaged(self) -> list[Tensor]:
         """Return the parameters whose gradients ranks average, in their order: all that the optimizer trains.
 
         None of a sharded model: its ranks agree on the collectives of each graph.
         """
-        groups = self.optimizer.param_groups if self.ranks is not None and not self.sharded.units else []
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        averages = self.ranks is not None and not self.sharded.units
+        return [p for p in self.parameters() if p.requires_grad] if averages else []
 
     def _is_any_absent(self, trained: Sequence[Tensor]) -> bool:
         """Say whether another rank may have a gradient that this one does not: it then averages zeros."""
@@ -150,7 +151,7 @@ class StepBuilder:
         all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
             step = trace_step(replace(parts, args=args, names=all_names, absent=absent), plain._lower)
-        self.sharded.agree(step.gm, self._count())
+        self.sharded.agree(step.gm, len(self.parameters()))
         self._set_update(step, "eager")
         return step
 
@@ -164,8 +165,7 @@ class StepBuilder:
     def _trained(self, args: Sequence[Any], without: Collection[int]) -> list[int]:
         """Return the numbers of inputs that the optimizer trains, in its order, in which norms are summed."""
         refuse_gradients_beyond(args)
-        own_parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        place = {id(self.sharded.stand_in(p)): n for n, p in enumerate(own_parameters)}
+        place = {id(p): n for n, p in enumerate(self.parameters())}
         own = {i: a for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad and id(a) in place}
         strangers = [a for a in args if isinstance(a, torch.nn.Parameter) and a.requires_grad and id(a) not in place]
         if strangers and not own:

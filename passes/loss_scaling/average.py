@@ -38,6 +38,8 @@ from amp_graph.passes.torch_compat.operators import (
 )
 
 BUCKET = 25 * 2**20  # bytes, as DDP's
+# What fills a bucket, and its sum.
+MOVES = {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone", "new_ones", "all_reduce"}
 
 
 def average(
@@ -148,8 +150,7 @@ def _raise(node: Node, place: dict[Node, int]) -> None:
 def _only_moves(node: Node) -> bool:
     """Say whether ``node`` is a part of filling a bucket, or its sum: what copies, casts, divides or adds gradients."""
     name = getattr(node.target, "__name__", "").split(".")[0]
-    moves = {"add", "cat", "view", "_unsafe_view", "reshape", "div", "_to_copy", "clone"}
-    return name in moves or name in {"new_ones", "all_reduce"}
+    return name in MOVES
 
 
 def clip_(

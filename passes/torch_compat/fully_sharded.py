@@ -28,6 +28,11 @@ def groups_of(module: Module) -> list[Any]:
     return [group for group in (groups or [state._fsdp_param_group]) if group is not None]
 
 
+def every_group(model: Module) -> list[Any]:
+    """Return the groups of all units in ``model``, each once."""
+    return list(dict.fromkeys(group for part in model.modules() for group in groups_of(part)))
+
+
 def root_of(unit: Module) -> Module:
     """Return the outermost module to which ``fully_shard`` was applied around ``unit``, once it was called."""
     found: Module = unit._get_fsdp_state()._state_ctx.all_states[0]._modules[0]  # type: ignore[operator]
@@ -67,7 +72,7 @@ def gathered_parameter(record: Any) -> Parameter | None:
 
 def gathered_parameters(model: Module) -> list[Parameter]:
     """Return what gathers of the units in ``model`` have filled: autograd's leaves, which the model holds meanwhile."""
-    records = [record for part in model.modules() for group in groups_of(part) for record in group.fsdp_params]
+    records = [record for group in every_group(model) for record in group.fsdp_params]
     return [found for record in records if (found := gathered_parameter(record)) is not None]
 
 
@@ -235,7 +240,7 @@ def units_of(model: Module) -> list[ShardedUnit]:
             if id(group) not in known:
                 known.add(id(group))
                 own = tuple(record.sharded_param for record in group.fsdp_params)
-                reshards, factor = group.post_forward_mesh_info is not None, group.gradient_divide_factor
+                reshards, factor = is_resharded(group), group.gradient_divide_factor
                 offloads = any(record.offload_to_cpu for record in group.fsdp_params)
                 found.append(ShardedUnit(path, own, reshards and not keeps, group.mp_policy, offloads, factor))
     return found

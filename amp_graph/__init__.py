@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_graph.audit.session import audit as audit
     from amp_graph.convert import convert as convert
     from amp_graph.convert import revert as revert
     from amp_graph.errors import AmpGraphError as AmpGraphError
@@ -44,6 +45,7 @@ _HOME |= {
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
     "Calibration": "passes.calibration.calibration",
     "TrainStep": "step.train_step",
+    "audit": "audit.session",
     "bisect": "numerics.bisect",
     "freeze": "freeze",
     "frozen": "freeze",

@@ -58,8 +58,9 @@ ROOMS = (
     ("amp_graph/step",),
     ("amp_graph/numerics",),
     ("amp_graph/export", "amp_graph/report"),
-    ("amp_graph/integrations",),
     ("amp_graph/run",),
+    ("amp_graph/audit",),
+    ("amp_graph/integrations",),
     ("amp_graph/cli",),
     ("amp_graph/__main__.py",),
 )

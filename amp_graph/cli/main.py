@@ -26,6 +26,14 @@ RUN = "amp_graph.cli.command_run"
 RUN_USAGE = """amp-graph run [OPTIONS] SCRIPT [ARGS...]
        amp-graph run [OPTIONS] -m MODULE [ARGS...]"""
 RUN_DESCRIPTION = "Run an unmodified training script, and convert the models that it trains to mixed precision."
+AUDIT = "amp_graph.cli.command_audit"
+AUDIT_USAGE = """amp-graph audit [OPTIONS] SCRIPT [ARGS...]
+       amp-graph audit [OPTIONS] -m MODULE [ARGS...]"""
+AUDIT_DESCRIPTION = "Run an unmodified training script, and say what precision it uses and what is wrong with that."
+AUDIT_EPILOG = """\
+All words after SCRIPT or MODULE are the script's own; nothing of it is changed. Exit status: the script's; 1 for a
+finding of the level of --fail-on; 2 if it was not started.
+"""
 RUN_EPILOG = """\
 All words after SCRIPT or MODULE are the script's own. Exit status: the script's; 2 if it was not started.
 Environment: AMP_GRAPH_POLICY is the policy without --policy.
@@ -114,6 +122,15 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         flag("--fold-weights", "store weights in low precision where all read them so"),
         arg("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)"), JSON,
     ), {}),
+    "audit": ("run a training script as it is, and say what its precision does; see amp-graph audit --help", (
+        arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
+        arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
+            help="run a module, as python -m does"),
+        arg("--every", metavar="N", type=int, default=0, help="look at each Nth step, beside the 2nd and the 3rd"),
+        arg("--steps", metavar="N", type=int, default=0, help="end the script after N steps"),
+        arg("--json", metavar="FILE", help="write the findings and the table as JSON to FILE"),
+    ), {"usage": AUDIT_USAGE, "epilog": AUDIT_EPILOG, "description": AUDIT_DESCRIPTION, "allow_abbrev": False,
+        "formatter_class": argparse.RawDescriptionHelpFormatter}),
     "run": ("run a training script and convert what it trains; see amp-graph run --help", (
         arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
         arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
@@ -153,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
     run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
-    if args.module == RUN:  # the script's own errors and exit status are passed on
+    if args.module in (RUN, AUDIT):  # the script's own errors and exit status are passed on
         return run(args)
     from amp_graph.errors import AmpGraphError
 

@@ -21,13 +21,26 @@ Kind = TypeVar("Kind")
 _ON_STEP: set[Callable[..., Any]] = set()  # what is called by all optimizers
 
 
-def on_every_optimizer_step(before: Callable[..., Any], after: Callable[..., None] | None = None) -> None:
-    """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers."""
-    if before not in _ON_STEP:
-        _ON_STEP.add(before)
-        register_optimizer_step_pre_hook(before)
-        if after is not None:
-            register_optimizer_step_post_hook(after)
+def on_every_optimizer_step(
+    before: Callable[..., Any], after: Callable[..., None] | None = None
+) -> Callable[[], None]:
+    """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers.
+
+    Once however often it is asked for; the result ends that.
+    """
+    if before in _ON_STEP:
+        return lambda: None
+    _ON_STEP.add(before)
+    hooks = [register_optimizer_step_pre_hook(before)]
+    if after is not None:
+        hooks.append(register_optimizer_step_post_hook(after))
+
+    def end() -> None:
+        _ON_STEP.discard(before)
+        for hook in hooks:
+            hook.remove()
+
+    return end
 
 
 def load_hooks_of(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:

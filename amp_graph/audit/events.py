@@ -1,0 +1,72 @@
+"""Hears the calls of torch's functions for mixed precision, without changing what they do.
+
+Before: ``scaler.step(optimizer)``. After: the same, and ``Event("scaler.step", {"self": ..., "optimizer": ...}, ...)``
+before and after it. The functions are replaced by wrappers while an audit runs; ``hear`` returns what puts them back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from amp_graph.scaling.grad_scaler import GradScaler
+
+_SCALER = ("scale", "unscale_", "step", "update", "state_dict", "load_state_dict")
+HEARD: tuple[tuple[str, Any, str], ...] = (
+    ("autocast.enter", torch.autocast, "__enter__"),
+    ("autocast.exit", torch.autocast, "__exit__"),
+    *((f"scaler.{name}", scaler, name) for scaler in (torch.amp.GradScaler, GradScaler) for name in _SCALER),
+    ("backward", torch.autograd, "backward"),
+    ("clip", torch.nn.utils, "clip_grad_norm_"),
+    ("clip", torch.nn.utils, "clip_grad_value_"),
+    ("scheduler.step", LRScheduler, "step"),
+    ("scheduler.step", ReduceLROnPlateau, "step"),
+    ("save", torch, "save"),
+    ("compile", torch, "compile"),
+    ("compile", torch.nn.Module, "compile"),
+)
+"""(name of the event, what holds the function, the function's name)."""
+
+Tell = Callable[[str, Mapping[str, Any], FrameType, bool, Any], None]
+
+
+def hear(tell: Tell) -> Callable[[], None]:
+    """Tell of all calls of ``HEARD`` as (event, arguments, caller, is_after, result); the result ends that."""
+    plain = [(place, name, place.__dict__[name]) for _, place, name in HEARD if name in place.__dict__]
+    for event, place, name in HEARD:
+        if name in place.__dict__:
+            setattr(place, name, _told(event, place.__dict__[name], tell))
+
+    def end() -> None:
+        for place, name, function in plain:
+            setattr(place, name, function)
+
+    return end
+
+
+def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return plain(*args, **kwargs)
+        try:
+            arguments: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
+        except TypeError:  # the call raises the same
+            return plain(*args, **kwargs)
+        caller = sys._getframe(1)
+        tell(event, arguments, caller, False, None)
+        result = plain(*args, **kwargs)
+        tell(event, arguments, caller, True, result)
+        return result
+
+    return call

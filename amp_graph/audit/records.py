@@ -1,0 +1,203 @@
+"""What watchers are told of a training, and what they find: places, operations, events and findings."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from amp_graph.run.call_site import PACKAGES, PYTHON
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+LEVELS = ("note", "warning", "error")  # of findings, the least first
+
+
+class Place(NamedTuple):
+    """A line of the user's code; ``file`` as it can be opened from the current folder."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """Return ``train.py:42``."""
+        return f"{self.file}:{self.line}" if self.file else "unknown place"
+
+
+NOWHERE = Place("", 0)
+
+
+class Places:
+    """Finds the user's line of a call; it remembers which files are the user's."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def of(self, frame: FrameType | None) -> Place:
+        """Return the nearest line of the user's own files, from ``frame`` outwards; else the nearest of a library."""
+        other = NOWHERE
+        while frame is not None:
+            file = frame.f_code.co_filename
+            name = self._names.get(file)
+            if name is None:
+                name = self._names[file] = _name_of(file, frame.f_globals.get("__name__", ""))
+            if name and not name.startswith(OF_LIBRARY):
+                return Place(name, frame.f_lineno)
+            if name and other is NOWHERE:
+                other = Place(name.removeprefix(OF_LIBRARY), frame.f_lineno)
+            frame = frame.f_back
+        return other
+
+
+OF_LIBRARY = "library:"
+
+
+def _name_of(file: str, module: str) -> str:
+    """Return a file's relative name, marked if it is a library's; "" for torch's and our own."""
+    if file.startswith("<") or module.partition(".")[0] in ("torch", "amp_graph"):
+        return ""
+    if any(folder in file for folder in PACKAGES) or file.startswith(PYTHON):
+        return OF_LIBRARY + file
+    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == os.path.splitdrive(os.getcwd())[0] else file
+    return file if relative.startswith(os.pardir) else relative
+
+
+class Call(NamedTuple):
+    """An operation of a looked-at step; equal ones are counted together.
+
+    ``operator``: ``aten.addmm.default``. ``module``: the path of the innermost module that runs, "" outside of any;
+    in backward, that of the forward operation. ``place``: the user's line, in backward that of the forward operation.
+    ``phase``: "forward", "backward", "update" (inside of an optimizer's step). ``inputs``: the floating dtypes of
+    tensors that are read, in order, and ``output`` of the first that is returned: "bfloat16", "" for none. ``region``:
+    the innermost open autocast region, as an index of ``Audit.regions``; -1 for none. ``cast``: of a conversion between
+    floating dtypes, who made it: "user" or "autocast"; "" for anything else.
+    """
+
+    operator: str
+    module: str
+    place: Place
+    phase: str
+    inputs: tuple[str, ...]
+    output: str
+    region: int = -1
+    cast: str = ""
+
+
+@dataclass
+class Totals:
+    """The sums over equal calls: how many, their FLOPs, and bytes read and written."""
+
+    calls: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Region:
+    """A use of ``torch.autocast`` at one place; entered in every step. ``outer``: the region around it, or -1."""
+
+    place: Place
+    device: str
+    dtype: str
+    enabled: bool
+    outer: int
+    entered: int = 0
+    looked_at: int = 0  # entered in looked-at steps
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells two regions apart that are entered again and again."""
+        return self.place, self.device, self.dtype, self.enabled, self.outer
+
+
+@dataclass
+class Training:
+    """What is known of the training that all watchers may read.
+
+    ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
+    all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
+    operations of the looked-at steps. ``models``: the modules that were called outermost, ``optimizers``: those that
+    stepped; no strong reference to either. ``unseen``: what was not looked at, and why, for the report.
+    """
+
+    steps: int = 0
+    looked_at: list[int] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    calls: dict[Call, Totals] = field(default_factory=dict)
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    unseen: dict[str, None] = field(default_factory=dict)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of the parameters of all models, by ``id``."""
+        return {id(p): name for model in list(self.models) for name, p in model.named_parameters()}
+
+
+class Event(NamedTuple):
+    """A call of one of the functions that ``events`` hears; ``result`` is that of the call, None before it.
+
+    ``name``: "autocast.enter", "scaler.step", see ``events.HEARD``. ``arguments``: by parameter name, "self" included.
+    ``is_after``: whether the call has returned; an event comes before and after each call. ``step``: how many steps
+    have ended.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    place: Place
+    is_after: bool
+    step: int
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault: its stable ``code``, see ``codes.toml``, its level, the user's line, what was seen, and the fix.
+
+    ``text``: one or two sentences with the numbers. ``evidence``: the numbers as data. ``count``: at how many places or
+    modules; the others are in ``also``.
+    """
+
+    code: str
+    level: str
+    place: Place
+    text: str
+    fix: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    also: Sequence[str] = ()
+
+
+class Watcher:
+    """Is told of a training, and finds faults in it; this one sees nothing. It must change no tensor, and keep none.
+
+    Methods run under ``no_grad``, outside of autocast and of all modes, and must not draw random numbers; what they
+    raise ends this watcher, and is told in the report.
+    """
+
+    def __init__(self, training: Training) -> None:
+        """Begin; ``training`` is kept up to date by others."""
+        self.training = training
+
+    def heard(self, event: Event) -> None:
+        """Take an event; in every step."""
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take an operation of a looked-at step, after it ran: what it wrote to in place is changed already."""
+
+    def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take an operation of a looked-at step that writes to its inputs, before it runs."""
+
+    def updating(self, optimizer: Optimizer) -> None:
+        """Take an optimizer before a looked-at update."""
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """Take an optimizer after a looked-at update."""
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was found so far."""
+        yield from ()

@@ -1,0 +1,194 @@
+"""Runs an audit beside a training: decides which steps are looked at, and tells the watchers what happens.
+
+``with Audit() as audit: train()``, then ``audit.report()``. A step ends when the optimizer that stepped first steps
+again, or when a GradScaler skips it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from amp_graph.audit.audit_report import AuditReport
+from amp_graph.audit.events import hear
+from amp_graph.audit.operations import Operations
+from amp_graph.audit.records import Call, Event, Places, Region, Training, Watcher
+from amp_graph.audit.watchers import WATCHERS
+from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.torch_compat.dispatch import has_modes
+from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
+
+LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
+
+
+class StepsAreOver(BaseException):
+    """Ends a script after the number of steps that was asked for; no ``except Exception`` of the script takes it."""
+
+
+class Audit:
+    """Looks at a training, and changes no bit of it; ``report()`` is what it saw.
+
+    ``every``: look at each step whose number it divides, beside the 2nd and the 3rd; 0 for these alone. ``looks``:
+    these. ``stop_after``: raise ``StepsAreOver`` when that many steps have ended. Models, optimizers and scalers are
+    seen as they are called; those that are given have their names in the report from the start.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Optimizer | None = None,
+        scaler: Any = None,
+        *,
+        every: int = 0,
+        looks: Collection[int] = LOOKS,
+        stop_after: int = 0,
+    ) -> None:
+        if every < 0 or stop_after < 0:
+            raise AmpGraphError(
+                f"audit: every={every}, stop_after={stop_after}\n  legal: numbers of steps, 0 or more\n"
+                "  fix:   audit(every=100)"
+            )
+        self.every, self.looks, self.stop_after = every, frozenset(looks), stop_after
+        self.training = Training()
+        self.training.models.update(() if model is None else (model,))
+        self.training.optimizers.update(() if optimizer is None else (optimizer,))
+        self.watchers: list[Watcher] = [kind(self.training) for kind in WATCHERS]
+        self.seconds: dict[int, float] = {}  # that each step took
+        self._places = Places()
+        self._lead: Optimizer | None = None
+        self._ended = 0  # steps that had ended when the running step of a scaler began
+        self._look: Operations | None = None
+        self._began = 0.0
+        self._undo: list[Callable[[], None]] = []
+
+    # -- on and off -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Audit:
+        """Begin."""
+        self._undo = [on_every_optimizer_step(self._before_update, self._after_update), hear(self._heard)]
+        self._begin_step()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End; what was raised goes on."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End: nothing of torch is replaced any more."""
+        self._end_look()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def report(self) -> AuditReport:
+        """Return what was seen so far."""
+        findings = []
+        for watcher in self.watchers:
+            with Attempt() as tried:
+                findings += list(watcher.findings())
+            self._failed(watcher, tried)
+        return AuditReport.of(self.training, findings, self.seconds)
+
+    # -- steps ----------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        number = self.training.steps + 1
+        if number in self.looks or (self.every and number % self.every == 0):
+            if has_modes():
+                self.training.unseen[f"step {number}: another dispatch mode was on"] = None
+            else:
+                self.training.looked_at.append(number)
+                self._look = Operations(self.training, self._places, self._tell)
+                self._look.__enter__()
+        self._began = time.perf_counter()
+
+    def _end_step(self) -> None:
+        self._end_look()
+        self.training.steps += 1
+        self.seconds[self.training.steps] = time.perf_counter() - self._began
+        if self.training.steps == self.stop_after:
+            raise StepsAreOver
+        self._begin_step()
+
+    def _end_look(self) -> None:
+        if self._look is not None:
+            self._look.__exit__(None, None, None)
+            self._look = None
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.training.optimizers.add(optimizer)
+        self._lead = self._lead or optimizer
+        if self._look is not None:
+            self._look.updates += 1
+            self._quietly(lambda watcher: watcher.updating(optimizer))
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._look is not None:
+            self._quietly(lambda watcher: watcher.updated(optimizer))
+            self._look.updates -= 1
+        if optimizer is self._lead:
+            self._end_step()
+
+    # -- what happens ---------------------------------------------------------------------------------
+
+    def _heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
+        place = self._places.of(caller)
+        if name == "autocast.enter" and is_after:
+            self._enter_region(arguments["self"], place)
+        elif name == "autocast.exit" and not is_after and self.training.open:
+            self.training.open.pop()
+        event = Event(name, arguments, place, is_after, self.training.steps, result)
+        self._quietly(lambda watcher: watcher.heard(event))
+        if name == "scaler.step":
+            self._scaled_step(arguments["optimizer"], is_after)
+
+    def _scaled_step(self, optimizer: Optimizer, is_after: bool) -> None:
+        """End the step also where the scaler left the update out, as gradients were infinite."""
+        self._lead = self._lead or optimizer
+        if not is_after:
+            self._ended = self.training.steps
+        elif optimizer is self._lead and self._ended == self.training.steps:
+            self._end_step()
+
+    def _enter_region(self, region: torch.autocast, place: Any) -> None:
+        outer = self.training.open[-1] if self.training.open else -1
+        made = Region(
+            place, region.device, str(torch.get_autocast_dtype(region.device)).removeprefix("torch."),
+            torch.is_autocast_enabled(region.device), outer,
+        )  # fmt: skip
+        known = [i for i, r in enumerate(self.training.regions) if r.key == made.key]
+        if not known:
+            self.training.regions.append(made)
+        number = known[0] if known else len(self.training.regions) - 1
+        self.training.open.append(number)
+        self.training.regions[number].entered += 1
+        self.training.regions[number].looked_at += self._look is not None
+
+    def _tell(
+        self, what: str, call: Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        if what == "before":
+            self._quietly(lambda watcher: watcher.before(call, func, args, kwargs))
+        else:
+            self._quietly(lambda watcher: watcher.ran(call, func, args, kwargs, result))
+
+    def _quietly(self, tell: Callable[[Watcher], None]) -> None:
+        """Tell each watcher; what one raises ends it."""
+        for watcher in self.watchers:
+            with Attempt() as tried:
+                tell(watcher)
+            self._failed(watcher, tried)
+
+    def _failed(self, watcher: Watcher, tried: Attempt) -> None:
+        if tried.error is not None:
+            self.watchers = [one for one in self.watchers if one is not watcher]
+            self.training.unseen[f"{type(watcher).__name__} ended: {tried.reason}"] = None
+
+
+audit = Audit  # what users call

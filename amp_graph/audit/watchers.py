@@ -1,0 +1,8 @@
+"""All watchers, in the order of their codes."""
+
+from __future__ import annotations
+
+from amp_graph.audit.autocast_regions import AutocastRegions
+from amp_graph.audit.records import Watcher
+
+WATCHERS: tuple[type[Watcher], ...] = (AutocastRegions,)

@@ -1,0 +1,1 @@
+"""Tests of ``amp-graph audit``: scripts with planted faults and their corrected twins, and clean scripts."""

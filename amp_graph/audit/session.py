@@ -121,12 +121,27 @@ class Audit:
             self._look.__exit__(None, None, None)
             self._look = None
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
         self.training.optimizers.add(optimizer)
         self._lead = self._lead or optimizer
-        if self._look is not None:
-            self._look.updates += 1
+        if self._look is None:
+            return None
+        self._look.updates += 1
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
             self._quietly(lambda watcher: watcher.updating(optimizer))
+            return None
+        calls = 0
+
+        def told() -> Any:
+            nonlocal calls
+            loss, calls = closure(), calls + 1
+            if calls == 1:  # LBFGS calls it again and again
+                self._quietly(lambda watcher: watcher.updating(optimizer))
+            return loss
+
+        return args[:1], {**kwargs, "closure": told}
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:

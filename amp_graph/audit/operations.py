@@ -24,7 +24,7 @@ from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Traini
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
 from amp_graph.passes.torch_compat.autograd import in_backward, next_sequence_number, running_sequence_number
-from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode, is_wrapper
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
 
 CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
@@ -90,7 +90,7 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         with Attempt() as seeing:
             call = self._call_of(func, args, kwargs, sys._getframe(1))
-            if is_mutable(func):
+            if isinstance(func, OpOverload) and is_mutable(func):
                 self._tell("before", call, func, args, kwargs, None)
         result = func(*args, **kwargs)
         with Attempt() as counting:

@@ -1,12 +1,13 @@
 """Runs an audit beside a training: decides which steps are looked at, and tells the watchers what happens.
 
-``with Audit() as audit: train()``, then ``audit.report()``. A step ends when the optimizer that stepped first steps
-again, or when a GradScaler skips it.
+``with Audit() as audit: train()``, then ``audit.report()``. A step ends when the optimizer that stepped first has
+stepped, or a GradScaler has left its update out.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -61,7 +62,8 @@ class Audit:
         self.watchers: list[Watcher] = [kind(self.training) for kind in WATCHERS]
         self.seconds: dict[int, float] = {}  # that each step took
         self._places = Places()
-        self._lead: Optimizer | None = None
+        self._lead: weakref.ref[Optimizer] | None = None
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that stepped in this step
         self._ended = 0  # steps that had ended when the running step of a scaler began
         self._look: Operations | None = None
         self._began = 0.0
@@ -110,6 +112,7 @@ class Audit:
 
     def _end_step(self) -> None:
         self._end_look()
+        self._others.clear()
         self.training.steps += 1
         self.seconds[self.training.steps] = time.perf_counter() - self._began
         if self.training.steps == self.stop_after:
@@ -124,7 +127,6 @@ class Audit:
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
         self.training.optimizers.add(optimizer)
-        self._lead = self._lead or optimizer
         if self._look is None:
             return None
         self._look.updates += 1
@@ -147,8 +149,15 @@ class Audit:
         if self._look is not None:
             self._quietly(lambda watcher: watcher.updated(optimizer))
             self._look.updates -= 1
-        if optimizer is self._lead:
+        if self._leads(optimizer):
             self._end_step()
+
+    def _leads(self, optimizer: Optimizer) -> bool:
+        """Say whether the update of ``optimizer`` ends a step: of the first one, or of one that steps twice in it."""
+        if self._lead is None or optimizer in self._others:
+            self._lead = weakref.ref(optimizer)
+        self._others.add(optimizer)
+        return self._lead() is optimizer
 
     # -- what happens ---------------------------------------------------------------------------------
 
@@ -165,10 +174,9 @@ class Audit:
 
     def _scaled_step(self, optimizer: Optimizer, is_after: bool) -> None:
         """End the step also where the scaler left the update out, as gradients were infinite."""
-        self._lead = self._lead or optimizer
         if not is_after:
             self._ended = self.training.steps
-        elif optimizer is self._lead and self._ended == self.training.steps:
+        elif optimizer not in self._others and self._ended == self.training.steps and self._leads(optimizer):
             self._end_step()
 
     def _enter_region(self, region: torch.autocast, place: Any) -> None:

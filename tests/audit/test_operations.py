@@ -86,3 +86,15 @@ def test_nothing_of_torch_stays_replaced_where_a_training_raises():
     with pytest.raises(ZeroDivisionError):
         calls_of(fails)
     assert functions() == before
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_first_and_of_the_next_one_when_it_is_gone():
+    with Audit() as audit:
+        for _ in range(2):
+            first, second = TwoLayers(), TwoLayers()
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+            for _ in range(4):
+                for model, optimizer in zip((first, second), optimizers, strict=True):
+                    step(model, optimizer)
+            del optimizer, optimizers
+    assert audit.report().steps == 4 + 3  # it takes one step to see that the first optimizer is gone

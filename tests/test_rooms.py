@@ -57,7 +57,7 @@ ROOMS = (
     ("amp_graph/freeze.py",),
     ("amp_graph/step",),
     ("amp_graph/numerics",),
-    ("amp_graph/export", "amp_graph/report"),
+    ("amp_graph/export", "amp_graph/report", "amp_graph/search"),
     ("amp_graph/run",),
     ("amp_graph/audit",),
     ("amp_graph/integrations",),

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
+from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt
 from amp_graph.model_state import same_random_numbers, unchanged
 from amp_graph.numerics.differences import Sums, scale_for_fp16
@@ -65,8 +66,9 @@ class Bench:
         return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}: fails: {reason}")
 
     def made(self, policy: str) -> torch.nn.Module:
-        """Return a copy of the model, converted."""
-        return convert(copy.deepcopy(self.model), policy)
+        """Return a copy of the model, converted; frozen if the step is no training."""
+        made = convert(copy.deepcopy(self.model), policy)
+        return made if self.trains or policy == FULL else freeze(made)
 
     def of_autocast(self) -> float:
         """Return the error of ``torch.autocast`` in the low dtype, NaN if it fails: the unit of relative budgets."""

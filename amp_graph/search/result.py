@@ -21,7 +21,8 @@ class SearchResult:
     ``policy``: its text, as ``convert`` takes it. ``trials``: all that were measured, in order. ``goal``: what they had
     to keep. ``unit``: torch.autocast's error, NaN if it fails. ``noise``: the share of time that two measurements of
     the same step differ by. ``held_out``: the error on data that was not used to choose; NaN without such data.
-    ``machine``: where it was measured. ``ended``: why the search ended.
+    ``machine``: where it was measured. ``ended``: why the search ended. ``freeze``: the step was no training, and the
+    model was measured frozen.
     """
 
     policy: str
@@ -32,6 +33,7 @@ class SearchResult:
     held_out: float
     machine: str
     ended: str
+    freeze: bool = False
 
     @property
     def best(self) -> Trial:
@@ -45,6 +47,11 @@ class SearchResult:
             return f"keep fp32: {_why_full([one for one in self.trials if one.policy != FULL])}"
         held = "" if math.isnan(self.held_out) else f", {self.held_out:.2g} on held-out data"
         return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.2g}{held}"
+
+    def line(self) -> str:
+        """Return the line of code that uses the answer."""
+        converted = f'amp_graph.convert(model, "{self.policy}")'
+        return f"model = {f'amp_graph.freeze({converted})' if self.freeze and self.policy != FULL else converted}"
 
     def text(self) -> str:
         """Return the answer, what was tried, and the line that uses it."""
@@ -62,7 +69,7 @@ class SearchResult:
             self.verdict(),
             f"measured on {self.machine}, noise of times {self.noise:.1%}; {goal}; torch.autocast's is {self.unit:.2g}",
             "", *aligned([COLUMNS, *rows]), "", f"ended: {self.ended}",
-            f'model = amp_graph.convert(model, "{self.policy}")',
+            self.line(),
         ]  # fmt: skip
         return "\n".join(lines) + "\n"
 

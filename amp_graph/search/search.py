@@ -59,12 +59,13 @@ def search(
     """Return the fastest policy that was measured, of those that are exact enough.
 
     model: as it was written; it is copied, and not changed. step: called with a copy; returns the loss of one batch,
-    the same one in each call, or the outputs for inference. budget: the largest error, as a multiple of that of
-    ``torch.autocast``: the relative L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error
-    itself, instead of a multiple. metric: instead of both, called as ``metric(model)``; a number of which less is
-    better, at most ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth.
-    policy: what the search begins with; its words stay. limits: where it ends. state: a file that holds what was
-    measured; a search with the same one goes on. tell: gets a line for each policy that was measured.
+    the same one in each call; for inference the outputs, without gradients, and models are measured frozen. budget: the
+    largest error, as a multiple of that of ``torch.autocast``: the relative L2 error of outputs or, if larger, of
+    gradients, against fp32. absolute: that error itself, instead of a multiple. metric: instead of both, called as
+    ``metric(model)``; a number of which less is better, at most ``budget``. held_out: a step on another batch, on which
+    the answer must be as exact within a tenth. policy: what the search begins with; its words stay. limits: where it
+    ends. state: a file that holds what was measured; a search with the same one goes on. tell: gets a line for each
+    policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
@@ -111,7 +112,7 @@ def search(
         trials.append(Trial(FULL, 1.0, 0.0, why="nothing was measured"))
     answer, error = _confirmed(bench, trials, goal, held_out)
     facts = {"unit": unit, "noise": noise, "machine": machine_for(device).name, "ended": ended}
-    return replace(result_of(trials, goal, held_out=error, **facts), policy=answer)
+    return replace(result_of(trials, goal, held_out=error, freeze=not bench.trains, **facts), policy=answer)
 
 
 def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy | str) -> tuple[Policy, Goal]:

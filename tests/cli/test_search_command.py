@@ -55,6 +55,9 @@ def test_a_model_in_evaluation_mode_is_searched_without_gradients(tmp_path, caps
     told = json.loads(capsys.readouterr().out)
     assert len(told["trials"]) == 3
     assert not any("O2" in one["policy"] for one in told["trials"])
+    assert told["freeze"]
+    assert main(["search", f"{path}:with_input", "--eval", "--runs", "3"]) == 0
+    assert 'amp_graph.freeze(amp_graph.convert(model, "bf16' in capsys.readouterr().out
 
 
 def test_a_budget_that_is_none_is_refused(tmp_path, capsys):

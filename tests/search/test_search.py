@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 
 import amp_graph
@@ -158,3 +159,30 @@ def test_bad_input_gets_one_clear_error(name):
 def test_a_converted_model_is_refused():
     with pytest.raises(AmpGraphError, match="is converted already"):
         search(amp_graph.convert(mlp(), "bf16"), step_of())
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_metric_holds_on_a_third_set():
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train, chosen, third = ((x[part], y[part]) for part in (slice(900), slice(900, 1350), slice(1350, None)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(train[0]), train[1]).backward()
+        optimizer.step()
+
+    def wrong(model, data):
+        with torch.no_grad():
+            return float((model(data[0]).argmax(-1) != data[1]).float().mean())
+
+    budget = wrong(model, chosen) + 0.01
+
+    def step(model):
+        return nn.functional.cross_entropy(model(train[0]), train[1])
+
+    found = search(model, step, metric=lambda m: wrong(m, chosen), budget=budget)
+    assert found.policy.startswith("bf16-O")
+    assert wrong(amp_graph.convert(model, found.policy), third) <= wrong(model, third) + 0.01

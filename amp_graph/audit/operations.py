@@ -23,7 +23,14 @@ from torch.utils.flop_counter import flop_registry
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
-from amp_graph.passes.torch_compat.autograd import in_backward, next_sequence_number, running_sequence_number
+from amp_graph.passes.torch_compat.autograd import (
+    in_backward,
+    next_sequence_number,
+    nodes_behind,
+    running_sequence_number,
+    saved_by,
+    sequence_number,
+)
 from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode, is_wrapper
 
 CONVERSION = "aten._to_copy.default"
@@ -46,6 +53,7 @@ class Operations(TorchDispatchMode):
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
+        self._saved: set[int] = set()  # where the activations are that were counted
         self._hooks: list[Any] = []
 
     @classmethod
@@ -73,13 +81,26 @@ class Operations(TorchDispatchMode):
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) not in self._names or (not self._modules and module not in self.training.models):
-            self.training.models.add(module)
-            self._names |= {id(part): name for name, part in module.named_modules()}
+            self.training.add_model(module)
+            self._names |= self.training.module_names(module)
         self._modules.append(self._names[id(module)])
 
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         if self._modules:
             self._modules.pop()
+
+    # -- what backward will read ----------------------------------------------------------------------
+
+    def count_saved(self, results: Any) -> None:
+        """Count the activations that the graph behind ``results`` keeps for its backward, each once."""
+        stored = {p.untyped_storage().data_ptr() for model in list(self.training.models) for p in model.parameters()}
+        for node in nodes_behind(t.grad_fn for t in _tensors(results)):
+            module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
+            for t in saved_by(node):
+                memory = t.untyped_storage().data_ptr()
+                if t.is_floating_point() and memory not in stored and memory not in self._saved:
+                    self._saved.add(memory)
+                    self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
 
     # -- operations -----------------------------------------------------------------------------------
 
@@ -111,7 +132,8 @@ class Operations(TorchDispatchMode):
             return Call(str(func), module, place, "backward", given, "", region)
         module, place = self._modules[-1] if self._modules else "", self.places.of(frame)
         self._begin_group((id(frame), None if frame is None else frame.f_lasti))
-        self._forward[next_sequence_number() - 1] = (module, place)
+        # The first one that meets a number made its node; those that make none meet that of the node before.
+        self._forward.setdefault(next_sequence_number() - 1, (module, place))
         return Call(str(func), module, place, "update" if self.updates else "forward", given, "", region)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any) -> None:

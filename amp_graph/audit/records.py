@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -121,8 +123,10 @@ class Training:
 
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
-    operations of the looked-at steps. ``models``: the modules that were called outermost, ``optimizers``: those that
-    stepped; no strong reference to either. ``unseen``: what was not looked at, and why, for the report.
+    operations of the looked-at steps. ``models``: the modules that were called outermost, with what their paths begin
+    with; ``optimizers``: those that stepped; no strong reference to either. ``saved``: bytes of activations that were
+    kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at update, by the
+    ``id`` of the parameter. ``unseen``: what was not looked at, and why, for the report.
     """
 
     steps: int = 0
@@ -130,13 +134,29 @@ class Training:
     regions: list[Region] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     calls: dict[Call, Totals] = field(default_factory=dict)
-    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    saved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Add a model: paths in the first with parameters are its own, in others they begin with their class."""
+        taken, name = set(self.models.values()), type(model).__name__
+        first = "" not in taken and next(model.parameters(), None) is not None
+        names = (f"{name}_{n}" if n else name for n in itertools.count())
+        self.models.setdefault(model, "" if first else next(n for n in names if n not in taken))
+
+    def module_names(self, model: torch.nn.Module) -> dict[int, str]:
+        """Return the paths of a model and its modules, by ``id``."""
+        return {id(part): self._path(model, name) for name, part in model.named_modules()}
 
     def parameter_names(self) -> dict[int, str]:
         """Return the names of the parameters of all models, by ``id``."""
-        return {id(p): name for model in list(self.models) for name, p in model.named_parameters()}
+        return {id(p): self._path(model, name) for model in list(self.models) for name, p in model.named_parameters()}
+
+    def _path(self, model: torch.nn.Module, name: str) -> str:
+        return ".".join(filter(None, (self.models[model], name)))
 
 
 class Event(NamedTuple):

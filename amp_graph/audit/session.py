@@ -6,9 +6,11 @@ stepped, or a GradScaler has left its update out.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,11 +21,14 @@ from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
 from amp_graph.audit.records import Call, Event, Places, Region, Training, Watcher
+from amp_graph.audit.silence import ignored_codes, loud
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.torch_compat.dispatch import has_modes
+from amp_graph.passes.torch_compat.modules import is_compiled
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
+from amp_graph.report.report_text import folded_paths
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
 
@@ -36,8 +41,11 @@ class Audit:
     """Looks at a training, and changes no bit of it; ``report()`` is what it saw.
 
     ``every``: look at each step whose number it divides, beside the 2nd and the 3rd; 0 for these alone. ``looks``:
-    these. ``stop_after``: raise ``StepsAreOver`` when that many steps have ended. Models, optimizers and scalers are
-    seen as they are called; those that are given have their names in the report from the start.
+    these. ``stop_after``: raise ``StepsAreOver`` when that many steps have ended. ``ignore``: codes to leave out,
+    beside the ``ignore`` of ``[tool.amp_graph.audit]`` in pyproject.toml of the current folder. Models, optimizers and
+    scalers are seen as they are called; those that are given have their names in the report from the start.
+
+    Raises AmpGraphError for a negative number, and for a code that does not exist.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class Audit:
         every: int = 0,
         looks: Collection[int] = LOOKS,
         stop_after: int = 0,
+        ignore: Collection[str] = (),
     ) -> None:
         if every < 0 or stop_after < 0:
             raise AmpGraphError(
@@ -56,8 +65,11 @@ class Audit:
                 "  fix:   audit(every=100)"
             )
         self.every, self.looks, self.stop_after = every, frozenset(looks), stop_after
+        self._folder = Path.cwd()  # of the findings' places; a script may change it
+        self.ignored = ignored_codes(ignore, self._folder)
         self.training = Training()
-        self.training.models.update(() if model is None else (model,))
+        if model is not None:
+            self.training.add_model(model)
         self.training.optimizers.update(() if optimizer is None else (optimizer,))
         self.watchers: list[Watcher] = [kind(self.training) for kind in WATCHERS]
         self.seconds: dict[int, float] = {}  # that each step took
@@ -95,7 +107,15 @@ class Audit:
             with Attempt() as tried:
                 findings += list(watcher.findings())
             self._failed(watcher, tried)
-        return AuditReport.of(self.training, findings, self.seconds)
+        kept, wrong = loud(findings, self.ignored, self._folder)
+        self.training.unseen |= dict.fromkeys([*wrong, *self._compiled(), *_other_ranks()])
+        return AuditReport.of(self.training, kept, self.seconds, len(findings) - len(kept))
+
+    def _compiled(self) -> Iterator[str]:
+        for model in list(self.training.models):
+            names = [name for name, part in model.named_modules() if is_compiled(part)]
+            if names:
+                yield f"the operations of compiled modules: {folded_paths(names)} of {type(model).__name__}"
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -132,7 +152,7 @@ class Audit:
         self._look.updates += 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._quietly(lambda watcher: watcher.updating(optimizer))
+            self._updating(optimizer)
             return None
         calls = 0
 
@@ -140,10 +160,20 @@ class Audit:
             nonlocal calls
             loss, calls = closure(), calls + 1
             if calls == 1:  # LBFGS calls it again and again
-                self._quietly(lambda watcher: watcher.updating(optimizer))
+                self._updating(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": told}
+
+    def _updating(self, optimizer: Optimizer) -> None:
+        """Note the dtypes of the gradients of an update that is looked at, and tell of it."""
+        self.training.gradients |= {
+            id(p): (str(p.grad.dtype).removeprefix("torch."), p.grad.numel() * p.grad.element_size())
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        self._quietly(lambda watcher: watcher.updating(optimizer))
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
@@ -167,6 +197,13 @@ class Audit:
             self._enter_region(arguments["self"], place)
         elif name == "autocast.exit" and not is_after and self.training.open:
             self.training.open.pop()
+        elif name == "backward" and not is_after and self._look is not None:
+            with Attempt() as tried:
+                self._look.count_saved(arguments["tensors"])
+            if tried.error is not None:
+                self.training.unseen[f"activations that are saved for backward: {tried.reason}"] = None
+        elif name == "compile" and not is_after:
+            self.training.unseen[f"{place}: the operations of what is compiled here"] = None
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "scaler.step":
@@ -212,6 +249,12 @@ class Audit:
         if tried.error is not None:
             self.watchers = [one for one in self.watchers if one is not watcher]
             self.training.unseen[f"{type(watcher).__name__} ended: {tried.reason}"] = None
+
+
+def _other_ranks() -> Iterator[str]:
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        yield f"this is rank {rank} of {size}: what others do alone"
 
 
 audit = Audit  # what users call

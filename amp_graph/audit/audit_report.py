@@ -96,7 +96,7 @@ def _plain(f: Finding) -> dict[str, Any]:
 
 def _region(region: Region) -> dict[str, Any]:
     plain = asdict(region)
-    del plain["place"]
+    del plain["place"], plain["made"]
     return {"file": region.place.file, "line": region.place.line, **plain}
 
 

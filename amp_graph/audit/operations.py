@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from amp_graph.audit.events import Tell as Heard
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
@@ -40,13 +42,16 @@ Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class Operations(TorchDispatchMode):
-    """The mode of one looked-at step; ``tell`` gets "before" and "ran" of each operation."""
+    """The mode of one looked-at step; ``tell`` gets "before" and "ran" of each operation.
+
+    ``heard`` gets the calls of outermost modules, as an event.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, training: Training, places: Places, tell: Tell) -> None:
+    def __init__(self, training: Training, places: Places, tell: Tell, heard: Heard) -> None:
         super().__init__()
-        self.training, self.places, self.tell = training, places, tell
+        self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
         self._modules: list[str] = []  # of running modules, the innermost last
         self._names: dict[int, str] = {}
@@ -80,14 +85,25 @@ class Operations(TorchDispatchMode):
     # -- modules --------------------------------------------------------------------------------------
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if is_compiling():  # Dynamo traces through hooks
+            return
         if id(module) not in self._names or (not self._modules and module not in self.training.models):
             self.training.add_model(module)
             self._names |= self.training.module_names(module)
+        self._tell_of_call(module, args, is_after=False)
         self._modules.append(self._names[id(module)])
 
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if is_compiling():
+            return
         if self._modules:
             self._modules.pop()
+        self._tell_of_call(module, args, is_after=True)
+
+    def _tell_of_call(self, module: torch.nn.Module, args: Any, *, is_after: bool) -> None:
+        """Tell of an outermost module; not of those that checkpoints call again."""
+        if not self._modules and not in_backward():
+            self.heard("model.call", {"self": module, "args": args}, sys._getframe(1), is_after, None)
 
     # -- what backward will read ----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.records import Call, Event, Places, Region, Training, Watcher
+from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
 from amp_graph.audit.silence import ignored_codes, loud
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
@@ -31,6 +31,7 @@ from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.report.report_text import folded_paths
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
+AFTER_SKIPS = 3  # steps that are looked at because a scaler skipped the one before: it often skips several in a row
 
 
 class StepsAreOver(BaseException):
@@ -78,6 +79,8 @@ class Audit:
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that stepped in this step
         self._ended = 0  # steps that had ended when the running step of a scaler began
         self._look: Operations | None = None
+        self._after_skips = AFTER_SKIPS  # that may still be looked at
+        self._made: weakref.WeakKeyDictionary[torch.autocast, tuple[Place, bool]] = weakref.WeakKeyDictionary()
         self._began = 0.0
         self._undo: list[Callable[[], None]] = []
 
@@ -119,25 +122,26 @@ class Audit:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        number = self.training.steps + 1
-        if number in self.looks or (self.every and number % self.every == 0):
+    def _begin_step(self, *, after_skip: bool = False) -> None:
+        number, again = self.training.steps + 1, after_skip and self._after_skips > 0
+        self._after_skips -= again
+        if again or number in self.looks or (self.every and number % self.every == 0):
             if has_modes():
                 self.training.unseen[f"step {number}: another dispatch mode was on"] = None
             else:
                 self.training.looked_at.append(number)
-                self._look = Operations(self.training, self._places, self._tell)
+                self._look = Operations(self.training, self._places, self._tell, self._heard)
                 self._look.__enter__()
         self._began = time.perf_counter()
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, skipped: bool = False) -> None:
         self._end_look()
         self._others.clear()
         self.training.steps += 1
         self.seconds[self.training.steps] = time.perf_counter() - self._began
         if self.training.steps == self.stop_after:
             raise StepsAreOver
-        self._begin_step()
+        self._begin_step(after_skip=skipped)
 
     def _end_look(self) -> None:
         if self._look is not None:
@@ -147,6 +151,7 @@ class Audit:
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
         self.training.optimizers.add(optimizer)
+        self.training.updates += 1
         if self._look is None:
             return None
         self._look.updates += 1
@@ -193,8 +198,13 @@ class Audit:
 
     def _heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         place = self._places.of(caller)
-        if name == "autocast.enter" and is_after:
-            self._enter_region(arguments["self"], place)
+        if name == "autocast.made" and not is_after:
+            asked = bool(arguments.get("enabled", True))
+            self._made[arguments["self"]] = (NOWHERE if _is_of_torch(caller) else place, asked)
+        elif name == "autocast.enter" and is_after:
+            made, asked = self._made.get(arguments["self"], (place, True))
+            # A decorated function enters its region wherever it is called.
+            self._enter_region(arguments["self"], made if made.file and _is_of_torch(caller) else place, made, asked)
         elif name == "autocast.exit" and not is_after and self.training.open:
             self.training.open.pop()
         elif name == "backward" and not is_after and self._look is not None:
@@ -214,13 +224,13 @@ class Audit:
         if not is_after:
             self._ended = self.training.steps
         elif optimizer not in self._others and self._ended == self.training.steps and self._leads(optimizer):
-            self._end_step()
+            self._end_step(skipped=True)
 
-    def _enter_region(self, region: torch.autocast, place: Any) -> None:
+    def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1
         made = Region(
             place, region.device, str(torch.get_autocast_dtype(region.device)).removeprefix("torch."),
-            torch.is_autocast_enabled(region.device), outer,
+            torch.is_autocast_enabled(region.device), outer, made=made, asked=asked,
         )  # fmt: skip
         known = [i for i, r in enumerate(self.training.regions) if r.key == made.key]
         if not known:
@@ -255,6 +265,13 @@ def _other_ranks() -> Iterator[str]:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if size != "1":
         yield f"this is rank {rank} of {size}: what others do alone"
+
+
+def _is_of_torch(frame: FrameType | None) -> bool:
+    """Say whether a region was made by torch for itself; not by a class of its own that the user called."""
+    while frame is not None and frame.f_code.co_name == "__init__":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 audit = Audit  # what users call

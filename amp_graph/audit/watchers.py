@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from amp_graph.audit.autocast_regions import AutocastRegions
+from amp_graph.audit.model_calls import ModelCalls
 from amp_graph.audit.records import Watcher
+from amp_graph.audit.scaler_checkpoints import ScalerCheckpoints
+from amp_graph.audit.scaler_use import ScalerUse
+from amp_graph.audit.skipped_steps import SkippedSteps
 
-WATCHERS: tuple[type[Watcher], ...] = (AutocastRegions,)
+WATCHERS: tuple[type[Watcher], ...] = (
+    AutocastRegions,
+    ModelCalls,
+    ScalerUse,
+    SkippedSteps,
+    ScalerCheckpoints,
+)

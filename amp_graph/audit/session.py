@@ -126,11 +126,14 @@ class Audit:
         self._lead = self._lead or optimizer
         if self._look is not None:
             self._look.updates += 1
-            self._quietly(lambda watcher: watcher.updating(optimizer))
+            self.training.by_closure = any(one is not None for one in (*args[1:], *kwargs.values()))
+            with self._look.watching():
+                self._quietly(lambda watcher: watcher.updating(optimizer))
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
-            self._quietly(lambda watcher: watcher.updated(optimizer))
+            with self._look.watching():
+                self._quietly(lambda watcher: watcher.updated(optimizer))
             self._look.updates -= 1
         if optimizer is self._lead:
             self._end_step()

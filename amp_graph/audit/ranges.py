@@ -77,7 +77,7 @@ class Ranges(Watcher):
 
     def heard(self, event: Event) -> None:
         """Take note of a loss scale."""
-        self._is_scaled = self._is_scaled or event.name == "scaler.scale"
+        self._is_scaled |= event.name == "scaler.scale" and event.arguments["self"].is_enabled()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take the result of an operation."""
@@ -147,9 +147,10 @@ class Ranges(Watcher):
             tiny = sorted(self._tiny[phase].items(), key=lambda one: -one[1].share)
             tiny = [one for one in tiny if one[1].share >= MANY]
             for place, small in tiny[:1]:
+                level = "warning" if phase == "backward" and not self._is_scaled else "note"
                 what = "gradients" if phase == "backward" else "values"
                 yield Finding(
-                    code, "warning" if phase == "backward" else "note", place,
+                    code, level, place,
                     f"{small.share:.0%} of the float16 {what} of {small.operation} became 0 or subnormal (below 6e-5)"
                     + _others(len(tiny) - 1),
                     "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,

@@ -25,7 +25,7 @@ from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, sche
 
 LOW = frozenset(("bfloat16", "float16"))
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
-MOST = 1 << 16  # elements of a sample
+MOST = 1 << 20  # elements of a sample
 LARGEST = 1 << 22  # elements of an operation that is computed again as a whole
 OWN = 4.0  # roundings of the result, beyond which an error is none of one rounding
 STEEP = 8.0  # by which a function multiplies the rounding of its input
@@ -107,7 +107,7 @@ class Again:
     def compare(self, real: Tensor | None) -> None:
         """Add the error of the real result; what is not finite is an overflow, which is another finding."""
         if real is not None and self.part(real).shape == self.result.shape:
-            got, exact = self.part(real).double(), self.result.double()
+            got, exact = (sample(t, MOST).double() for t in (self.part(real), self.result))
             is_finite = torch.isfinite(got)
             self.sums.add(torch.where(is_finite, got, 0.0), torch.where(is_finite, exact, 0.0))
 
@@ -178,9 +178,11 @@ class UnsafeOperations(Watcher):
         """Count the whole numbers that were rounded."""
         largest = float(exact.abs().max()) if exact.numel() else 0.0
         if largest > EXACT[call.output] and exact.shape == result.shape:
-            wrong = int((result.double() != exact).sum())
-            found = self._rounded.setdefault(("AMP404", call.place), Rounded(call.output))
-            found.add(call, wrong, exact.numel(), largest)
+            wrong = exact[result.double() != exact]
+            is_mask = bool(((wrong == wrong[:1]) & (wrong < 0)).all())  # also where none is wrong
+            if not is_mask:
+                found = self._rounded.setdefault(("AMP404", call.place), Rounded(call.output))
+                found.add(call, wrong.numel(), exact.numel(), largest)
 
     def _probabilities(self, call: Call, given: Tensor) -> None:
         """Count probabilities of 0 and 1, if all are values of a low dtype."""

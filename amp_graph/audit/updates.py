@@ -27,7 +27,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES
 
 MANY, STILL, FEW = 0.1, 0.9, 0.01  # shares of lost updates: a warning, a parameter that stands still, a note
-MOST = 1 << 18  # elements of a parameter that are looked at, where an optimizer treats each by itself
+MOST = 1 << 16  # elements of a parameter that are looked at, where an optimizer treats each by itself
 AVERAGED = 1 << 12  # elements of an average
 ELEMENTWISE = frozenset(
     ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")

@@ -9,8 +9,9 @@ the call that then computes, a user's ``x.to(dtype)`` is a call of its own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -53,6 +54,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
+        self._paused = False  # while watchers work
         self._modules: list[str] = []  # of running modules, the innermost last
         self._names: dict[int, str] = {}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
@@ -123,7 +125,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and tell of it."""
         kwargs, name = kwargs or {}, str(func)
-        if name.startswith("profiler."):
+        if self._paused or name.startswith("profiler."):
             return func(*args, **kwargs)
         with Attempt() as seeing:
             given = _tensors((args, kwargs))
@@ -189,13 +191,23 @@ class Operations(TorchDispatchMode):
         for t in tensors:
             if is_wrapper(t) or t.is_meta or t.layout is not torch.strided:
                 return
+        with self.watching():
+            self.tell(what, call, func, args, kwargs, result)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let watchers work: autocast, autograd and this mode leave alone what they do."""
         on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        self._paused = True
         for device in on:
             torch.set_autocast_enabled(device, False)
-        with torch.no_grad():
-            self.tell(what, call, func, args, kwargs, result)
-        for device in on:
-            torch.set_autocast_enabled(device, True)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for device in on:
+                torch.set_autocast_enabled(device, True)
+            self._paused = False
 
 
 def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:

@@ -131,8 +131,9 @@ class Training:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were called outermost, with what their paths begin
     with; ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of optimizers
-    ran. ``saved``: bytes of activations kept for backward, by module and dtype. ``gradients``: dtype and bytes
-    of those of the last looked-at update, by the ``id`` of the parameter. ``unseen``: what was not looked at, and why.
+    ran. ``by_closure``: whether the update that runs computes its gradients itself, in a closure. ``saved``: bytes of
+    activations kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
+    update, by the ``id`` of the parameter. ``unseen``: what was not looked at, and why.
     """
 
     steps: int = 0
@@ -145,6 +146,7 @@ class Training:
     updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
+    by_closure: bool = False
     unseen: dict[str, None] = field(default_factory=dict)
 
     def add_model(self, model: torch.nn.Module) -> None:

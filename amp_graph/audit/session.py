@@ -156,6 +156,7 @@ class Audit:
             return None
         self._look.updates += 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self.training.by_closure = closure is not None
         if closure is None:
             self._updating(optimizer)
             return None
@@ -178,11 +179,14 @@ class Audit:
             for p in group["params"]
             if p.grad is not None
         }
-        self._quietly(lambda watcher: watcher.updating(optimizer))
+        assert self._look is not None, "an update that is looked at"
+        with self._look.watching():
+            self._quietly(lambda watcher: watcher.updating(optimizer))
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
-            self._quietly(lambda watcher: watcher.updated(optimizer))
+            with self._look.watching():
+                self._quietly(lambda watcher: watcher.updated(optimizer))
             self._look.updates -= 1
         if self._leads(optimizer):
             self._end_step()

@@ -1,0 +1,206 @@
+"""AMP5xx: low values that overflowed or came near the end of their dtype, and float16 values that underflowed.
+
+Before: ``scores`` of 9,000 in float16. After: "a value of 9,000: 7 times as large is infinite in float16".
+
+Values at the negative end are masks where an input held such values already, and no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.samples import sample
+from amp_graph.numerics.differences import first_of
+from amp_graph.passes.calibration.ranges import LIMITS, range_of
+from amp_graph.passes.graph.node_info import HALVES, is_view
+
+NEAR = 8.0  # the factor to the end of a dtype
+MOST = 1 << 14  # elements of a sample
+MANY = 0.1  # the share of values that underflowed, beyond which it is told
+SOME = 0.01  # the share of subnormal values, beyond which zeros beside them count as underflowed
+# Makes memory without values, or writes what was asked for.
+CONSTANTS = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided resize full full_like fill new_full zeros ones "
+    "scalar_tensor masked_fill index_fill zero lift_fresh clone detach".split()
+)
+# Between 0 and 1, where what is tiny beside 1 is as good as 0.
+PROBABILITIES = frozenset("_softmax _safe_softmax sigmoid exp _scaled_dot_product_flash_attention_for_cpu".split())
+
+
+@dataclass
+class Reached:
+    """What values at one place reached: the largest magnitude, the operation and module that made it, and how often."""
+
+    dtype: str
+    operation: str
+    phase: str
+    largest: float = 0.0
+    times: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
+class Tiny:
+    """The float16 values at one place: how many of those that are not 0 lost bits, or became 0."""
+
+    operation: str
+    elements: int = 0
+    subnormal: int = 0
+    zeros: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The part of the values that underflowed."""
+        if self.subnormal < SOME * self.elements:
+            return self.subnormal / self.elements if self.elements else 0.0
+        return (self.subnormal + self.zeros) / (self.elements + self.zeros)
+
+
+class Ranges(Watcher):
+    """Looks at the largest and the smallest values of results in low precision."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._is_scaled = False
+        self._infinite: dict[Place, Reached] = {}
+        self._near: dict[Place, Reached] = {}
+        self._tiny: dict[str, dict[Place, Tiny]] = {"forward": {}, "backward": {}}
+
+    def heard(self, event: Event) -> None:
+        """Take note of a loss scale."""
+        self._is_scaled |= event.name == "scaler.scale" and event.arguments["self"].is_enabled()
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take the result of an operation."""
+        name = call.operator.split(".")[1].rstrip("_")
+        out = first_of(result)
+        if out is None or out.dtype not in HALVES or not out.numel() or call.phase == "update":
+            return
+        if name in CONSTANTS or is_view(operator):
+            return
+        low, high = torch.stack(torch.aminmax(out)).tolist()
+        limit = LIMITS[call.output]
+        if not -limit / NEAR < low <= high < limit / NEAR:
+            self._take_large(call, name, (args, kwargs), low, high)
+        elif out.dtype == torch.float16 and name not in PROBABILITIES:
+            self._take_tiny(call, name, args, out)
+
+    def _take_large(self, call: Call, name: str, given: Any, low: float, high: float) -> None:
+        limit = LIMITS[call.output]
+        inputs = [_ends(leaf) for leaf in tree_leaves(given) if isinstance(leaf, (Tensor, float, int))]
+        if not all(map(_is_finite, inputs)):
+            return
+        is_mask = any(least <= -limit / NEAR for least, _ in inputs)
+        largest = high if is_mask else max(high, -low)
+        if high != high or abs(largest) == float("inf"):
+            into, largest = self._infinite, float("inf")
+        elif largest >= limit / NEAR:
+            into = self._near
+        else:
+            return
+        found = into.setdefault(call.place, Reached(call.output, name, call.phase))
+        found.modules[call.module] = None
+        found.largest, found.times = max(found.largest, largest), found.times + 1
+
+    def _take_tiny(self, call: Call, name: str, args: Sequence[Any], out: Tensor) -> None:
+        part = sample(out, MOST)
+        measured = range_of([part.float()])
+        if measured is None:
+            return
+        found = self._tiny[call.phase].setdefault(call.place, Tiny(name))
+        nonzero = measured.elements - measured.zeros
+        found.elements += nonzero
+        found.subnormal += round(measured.fractions("float16")["subnormal"] * nonzero)
+        found.zeros += _made_zero(name, args, part, out)
+        found.modules[call.module] = None
+
+    # -- findings -------------------------------------------------------------------------------------
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield overflows by their place, and of near ends and underflows the worst place, with the others."""
+        for place, found in self._infinite.items():
+            by_scale = self._is_scaled and found.phase == "backward"
+            yield Finding(
+                "AMP501", "note" if by_scale else "warning", place,
+                f"{found.operation} of finite {found.dtype} inputs was infinite or NaN {found.times} times in "
+                f"{found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
+                _FIX_LARGE, _evidence(found), [m for m in found.modules if m][1:],
+            )  # fmt: skip
+        near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
+        for place, found in list(near.items())[:1]:  # what reads it is near the end, too
+            yield Finding(
+                "AMP502", "warning", place,
+                f"{found.operation} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
+                f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
+                _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
+            )  # fmt: skip
+        for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
+            tiny = sorted(self._tiny[phase].items(), key=lambda one: -one[1].share)
+            tiny = [one for one in tiny if one[1].share >= MANY]
+            for place, small in tiny[:1]:
+                level = "warning" if phase == "backward" and not self._is_scaled else "note"
+                what = "gradients" if phase == "backward" else "values"
+                yield Finding(
+                    code, level, place,
+                    f"{small.share:.0%} of the float16 {what} of {small.operation} became 0 or subnormal (below 6e-5)"
+                    + _others(len(tiny) - 1),
+                    "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,
+                    {"share": small.share, "values": small.elements, "operation": small.operation},
+                    [str(p) for p, _ in tiny[1:]],
+                )  # fmt: skip
+
+
+_FIX_LARGE = "compute it in bfloat16 or float32, or scale its inputs down"
+_FIX_SMALL = "compute it in bfloat16 or float32, or scale its inputs up"
+
+
+def _others(count: int) -> str:
+    return f"; so {count} other places" if count else ""
+
+
+def _evidence(found: Reached) -> dict[str, Any]:
+    return {
+        "dtype": found.dtype, "operation": found.operation, "phase": found.phase, "largest": found.largest,
+        "times": found.times,
+    }  # fmt: skip
+
+
+def _ends(leaf: Any) -> tuple[float, float]:
+    """Return the least and the largest number of an argument."""
+    if not isinstance(leaf, Tensor):
+        return float(leaf), float(leaf)
+    if not leaf.numel() or leaf.is_complex() or leaf.dtype == torch.bool:
+        return 0.0, 0.0
+    low, high = torch.aminmax(leaf)
+    return float(low), float(high)
+
+
+def _is_finite(ends: tuple[float, float]) -> bool:
+    return all(abs(end) < float("inf") for end in ends)
+
+
+def _made_zero(name: str, args: Sequence[Any], part: Tensor, out: Tensor) -> int:
+    """Return how many zeros of a sample are of values that were not 0."""
+    first = args[0] if args else None
+    if name == "_to_copy" and isinstance(first, Tensor) and first.shape == out.shape:
+        return int(((part == 0) & (sample(first, MOST) != 0)).sum())
+    factors = [t for t in args[:2] if isinstance(t, Tensor) and t.shape == out.shape]
+    if name in ("mul", "div"):
+        zero = part == 0
+        for factor in factors:
+            zero &= sample(factor, MOST) != 0
+        return int(zero.sum()) if factors else 0
+    return int((part == 0).sum()) if name in _PRODUCTS else 0
+
+
+# A sum of products is exactly 0 by chance only.
+_PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward _log_softmax_backward_data".split())

@@ -28,6 +28,11 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 
 CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
+_ATEN = torch.ops.aten
+OF_CPU = {  # torch has no formula for these
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
 DYNAMO = ("torch._dynamo", "torch._compile")
 Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
 
@@ -132,6 +137,7 @@ class Operations(TorchDispatchMode):
         if group != self._group:
             self._end_group(computes=False)
             self._group = group
+            self.training.group += 1
 
     def _end_group(self, *, computes: bool) -> None:
         """Count the casts of the present call of torch, which goes on to compute, or not."""
@@ -176,5 +182,5 @@ def _dtype_name(tensor: Tensor) -> str:
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a matrix product, a convolution or an attention, 0 of anything else."""
     packet = getattr(func, "overloadpacket", func)
-    count = flop_registry.get(packet)
+    count = flop_registry.get(OF_CPU.get(packet, packet))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0

@@ -122,7 +122,8 @@ class Training:
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were called outermost, ``optimizers``: those that
-    stepped; no strong reference to either. ``unseen``: what was not looked at, and why, for the report.
+    stepped; no strong reference to either. ``group``: a number of the call of torch that dispatched the last operation,
+    with its casts. ``unseen``: what was not looked at, and why, for the report.
     """
 
     steps: int = 0
@@ -132,6 +133,7 @@ class Training:
     calls: dict[Call, Totals] = field(default_factory=dict)
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    group: int = 0
     unseen: dict[str, None] = field(default_factory=dict)
 
     def parameter_names(self) -> dict[int, str]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from amp_graph.audit.autocast_regions import AutocastRegions
+from amp_graph.audit.missed_operations import MissedOperations
 from amp_graph.audit.records import Watcher
 
-WATCHERS: tuple[type[Watcher], ...] = (AutocastRegions,)
+WATCHERS: tuple[type[Watcher], ...] = (
+    AutocastRegions,
+    MissedOperations,
+)

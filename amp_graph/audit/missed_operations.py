@@ -39,7 +39,10 @@ IN_FULL_PRECISION = {
         "in a region with enabled=False",
         "leave only what needs full precision, a loss or a norm, in the disabled region",
     ),
-    "AMP603": ("which autocast leaves as it is", "make what it reads in float32: NumPy's arrays and Python's numbers are float64"),
+    "AMP603": (
+        "which autocast leaves as it is",
+        "make what it reads in float32: NumPy's arrays and Python's numbers are float64",
+    ),
     "AMP604": (
         "because an operand is cast up at this line",
         "cast its result instead, in the region if there is one: head(x).float()",
@@ -112,7 +115,9 @@ class MissedOperations(Watcher):
 
     def _is_allowed(self, call: Call) -> bool:
         """Say whether the list for the device allows this product in bfloat16; backward's follow from forward's."""
-        rules = load("default", dtype="bfloat16", device=self._device if self._device in ("cpu", "cuda") else "cpu").rules
+        rules = load(
+            "default", dtype="bfloat16", device=self._device if self._device in ("cpu", "cuda") else "cpu"
+        ).rules
         name = {"attention": "aten.scaled_dot_product_attention", "convolution": "aten.convolution"}.get(
             family_of(call.operator), ".".join(call.operator.split(".")[:2]).rstrip("_")
         )

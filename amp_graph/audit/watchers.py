@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from amp_graph.audit.autocast_regions import AutocastRegions
+from amp_graph.audit.cast_counts import CastCounts
 from amp_graph.audit.missed_operations import MissedOperations
 from amp_graph.audit.records import Watcher
 
 WATCHERS: tuple[type[Watcher], ...] = (
     AutocastRegions,
     MissedOperations,
+    CastCounts,
 )

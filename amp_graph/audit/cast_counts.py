@@ -36,7 +36,7 @@ TEXTS = {
         "drop both casts: the value before them is the same",
     ),
     "AMP704": (
-        "low values are cast up for an operation that autocast keeps in full precision, and its result down again",
+        "low values are cast up for an operation that runs in full precision under autocast, and its result down again",
         "if the operation may run low, write it so that it does; else keep its neighbors in full precision, too",
     ),
     "AMP705": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -51,7 +51,12 @@ IN_FULL_PRECISION = {
         "inside of an autocast region, which has no rule for this form of it",
         "call torch.matmul or F.linear without out= and not in place; autocast casts only what it has a rule for",
     ),
+    "AMP607": (
+        "as torch casts the operands up inside of one call",
+        "for an attention: no dropout and no mask but is_causal, so that its fused kernel runs",
+    ),
 }
+ALWAYS_NOTES = ("AMP602", "AMP607")  # it was asked for, or torch itself does it
 
 
 @dataclass
@@ -67,14 +72,23 @@ class Missed:
         return [*self.forward, *self.backward]
 
 
+class CastUp(NamedTuple):
+    """The memory of what was cast up, held weakly, the line of the cast, and the call of torch that it was in."""
+
+    held: StorageWeakRef
+    place: Place
+    group: int
+
+
 class MissedOperations(Watcher):
     """Looks at the dtype of each product, and at what cast its operands up."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._step = -1
-        self._up: dict[int, tuple[StorageWeakRef, Place]] = {}  # the memory of what a cast made wider, in this step
-        self._cast_up: dict[Call, Place] = {}
+        self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
+        self._cast_up: dict[Call, Place] = {}  # products that read it
+        self._inside: set[Call] = set()  # those for which torch itself cast it
         self._devices: Counter[str] = Counter()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -83,14 +97,25 @@ class MissedOperations(Watcher):
             self._step = self.training.steps
             self._up.clear()
         if call.operator == CONVERSION:
-            key = storage_key(result)
-            if key is not None and call.phase == "forward" and call.output in FULL and call.inputs[:1] in _LOWS:
-                self._up[key] = StorageWeakRef(storage_of(result)), call.place
+            if call.phase == "forward" and call.output in FULL and call.inputs[:1] in _LOWS:
+                self._mark(result, call.place)
         elif is_product(call):
             self._devices[result.device.type if isinstance(result, Tensor) else "cpu"] += 1
-            for given in tree_leaves((args, kwargs)):
-                if isinstance(given, Tensor) and (key := storage_key(given)) in self._up:
-                    self._cast_up.setdefault(call, self._up[key][1])
+            for given in self._marked((args, kwargs)):
+                self._cast_up.setdefault(call, given.place)
+                if given.group == self.training.group:
+                    self._inside.add(call)
+        elif any(given.group == self.training.group for given in self._marked((args, kwargs))):
+            for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
+                self._mark(t, call.place)
+
+    def _mark(self, wide: Any, place: Place) -> None:
+        if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
+            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self.training.group))
+
+    def _marked(self, values: Any) -> list[CastUp]:
+        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor)) if self._up else ()
+        return [self._up[key] for key in keys if key in self._up]
 
     def findings(self) -> Iterator[Finding]:
         """Yield what ran in full precision and need not."""
@@ -145,7 +170,8 @@ class MissedOperations(Watcher):
         while around is not None and around.device != self._device:
             around = self.training.regions[around.outer] if around.outer >= 0 else None
         if around is not None:
-            return "AMP605" if around.enabled else "AMP602", call.place
+            inside = "AMP607" if call in self._inside else "AMP605"
+            return inside if around.enabled else "AMP602", call.place
         if call in self._cast_up:
             return "AMP604", self._cast_up[call]
         return "AMP601", call.place
@@ -165,7 +191,7 @@ class MissedOperations(Watcher):
             pays += ": it does not pay on this machine"
         else:
             pays += f", which saves {gain / steps:.1%} of the step"
-        large = gain > LARGE_SHARE * steps and code != "AMP602"
+        large = gain > LARGE_SHARE * steps and code not in ALWAYS_NOTES
         yield Finding(
             code, "warning" if large else "note", place,
             f"{_names(missed)} ran {count / looks:g} times a step in {wider}, {where}, {flops / looks:.2g} FLOP with "

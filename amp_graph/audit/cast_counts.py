@@ -22,6 +22,7 @@ from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
+FULL = ("float32", "float64")
 LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: such casts are worth a warning
 LEAST_SHARE = 0.002  # of both: less is not worth a line
 ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward
@@ -144,8 +145,8 @@ class CastCounts(Watcher):
             count = repeat.casts / looks
             yield Finding(
                 code, "warning" if large else "note", place,
-                f"{what.format(times=self._entered(place))}: {count:g} casts a step more than needed, "
-                f"{repeat.totals.bytes / looks / 1e6:.3g} MB: {share:.1%} of the bytes that its operations move, "
+                f"{what.format(times=self._entered(place))}: casts a step beyond what is needed: {count:g}, "
+                f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that its operations move, "
                 f"predicted {of_time:.1%} of its time on {machine.name}",
                 fix,
                 {"casts": count, "bytes": repeat.totals.bytes / looks, "share_of_bytes": share,
@@ -186,7 +187,7 @@ class CastCounts(Watcher):
         moved = value.numel() * value.element_size() + result.numel() * result.element_size()
         if call.output in LOW:
             self._undone(call, value, moved, key)
-        elif call.inputs[0] in LOW:
+        elif call.inputs[0] in LOW and call.output in FULL:
             self._widen(result, call, None, call.inputs[0])
         made = Cast(StorageWeakRef(storage_of(value)), self._backwards, self._entry())
         known = (key, value._version, value.storage_offset(), *value.shape, *value.stride(), call.output)

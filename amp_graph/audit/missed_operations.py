@@ -194,8 +194,8 @@ class MissedOperations(Watcher):
         large = gain > LARGE_SHARE * steps and code not in ALWAYS_NOTES
         yield Finding(
             code, "warning" if large else "note", place,
-            f"{_names(missed)} ran {count / looks:g} times a step in {wider}, {where}, {flops / looks:.2g} FLOP with "
-            f"backward, while other products ran in {dtype}; {pays}",
+            f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
+            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {pays}",
             fix,
             {"calls": count, "flops": flops, "seconds": full, "seconds_low": lower, "share": gain / steps,
              "dtype": wider, "machine": machine.name},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from amp_graph.audit.autocast_regions import AutocastRegions
 from amp_graph.audit.cast_counts import CastCounts
+from amp_graph.audit.custom_operators import CustomOperators
 from amp_graph.audit.missed_operations import MissedOperations
 from amp_graph.audit.records import Watcher
 
@@ -11,4 +12,5 @@ WATCHERS: tuple[type[Watcher], ...] = (
     AutocastRegions,
     MissedOperations,
     CastCounts,
+    CustomOperators,
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_graph.scaling.grad_scaler import GradScaler
@@ -30,6 +31,8 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("scheduler.step", LRScheduler, "step"),
     ("scheduler.step", ReduceLROnPlateau, "step"),
     ("save", torch, "save"),
+    ("ddp", DistributedDataParallel, "__init__"),
+    ("ddp.hook", DistributedDataParallel, "register_comm_hook"),
     ("compile", torch, "compile"),
     ("compile", torch.nn.Module, "compile"),
 )

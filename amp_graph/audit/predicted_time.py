@@ -11,8 +11,15 @@ import torch
 
 from amp_graph.audit.records import Call, Totals
 from amp_graph.passes.graph.node_info import is_view
-from amp_graph.passes.precision.machine_rates import COUNTED, DTYPES, Machine
-from amp_graph.passes.precision.op_cost import ACTIVATIONS, BY_LIBRARY, PRODUCTS, SIZES
+from amp_graph.passes.precision.machine_rates import (
+    ACTIVATIONS,
+    BY_LIBRARY,
+    COUNTED,
+    DTYPES,
+    PRODUCTS,
+    SIZES,
+    Machine,
+)
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 LOW = ("bfloat16", "float16")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from amp_graph.audit.codes import CODES
+from amp_graph.audit.plan import plan_lines
 from amp_graph.audit.precision_table import Row, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Training
 
@@ -26,6 +27,7 @@ class AuditReport:
     looked_at: Sequence[int]
     unseen: Sequence[str]
     seconds: Mapping[str, float]
+    plan: Sequence[str] = ()
 
     @classmethod
     def of(cls, training: Training, findings: Sequence[Finding], seconds: Mapping[int, float]) -> AuditReport:
@@ -36,6 +38,7 @@ class AuditReport:
         return cls(
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
             list(training.unseen), {"looked_at": _median(looked), "others": _median(others)},
+            plan=plan_lines(training),
         )  # fmt: skip
 
     @property

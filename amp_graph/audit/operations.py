@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from amp_graph.audit.model_sketch import call_of
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
@@ -63,6 +65,7 @@ class Operations(TorchDispatchMode):
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_hook(self._note_call, with_kwargs=True),
         ]
         super().__enter__()
         return self
@@ -85,6 +88,14 @@ class Operations(TorchDispatchMode):
     def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         if self._modules:
             self._modules.pop()
+
+    def _note_call(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep the sizes of an outermost call that records gradients, for a plan."""
+        if self._modules or is_compiling() or in_backward() or not torch.is_grad_enabled():
+            return
+        call = call_of(args, kwargs)
+        if (known := self.training.model_calls.setdefault(module, call)) is not call:
+            known.calls += 1
 
     # -- operations -----------------------------------------------------------------------------------
 

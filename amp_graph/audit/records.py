@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
+    from amp_graph.audit.model_sketch import ModelCall, Sketch
+
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 
 
@@ -123,7 +125,8 @@ class Training:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were called outermost, ``optimizers``: those that
     stepped; no strong reference to either. ``group``: a number of the call of torch that dispatched the last operation,
-    with its casts. ``unseen``: what was not looked at, and why, for the report.
+    with its casts. ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why
+    there is none. ``unseen``: what was not looked at, and why, for the report.
     """
 
     steps: int = 0
@@ -134,6 +137,10 @@ class Training:
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     group: int = 0
+    model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    sketches: dict[int, Sketch | str] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
 
     def parameter_names(self) -> dict[int, str]:

@@ -91,6 +91,10 @@ HIDDEN = {
     ): "what converts imports Dynamo, which takes as long"
     " as torch: not before the first model is converted, and after Module.__call__ is replaced",
     (
+        "amp_graph/audit/plan.py",
+        "amp_graph.audit.planned_call",
+    ): "what plans imports Dynamo, which takes as long as torch: not before somebody reads what amp_graph would do",
+    (
         "amp_graph/integrations/transformers.py",
         "amp_graph.integrations.accelerate",
     ): "a Trainer, which add_to is given, has accelerate; the callback alone does not need it",

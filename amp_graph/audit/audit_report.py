@@ -11,6 +11,7 @@ from typing import Any
 from amp_graph.audit.audit_html import audit_page
 from amp_graph.audit.audit_text import audit_text
 from amp_graph.audit.codes import CODES
+from amp_graph.audit.plan import plan_lines
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
 from amp_graph.passes.native.output_file import write_or_refuse
@@ -52,6 +53,7 @@ class AuditReport:
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at), silenced,
             between_ranks(training), outside_of_models(training), list(training.unseen),
             {"looked_at": _median(looked), "others": _median(others)},
+            plan=plan_lines(training),
         )  # fmt: skip
 
     @property

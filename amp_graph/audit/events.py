@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -34,6 +35,8 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("optimizer.load_state_dict", Optimizer, "load_state_dict"),
     ("save", torch, "save"),
     ("load", torch, "load"),
+    ("ddp", DistributedDataParallel, "__init__"),
+    ("ddp.hook", DistributedDataParallel, "register_comm_hook"),
     ("compile", torch, "compile"),
     ("compile", torch.nn.Module, "compile"),
 )

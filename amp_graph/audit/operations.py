@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
+from amp_graph.audit.model_sketch import call_of
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
@@ -38,6 +39,11 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
 DTYPES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_ATEN = torch.ops.aten
+OF_CPU = {  # torch has no formula for these
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
 DYNAMO = ("torch._dynamo", "torch._compile")
 Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
 
@@ -73,6 +79,7 @@ class Operations(TorchDispatchMode):
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_hook(self._note_call, with_kwargs=True),
         ]
         super().__enter__()
         return self
@@ -119,6 +126,14 @@ class Operations(TorchDispatchMode):
                 if t.is_floating_point() and memory not in stored and memory not in self._saved:
                     self._saved.add(memory)
                     self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
+
+    def _note_call(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep the sizes of an outermost call that records gradients, for a plan."""
+        if self._modules or is_compiling() or in_backward() or not torch.is_grad_enabled():
+            return
+        call = call_of(args, kwargs)
+        if (known := self.training.model_calls.setdefault(module, call)) is not call:
+            known.calls += 1
 
     # -- operations -----------------------------------------------------------------------------------
 
@@ -176,6 +191,7 @@ class Operations(TorchDispatchMode):
         if group != self._group:
             self._end_group(computes=False)
             self._group = group
+            self.training.group += 1
 
     def _end_group(self, *, computes: bool) -> None:
         """Count the casts of the present call of torch, which goes on to compute, or not."""
@@ -235,5 +251,5 @@ def _dtype_name(tensor: Tensor) -> str:
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a matrix product, a convolution or an attention, 0 of anything else."""
     packet = getattr(func, "overloadpacket", func)
-    count = flop_registry.get(packet)
+    count = flop_registry.get(OF_CPU.get(packet, packet))
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
+    from amp_graph.audit.model_sketch import ModelCall, Sketch
+
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 
 
@@ -133,7 +135,9 @@ class Training:
     with; ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of optimizers
     ran. ``by_closure``: whether the update that runs computes its gradients itself, in a closure. ``saved``: bytes of
     activations kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
-    update, by the ``id`` of the parameter. ``unseen``: what was not looked at, and why.
+    update, by the ``id`` of the parameter. ``group``: a number of the call of torch that dispatched the last operation,
+    with its casts. ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why
+    there is none. ``unseen``: what was not looked at, and why.
     """
 
     steps: int = 0
@@ -147,6 +151,11 @@ class Training:
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
     by_closure: bool = False
+    group: int = 0
+    model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    sketches: dict[int, Sketch | str] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
 
     def add_model(self, model: torch.nn.Module) -> None:

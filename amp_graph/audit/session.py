@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
+from amp_graph.audit.plan import draw_sketches
 from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
 from amp_graph.audit.silence import ignored_codes, loud
 from amp_graph.audit.watchers import WATCHERS
@@ -105,6 +106,7 @@ class Audit:
 
     def report(self) -> AuditReport:
         """Return what was seen so far."""
+        draw_sketches(self.training)
         findings = []
         for watcher in self.watchers:
             with Attempt() as tried:
@@ -139,6 +141,7 @@ class Audit:
         self._others.clear()
         self.training.steps += 1
         self.seconds[self.training.steps] = time.perf_counter() - self._began
+        draw_sketches(self.training)
         if self.training.steps == self.stop_after:
             raise StepsAreOver
         self._begin_step(after_skip=skipped)

@@ -59,7 +59,8 @@ class FirstOverflow:
         is_view = results.keys() <= inputs.keys() and not is_mutable(operator)
         if not results or is_view:
             return
-        new = {memory: _largest(t) for memory, t in inputs.items() if memory not in self._known}
+        # What was written to in place can no longer be read as it was.
+        new = {m: _largest(t) for m, t in inputs.items() if m not in self._known and m not in results}
         self._known |= inputs.keys() | results.keys()
         meant = any(isinstance(one, float) and not math.isfinite(one) for one in given)
         kept = {memory: _largest(t) for memory, t in results.items()}

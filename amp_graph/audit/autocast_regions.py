@@ -18,12 +18,13 @@ from amp_graph.passes.torch_compat.autograd import in_backward
 LOW = ("bfloat16", "float16")
 COMPUTES = (OpClass.ALLOW, OpClass.DENY, OpClass.FP32_INSIDE)  # the others move values, or round as their inputs do
 
+LIST = load("default", dtype="bfloat16", device="cpu")  # those of other devices name the same products
 SEEN = ("eager", "aot_eager")  # backends that call operations one by one
 
 
-def class_of(operator: Any, dtype: str = "bfloat16", device: str = "cpu") -> OpClass | None:
+def class_of(operator: Any) -> OpClass | None:
     """Return the class of an operator in the default list, None if it is in none."""
-    rule = load("default", dtype=dtype, device=device).lookup(operator, {})
+    rule = LIST.lookup(operator, {})
     return None if rule is None else rule.cls
 
 
@@ -167,7 +168,7 @@ class AutocastRegions(Watcher):
         elif region.enabled and not outer.asked:
             text = f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again"
             fix = "pass the same enabled= to both, or leave out one of the regions"
-        elif not region.asked and outer.enabled and work.low.total():
+        elif not region.asked and outer.enabled and work.low.total() and not self._lowers(number):
             dtype = work.low.most_common(1)[0][0]
             text = (
                 f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
@@ -177,7 +178,8 @@ class AutocastRegions(Watcher):
         elif not region.asked and outer.enabled and work.products.total() and not self._low_in(region.outer):
             text = f"autocast is disabled here, for all products of the region around it, {around}"
             fix = "disable autocast around the part that needs full precision alone"
-        return finding("AMP104", region.place, text, fix, **_evidence(region)) if text else None
+        evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
+        return finding("AMP104", region.place, text, fix, **evidence) if text else None
 
     def _around(self, region: Region) -> Region | None:
         """Return the nearest region around, of the same device, that a user made."""
@@ -188,6 +190,10 @@ class AutocastRegions(Watcher):
                 return outer
             number = outer.outer
         return None
+
+    def _lowers(self, region: int) -> bool:
+        """Say whether the user casts to low precision in a region: what then runs low is meant to."""
+        return any(c.region == region and c.cast == "user" and c.output in LOW for c in self.training.calls)
 
     def _low_in(self, region: int) -> bool:
         """Say whether a product ran low in a region, or in one inside of it."""

@@ -206,6 +206,23 @@ def evaluation_works_and_training_is_missed(loop):
         loop.model(x)
 
 
+def kernel_with_casts_of_its_own(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        out = loop.model(x)
+        with torch.autocast("cpu", enabled=False):
+            square = out.float().to(torch.bfloat16) @ out.to(torch.bfloat16).t()
+        loss = F.cross_entropy(out, y) + square.float().mean()
+    loop.step(loss)
+
+
+def off_for_a_device_that_is_absent(loop):
+    x, y = loop.data
+    with torch.autocast("cuda", torch.bfloat16, enabled=False), torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(loop.model(x), y)
+    loop.step(loss)
+
+
 def optimizer_of_amp_graph(loop):
     if "mixed" not in loop.__dict__:
         loop.mixed = amp_graph.MixedPrecisionOptimizer(loop.optimizer, loss_scale="dynamic")
@@ -220,6 +237,16 @@ def fused_optimizer_skips(loop):
         loop.fused = torch.optim.AdamW(loop.model.parameters(), fused=True)
         loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     loop.scaled_step(loop.loss(), optimizers=(loop.fused,))
+
+
+def one_of_two_optimizers_never_steps(loop):
+    if "other" not in loop.__dict__:
+        loop.head, loop.scaler = nn.Linear(16, 4), torch.amp.GradScaler("cpu", init_scale=256.0)
+        loop.other = torch.optim.SGD(loop.head.parameters(), lr=0.1)
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        bad = F.cross_entropy(loop.head(x), y) * 1e38
+    loop.scaled_step(loop.loss(), bad, optimizers=(loop.optimizer, loop.other))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +272,10 @@ def fused_optimizer_skips(loop):
         (auxiliary_head_in_fp32, {"AMP105": "warning"}),
         (region_of_the_loss_alone, {"AMP101": "note"}),
         (evaluation_works_and_training_is_missed, {"AMP101": "warning"}),
+        (kernel_with_casts_of_its_own, {}),
+        (off_for_a_device_that_is_absent, {}),
         (optimizer_of_amp_graph, {}),
+        (one_of_two_optimizers_never_steps, {"AMP206": "warning", "AMP211": "note"}),
         (fused_optimizer_skips, {"AMP211": "note"}),
     ],
 )

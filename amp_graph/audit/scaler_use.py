@@ -189,7 +189,7 @@ class ScalerUse(Watcher):
             if times:
                 yield finding(
                     "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
-                    f"convolutions seen ran in float16: {ran} has the range of fp32, and needs no scale",
+                    f"convolutions seen ran in float16: what would underflow there does not in {ran}",
                     "GradScaler(enabled=dtype == torch.float16), or none", dtype=ran, products=self._products,
                 )  # fmt: skip
 

@@ -18,10 +18,13 @@ from amp_graph.passes.torch_compat.autograd import in_backward
 LOW = ("bfloat16", "float16")
 COMPUTES = (OpClass.ALLOW, OpClass.DENY, OpClass.FP32_INSIDE)  # the others move values, or round as their inputs do
 
+LIST = load("default", dtype="bfloat16", device="cpu")  # those of other devices name the same products
+SEEN = ("eager", "aot_eager")  # backends that call operations one by one
 
-def class_of(operator: Any, dtype: str = "bfloat16", device: str = "cpu") -> OpClass | None:
+
+def class_of(operator: Any) -> OpClass | None:
     """Return the class of an operator in the default list, None if it is in none."""
-    rule = load("default", dtype=dtype, device=device).lookup(operator, {})
+    rule = LIST.lookup(operator, {})
     return None if rule is None else rule.cls
 
 
@@ -56,7 +59,7 @@ class AutocastRegions(Watcher):
             self._in(inside).grad |= torch.is_grad_enabled()
         elif event.name == "backward" and not event.is_after and inside >= 0 and not in_backward():
             self._backwards[event.place, inside] += self.training.regions[inside].enabled
-        elif event.name == "compile" and event.is_after:
+        elif event.name == "compile" and event.is_after and _backend(event.arguments) not in SEEN:
             self._compiled[event.place] = None
         elif event.name == "scaler.scale" and event.is_after:
             self._scales += event.arguments["self"].is_enabled()
@@ -93,6 +96,13 @@ class AutocastRegions(Watcher):
         for (place, number), times in self._backwards.items():
             if times:
                 yield self._backward(place, self.training.regions[number], times)
+        on = [n for n, region in enumerate(self.training.regions) if region.enabled and region.looked_at]
+        for place in self._compiled if on else ():
+            yield finding(
+                "AMP106", place, "operations that are fused in code compiled here are not seen: in "
+                f"{sum(n not in acts for n in on)} of {len(on)} autocast regions nothing that was seen ran low",
+                "backend='eager' for the audit", regions=len(on),
+            )  # fmt: skip
 
     def _acting(self) -> set[int]:
         """Return the regions in which autocast cast, or something ran low, in an inner region too."""
@@ -121,15 +131,8 @@ class AutocastRegions(Watcher):
                 f"torch.autocast({others[0]!r}, dtype=torch.bfloat16), for the device of the inputs",
                 **_evidence(region), devices=dict(work.devices),
             )  # fmt: skip
-        elif self._compiled:
-            yield finding(
-                "AMP106", next(iter(self._compiled)), f"code was compiled here, and none of the "
-                f"{work.devices.total()} operations seen in {_text(region)} of {region.place} ran in low precision: "
-                "those of compiled code are not seen",
-                "audit a run without torch.compile, or with backend='eager'", **_evidence(region),
-            )  # fmt: skip
-        else:
-            helps = not work.products and any(_low_products(one) for one in self._work.values())
+        elif not self._compiled:
+            helps = not work.products.total() and any(one.grad and _low_products(one) for one in self._work.values())
             yield finding(
                 "AMP101", region.place, f"{_text(region)} was entered {region.entered} times; of the "
                 f"{work.devices.total()} operations seen in it none ran in low precision, and "
@@ -143,7 +146,7 @@ class AutocastRegions(Watcher):
         works = self._work.items()
         trained = any(_low_products(work) for _, work in works if work.grad)
         evaluated = any(_low_products(work) for _, work in works if not work.grad)
-        if not self._in(number).grad or not self._in(number).products or trained:
+        if not self._in(number).grad or not self._in(number).products.total() or trained:
             return
         why = "a GradScaler scales the loss" if self._scales else "autocast is on where no gradient is recorded"
         meant = self._scales or evaluated
@@ -165,17 +168,18 @@ class AutocastRegions(Watcher):
         elif region.enabled and not outer.asked:
             text = f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again"
             fix = "pass the same enabled= to both, or leave out one of the regions"
-        elif not region.asked and outer.enabled and work.low.total():
+        elif not region.asked and outer.enabled and work.low.total() and not self._lowers(number):
             dtype = work.low.most_common(1)[0][0]
             text = (
                 f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
                 "all the same, as their inputs are"
             )
             fix = "x.float() for each input of the disabled region"
-        elif not region.asked and outer.enabled and work.products and not self._low_in(region.outer):
+        elif not region.asked and outer.enabled and work.products.total() and not self._low_in(region.outer):
             text = f"autocast is disabled here, for all products of the region around it, {around}"
             fix = "disable autocast around the part that needs full precision alone"
-        return finding("AMP104", region.place, text, fix, **_evidence(region)) if text else None
+        evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
+        return finding("AMP104", region.place, text, fix, **evidence) if text else None
 
     def _around(self, region: Region) -> Region | None:
         """Return the nearest region around, of the same device, that a user made."""
@@ -186,6 +190,10 @@ class AutocastRegions(Watcher):
                 return outer
             number = outer.outer
         return None
+
+    def _lowers(self, region: int) -> bool:
+        """Say whether the user casts to low precision in a region: what then runs low is meant to."""
+        return any(c.region == region and c.cast == "user" and c.output in LOW for c in self.training.calls)
 
     def _low_in(self, region: int) -> bool:
         """Say whether a product ran low in a region, or in one inside of it."""
@@ -198,6 +206,11 @@ class AutocastRegions(Watcher):
             "leave the region first: loss.backward() stands outside of the with block", times=times,
             region=str(region.place),
         )  # fmt: skip
+
+
+def _backend(arguments: Mapping[str, Any]) -> Any:
+    """Return the backend of a call of ``torch.compile``, or of ``Module.compile``, which hands its arguments on."""
+    return {"backend": "inductor", **arguments, **arguments.get("kwargs", {})}["backend"]
 
 
 def _low_products(work: Work) -> bool:

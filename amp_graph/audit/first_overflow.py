@@ -8,6 +8,7 @@ by their memory: what reads an infinite value hands it on, and did not make it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.records import Call
 from amp_graph.passes.graph.node_info import is_mutable
+
+MOST = 50_000  # operations that are kept, the last: an evaluation in between may have many more
 
 
 class Origin(NamedTuple):
@@ -44,7 +47,7 @@ class FirstOverflow:
     """The operations of one step."""
 
     def __init__(self) -> None:
-        self._seen: list[Seen] = []
+        self._seen: deque[Seen] = deque(maxlen=MOST)
         self._known: set[int] = set()
 
     def clear(self) -> None:
@@ -59,7 +62,8 @@ class FirstOverflow:
         is_view = results.keys() <= inputs.keys() and not is_mutable(operator)
         if not results or is_view:
             return
-        new = {memory: _largest(t) for memory, t in inputs.items() if memory not in self._known}
+        # What was written to in place can no longer be read as it was.
+        new = {m: _largest(t) for m, t in inputs.items() if m not in self._known and m not in results}
         self._known |= inputs.keys() | results.keys()
         meant = any(isinstance(one, float) and not math.isfinite(one) for one in given)
         kept = {memory: _largest(t) for memory, t in results.items()}

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
@@ -35,6 +33,7 @@ from amp_graph.passes.torch_compat.autograd import (
     sequence_number,
 )
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
+from amp_graph.passes.torch_compat.storage import storage_key
 
 CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
@@ -44,6 +43,8 @@ OF_CPU = {  # torch has no formula for these
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
+CALL = torch.nn.Module.__call__.__code__
+ENGINE = "torch.autograd.graph"  # whose function runs backward, in this thread
 DYNAMO = ("torch._dynamo", "torch._compile")
 Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
 
@@ -61,79 +62,77 @@ class Operations(TorchDispatchMode):
         self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
         self._paused = False  # while watchers work
-        self._modules: list[str] = []  # of running modules, the innermost last
+        self._outermost: FrameType | None = None  # of the call of a model that runs
         self._names: dict[int, str] = {}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
         self._saved: set[int] = set()  # where the activations are that were counted
-        self._hooks: list[Any] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run compiled: its operations are not seen."""
         return True
 
-    def __enter__(self) -> Operations:
-        """Begin to look."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-            register_module_forward_hook(self._note_call, with_kwargs=True),
-        ]
-        super().__enter__()
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """Look no more."""
         super().__exit__(*error)
         self._end_group(computes=False)
-        for hook in self._hooks:
-            hook.remove()
+        self._see_model(None)
 
     # -- modules --------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        if is_compiling():  # Dynamo traces through hooks
-            return
-        if id(module) not in self._names or (not self._modules and module not in self.training.models):
-            self.training.add_model(module)
-            self._names |= self.training.module_names(module)
-        self._tell_of_call(module, args, is_after=False)
-        self._modules.append(self._names[id(module)])
+    def _module_of(self, frame: FrameType | None, operator: str) -> str | None:
+        """Return the path of the innermost module that runs, None outside of any; in backward, of those it calls.
 
-    def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        if is_compiling():
-            return
-        if self._modules:
-            self._modules.pop()
-        self._tell_of_call(module, args, is_after=True)
+        Read off the frames: with hooks on all modules, torch.compile would warn, and compile again.
+        """
+        inner = outer = None
+        while frame is not None and frame.f_globals.get("__name__") != ENGINE:
+            if frame.f_code is CALL:
+                inner, outer = inner or frame, frame
+            frame = frame.f_back
+        if not in_backward():  # in which checkpoints call modules again
+            self._see_model(outer, begins=operator != CONVERSION)  # autocast casts weights with gradients enabled
+        if inner is None or outer is None:
+            return None
+        module = inner.f_locals["self"]
+        if id(module) not in self._names:
+            model = outer.f_locals["self"]
+            self.training.add_model(model)
+            self._names |= self.training.module_names(model)
+        return self._names.get(id(module), type(module).__name__)
 
-    def _tell_of_call(self, module: torch.nn.Module, args: Any, *, is_after: bool) -> None:
-        """Tell of an outermost module; not of those that checkpoints call again."""
-        if not self._modules and not in_backward():
-            self.heard("model.call", {"self": module, "args": args}, sys._getframe(1), is_after, None)
+    def _see_model(self, frame: FrameType | None, *, begins: bool = True) -> None:
+        """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs."""
+        if frame is self._outermost:
+            return
+        if self._outermost is not None:
+            self._outermost = None
+            self.heard("model.call", {}, sys._getframe(1), True, None)
+        if frame is not None and begins:
+            self._outermost = frame
+            model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+            self.training.add_model(model)
+            self._names |= self.training.module_names(model)
+            if torch.is_grad_enabled():
+                call = call_of(args, kwargs)
+                if (known := self.training.model_calls.setdefault(model, call)) is not call:
+                    known.calls += 1
+            self.heard("model.call", {"self": model, "args": args}, frame.f_back or frame, False, None)
 
     # -- what backward will read ----------------------------------------------------------------------
 
     def count_saved(self, results: Any) -> None:
         """Count the activations that the graph behind ``results`` keeps for its backward, each once."""
-        stored = {p.untyped_storage().data_ptr() for model in list(self.training.models) for p in model.parameters()}
+        stored = {storage_key(p) for model in list(self.training.models) for p in model.parameters()}
         for node in nodes_behind(t.grad_fn for t in _tensors(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
-                memory = t.untyped_storage().data_ptr()
-                if t.is_floating_point() and memory not in stored and memory not in self._saved:
+                memory = storage_key(t)
+                if memory is not None and t.is_floating_point() and memory not in stored | self._saved:
                     self._saved.add(memory)
                     self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
-
-    def _note_call(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep the sizes of an outermost call that records gradients, for a plan."""
-        if self._modules or is_compiling() or in_backward() or not torch.is_grad_enabled():
-            return
-        call = call_of(args, kwargs)
-        if (known := self.training.model_calls.setdefault(module, call)) is not call:
-            known.calls += 1
 
     # -- operations -----------------------------------------------------------------------------------
 
@@ -159,17 +158,18 @@ class Operations(TorchDispatchMode):
         frame = _outside_of_dynamo(caller)
         region = self.training.open[-1] if self.training.open else -1
         given = tuple([_dtype_name(t) for t in tensors if t.is_floating_point()])
-        if in_backward() and not self._modules:
+        module = self._module_of(frame, operator)
+        if module is None and in_backward():
             number = running_sequence_number()
-            module, place = self._forward.get(number, ("", NOWHERE))
+            path, place = self._forward.get(number, ("", NOWHERE))
             self._begin_group(("backward", number))
-            return Call(operator, module, place, "backward", given, "", region)
-        module, place = self._modules[-1] if self._modules else "", self.places.of(frame)
+            return Call(operator, path, place, "backward", given, "", region)
+        path, place = module or "", self.places.of(frame)
         self._begin_group((id(frame), None if frame is None else frame.f_lasti))
         # The first one that meets a number made its node; those that make none meet that of the node before.
-        self._forward.setdefault(next_sequence_number() - 1, (module, place))
+        self._forward.setdefault(next_sequence_number() - 1, (path, place))
         is_update = self.updates and not torch.is_grad_enabled()  # a closure's forward has gradients
-        return Call(operator, module, place, "update" if is_update else "forward", given, "", region)
+        return Call(operator, path, place, "update" if is_update else "forward", given, "", region)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
         results = _tensors(result)

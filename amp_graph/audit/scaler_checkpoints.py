@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from amp_graph.audit.codes import finding
 from amp_graph.audit.records import Event, Finding, Place, Training, Watcher
-from amp_graph.audit.scaler_use import scale_of
 
 OPTIMIZER = {"state", "param_groups"}  # keys of a state
 SCALER = {"scale", "growth_factor", "backoff_factor"}
@@ -54,7 +53,7 @@ class ScalerCheckpoints(Watcher):
         if optimizer not in self._stepped:
             self._stepped.add(optimizer)
             if optimizer in self._resumed and not self._scaler_loaded:
-                self._lost[self._resumed[optimizer]] = scale_of(scaler)
+                self._lost[self._resumed[optimizer]] = scaler.get_scale()
 
     def findings(self) -> Iterator[Finding]:
         """Yield checkpoints, and resumes, without the scaler."""

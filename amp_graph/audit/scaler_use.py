@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -28,9 +27,8 @@ STATIC = 8  # a loss that is multiplied by as much is scaled by hand
 
 def steps_text(steps: Sequence[int], most: int = 5) -> str:
     """Return the numbers of steps as a text."""
-    return (
-        ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps[:most])) + ", ..." * (len(steps) > most)
-    )
+    shown = ", ".join(map(str, steps[:most])) + (", ..." if len(steps) > most else "")
+    return f"{'step' if len(steps) == 1 else 'steps'} {shown}"
 
 
 @dataclass
@@ -70,7 +68,7 @@ class ScalerUse(Watcher):
 
     def heard(self, event: Event) -> None:
         """Take a call of a scaler, a backward, or a clipping."""
-        scaler = event.arguments.get("self")
+        scaler: Any = event.arguments.get("self")
         if event.name.startswith("scaler.") and scaler.is_enabled():
             iteration = self._iterations.get(scaler)
             if iteration is None:
@@ -113,7 +111,7 @@ class ScalerUse(Watcher):
 
     def _update(self, iteration: Iteration, event: Event) -> None:
         if event.is_after:
-            iteration.__init__()  # type: ignore[misc]
+            self._iterations[event.arguments["self"]] = Iteration()
 
     def _check_clips(self, iteration: Iteration, optimizer: Optimizer, step: int) -> None:
         if optimizer not in iteration.unscaled:
@@ -191,7 +189,7 @@ class ScalerUse(Watcher):
             if times:
                 yield finding(
                     "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
-                    f"convolutions seen ran in float16: {ran} has the range of fp32, and needs no scale",
+                    f"convolutions seen ran in float16: what would underflow there does not in {ran}",
                     "GradScaler(enabled=dtype == torch.float16), or none", dtype=ran, products=self._products,
                 )  # fmt: skip
 
@@ -221,9 +219,3 @@ def _pass(iteration: Iteration, event: Event) -> None:
 def dtypes_seen(training: Training) -> set[str]:
     """Return the dtypes that operations of forwards and backwards read or returned."""
     return {d for call in training.calls if call.phase != "update" for d in (*call.inputs, call.output)}
-
-
-def scale_of(scaler: Any) -> float:
-    """Return the scale as a number; the host waits for the device."""
-    with torch.no_grad():
-        return float(scaler.get_scale())

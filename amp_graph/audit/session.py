@@ -235,13 +235,13 @@ class Audit:
 
     def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1
-        made = Region(
+        entered = Region(
             place, region.device, str(torch.get_autocast_dtype(region.device)).removeprefix("torch."),
             torch.is_autocast_enabled(region.device), outer, made=made, asked=asked,
         )  # fmt: skip
-        known = [i for i, r in enumerate(self.training.regions) if r.key == made.key]
+        known = [i for i, r in enumerate(self.training.regions) if r.key == entered.key]
         if not known:
-            self.training.regions.append(made)
+            self.training.regions.append(entered)
         number = known[0] if known else len(self.training.regions) - 1
         self.training.open.append(number)
         self.training.regions[number].entered += 1
@@ -274,11 +274,15 @@ def _other_ranks() -> Iterator[str]:
         yield f"this is rank {rank} of {size}: what others do alone"
 
 
-def _is_of_torch(frame: FrameType | None) -> bool:
-    """Say whether a region was made by torch for itself; not by a class of its own that the user called."""
-    while frame is not None and frame.f_code.co_name == "__init__":
+def _is_of_torch(frame: FrameType) -> bool:
+    """Say whether torch called for itself; not a class of its own that the user called."""
+
+    def is_torchs(one: FrameType) -> bool:
+        return str(one.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+    while is_torchs(frame) and frame.f_code.co_name == "__init__" and frame.f_back is not None:
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+    return is_torchs(frame)
 
 
 audit = Audit  # what users call

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.audit.codes import finding
 from amp_graph.audit.first_overflow import FirstOverflow, Origin
 from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
-from amp_graph.audit.scaler_use import dtypes_seen, scale_of, steps_text
+from amp_graph.audit.scaler_use import dtypes_seen, steps_text
 
 IN_A_ROW = 3  # skipped steps at the end of a run, from which on the scale only falls
 ADAPTS = 128.0  # scales from here on may still be too high, in a run that has only begun
@@ -30,7 +30,7 @@ OFTEN = 0.1  # the part of steps that are skipped, from which on a schedule is a
 
 @dataclass
 class History:
-    """The steps of a scaler: how many, which were skipped, and (step, scale) where it was read."""
+    """The scaled steps of an optimizer: how many, which were skipped, and (step, scale) where it was read."""
 
     place: Place
     interval: int
@@ -48,13 +48,14 @@ class History:
 
 
 class SkippedSteps(Watcher):
-    """Counts the skipped steps of each scaler, and looks for the operation that made them so."""
+    """Counts the skipped steps of each optimizer, and looks for the operation that made them so."""
 
     def __init__(self, training: Training) -> None:
         """Begin."""
         super().__init__(training)
-        self._known: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, History] = weakref.WeakKeyDictionary()
         self._histories: list[History] = []
+        self._stepped: list[History] = []  # since the last update of a scaler
         self._before = 0  # optimizers' updates, when a scaler's step began
         self._scale = 0.0  # then, in a looked-at step
         self._skips = False  # whether a step since the last update of a scaler was skipped
@@ -69,7 +70,7 @@ class SkippedSteps(Watcher):
 
     def heard(self, event: Event) -> None:
         """Take the steps of scalers and schedulers."""
-        scaler = event.arguments.get("self")
+        scaler: Any = event.arguments.get("self")
         if event.name == "scheduler.step" and not event.is_after:
             self._scheduled[event.place] += 1
             if getattr(scaler, "optimizer", None) in self._skipped:
@@ -83,14 +84,17 @@ class SkippedSteps(Watcher):
                 self._update(scaler, event.step)
 
     def _step(self, scaler: Any, optimizer: Optimizer, event: Event) -> None:
+        if not getattr(type(optimizer).step, "hooked", False):  # it is none of torch's, and its updates are not seen
+            return
         if not event.is_after:
             self._before = self.training.updates
-            self._scale = scale_of(scaler) if event.step + 1 in self.training.looked_at else 0.0
+            self._scale = scaler.get_scale() if event.step + 1 in self.training.looked_at else 0.0
             return
-        history = self._known.get(scaler)
+        history = self._known.get(optimizer)
         if history is None:
-            history = self._known[scaler] = History(event.place, scaler.get_growth_interval())
+            history = self._known[optimizer] = History(event.place, scaler.get_growth_interval())
             self._histories.append(history)
+        self._stepped.append(history)
         history.steps += 1
         if self.training.updates == self._before:
             history.skipped.append(history.steps)
@@ -100,17 +104,18 @@ class SkippedSteps(Watcher):
             self._skipped.discard(optimizer)
 
     def _update(self, scaler: Any, ended: int) -> None:
-        history = self._known.get(scaler)
-        if history is not None and self._scale:
-            scale = scale_of(scaler)
-            history.scales += [(history.steps, self._scale), (history.steps + 1, scale)]
-            if scale < self._scale and history.steps not in history.skipped:
-                history.skipped.append(history.steps)  # by a fused optimizer
-                self._skips = True
-        if history is not None and self._skips and (origin := self._overflow.origin()) is not None:
+        if self._scale:
+            scale = scaler.get_scale()
+            fell, self._skips = scale < self._scale and not self._skips, self._skips or scale < self._scale
+            for history in self._stepped:
+                history.scales += [(history.steps, self._scale), (history.steps + 1, scale)]
+                if fell:  # a fused optimizer
+                    history.skipped.append(history.steps)
+        if self._skips and (origin := self._overflow.origin()) is not None:
             key = (origin.call.operator, origin.call.place, origin.call.phase)
             self._origins.setdefault(key, (origin, []))[1].append(ended)
         self._skips, self._scale = False, 0.0
+        self._stepped.clear()
         self._overflow.clear()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:

@@ -85,7 +85,7 @@ class MissedOperations(Watcher):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._step = -1
+        self._step = self._group = -1  # the group of the last cast up
         self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
         self._cast_up: dict[Call, Place] = {}  # products that read it
         self._inside: set[Call] = set()  # those for which torch itself cast it
@@ -105,16 +105,19 @@ class MissedOperations(Watcher):
                 self._cast_up.setdefault(call, given.place)
                 if given.group == self.training.group:
                     self._inside.add(call)
-        elif any(given.group == self.training.group for given in self._marked((args, kwargs))):
+        elif self._group == self.training.group and self._marked((args, kwargs)):
             for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
                 self._mark(t, call.place)
 
     def _mark(self, wide: Any, place: Place) -> None:
         if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
-            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self.training.group))
+            self._group = self.training.group
+            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self._group))
 
     def _marked(self, values: Any) -> list[CastUp]:
-        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor)) if self._up else ()
+        if not self._up:
+            return []
+        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor))
         return [self._up[key] for key in keys if key in self._up]
 
     def findings(self) -> Iterator[Finding]:

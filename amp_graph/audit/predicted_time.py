@@ -24,6 +24,7 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 LOW = ("bfloat16", "float16")
 CONVERSION = "aten._to_copy.default"
+GROUPED = "_grouped_mm"  # of a mixture of experts
 CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
 ATTENTIONS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
@@ -52,7 +53,7 @@ def is_product(call: Call) -> bool:
 
 def _product_family(operator: str) -> str:
     name = name_of(operator)
-    if name in PRODUCTS:
+    if name in PRODUCTS or name == GROUPED:
         return "matmul"
     if name.startswith(CONVOLUTIONS):
         return "convolution"

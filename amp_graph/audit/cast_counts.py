@@ -9,7 +9,7 @@ and no other memory gets its number meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -252,18 +252,18 @@ class CastCounts(Watcher):
         elif wide.version == value._version:
             self._repeat("AMP703", wide.place, call, 2 * moved)
 
-    def _computed(self, call: Call, given: Iterable[Tensor], made: Sequence[Tensor]) -> None:
-        """Mark what is computed in full precision from values that autocast cast up."""
+    def _computed(self, call: Call, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Mark what an operation makes of values that autocast cast up for it, and what else is made of that alone."""
         if not self._widened or call.output != "float32":
             return
-        read = {key: t for t in given if (key := storage_key(t)) in self._widened}
-        for key in read:
-            wide = self._widened[key] if key is not None else None
-            if wide is None or (wide.operation is None and (wide.group != self.training.group or call.region < 0)):
-                continue
-            for t in made:
-                if t.is_floating_point() and storage_key(t) not in read:  # no view, and not in place
-                    self._widen(t, call, wide.operation or call.place, wide.dtype)
+        wide = {key: self._widened[key] for t in given if (key := storage_key(t)) in self._widened and key is not None}
+        alone = len(call.inputs) == 1
+        for one in wide.values():
+            first = one.operation is None and one.group == self.training.group and call.region >= 0
+            if first or (one.operation is not None and alone):
+                for t in made:
+                    if t.is_floating_point() and storage_key(t) not in wide:  # no view, and not in place
+                        self._widen(t, call, one.operation or call.place, one.dtype)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -30,7 +30,7 @@ from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 FULL = ("float32", "float64")
-LEAST_SHARE = 0.01  # of the predicted time of all products: what takes less is not worth a line
+LEAST_SHARE = 0.01  # of the FLOPs of all products: what has less is not worth a line
 LARGE_SHARE = 0.05  # of the predicted time of the looked-at steps: what could be saved of it is worth a warning
 CASTS_OF_TRAINING = 2  # what forward casts down, backward casts up: gradients
 IN_FULL_PRECISION = {
@@ -49,12 +49,17 @@ IN_FULL_PRECISION = {
     ),
     "AMP605": (
         "inside of an autocast region, which has no rule for this form of it",
-        "call torch.matmul or F.linear without out= and not in place; autocast casts only what it has a rule for",
+        "cast the operands yourself, or call a form that autocast knows: torch.matmul, not in place and without out=",
     ),
     "AMP607": (
         "as torch casts the operands up inside of one call",
         "for an attention: no dropout and no mask but is_causal, so that its fused kernel runs",
     ),
+}
+LISTED_AS = {  # what torch makes of them has names of its own
+    "attention": "aten.scaled_dot_product_attention",
+    "convolution": "aten.convolution",
+    "aten._grouped_mm": "transformers.grouped_mm_fallback",
 }
 ALWAYS_NOTES = ("AMP602", "AMP607")  # it was asked for, or torch itself does it
 
@@ -85,7 +90,7 @@ class MissedOperations(Watcher):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._step = -1
+        self._step = self._group = -1  # the group of the last cast up
         self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
         self._cast_up: dict[Call, Place] = {}  # products that read it
         self._inside: set[Call] = set()  # those for which torch itself cast it
@@ -105,16 +110,19 @@ class MissedOperations(Watcher):
                 self._cast_up.setdefault(call, given.place)
                 if given.group == self.training.group:
                     self._inside.add(call)
-        elif any(given.group == self.training.group for given in self._marked((args, kwargs))):
+        elif self._group == self.training.group and self._marked((args, kwargs)):
             for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
                 self._mark(t, call.place)
 
     def _mark(self, wide: Any, place: Place) -> None:
         if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
-            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self.training.group))
+            self._group = self.training.group
+            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self._group))
 
     def _marked(self, values: Any) -> list[CastUp]:
-        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor)) if self._up else ()
+        if not self._up:
+            return []
+        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor))
         return [self._up[key] for key in keys if key in self._up]
 
     def findings(self) -> Iterator[Finding]:
@@ -143,9 +151,8 @@ class MissedOperations(Watcher):
         rules = load(
             "default", dtype="bfloat16", device=self._device if self._device in ("cpu", "cuda") else "cpu"
         ).rules
-        name = {"attention": "aten.scaled_dot_product_attention", "convolution": "aten.convolution"}.get(
-            family_of(call.operator), ".".join(call.operator.split(".")[:2]).rstrip("_")
-        )
+        packet = ".".join(call.operator.split(".")[:2]).rstrip("_")
+        name = LISTED_AS.get(packet) or LISTED_AS.get(family_of(call.operator), packet)
         return any(rule.cls is OpClass.ALLOW for rule in rules.get(name, ()))
 
     def _grouped(self, products: Mapping[Call, Totals]) -> dict[tuple[str, Place], Missed]:
@@ -179,12 +186,11 @@ class MissedOperations(Watcher):
     def _told(self, code: str, place: Place, missed: Missed, machine: Machine, dtype: str) -> Iterator[Finding]:
         full, lower = _seconds(missed, machine, dtype)
         steps = seconds_of_steps(self.training.calls, machine)
-        of_products = sum(seconds_of(c, t, machine) for c, t in self.training.calls.items() if is_product(c))
-        if full < LEAST_SHARE * of_products:
+        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
+        if flops <= LEAST_SHARE * sum(t.flops for t in self.training.calls.values()):
             return
         where, fix = IN_FULL_PRECISION[code]
         wider = "float64" if code == "AMP603" else "float32"
-        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
         gain, looks = full - lower, max(1, len(self.training.looked_at))
         pays = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
         if gain <= 0:

@@ -252,4 +252,7 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a matrix product, a convolution or an attention, 0 of anything else."""
     packet = getattr(func, "overloadpacket", func)
     count = flop_registry.get(OF_CPU.get(packet, packet))
+    if packet is _ATEN._grouped_mm:
+        groups = args[0].shape[0] if args[0].dim() > args[1].dim() else 1  # a group for some of its columns
+        return 2 * args[0].numel() * args[1].shape[-1] // groups
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0

@@ -24,6 +24,9 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 LOW = ("bfloat16", "float16")
 CONVERSION = "aten._to_copy.default"
+GROUPED = "_grouped_mm"  # of a mixture of experts
+CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
+ATTENTIONS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
 
 def name_of(operator: str) -> str:
@@ -33,23 +36,28 @@ def name_of(operator: str) -> str:
 
 def family_of(operator: str) -> str:
     """Return which rate of a machine applies to an operator of ATen; "" if it moves nothing, as a view."""
-    name, found = name_of(operator), _overload(operator)
-    if found is not None and is_view(found):
-        return ""
-    if name.startswith(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")):
-        return "convolution"
-    if name.startswith(("_scaled_dot_product", "_flash_attention", "_efficient_attention")):
-        return "attention"
-    if name in PRODUCTS:
-        return "matmul"
+    if product := _product_family(operator):
+        return product
     if operator == CONVERSION:
         return "cast"
-    return "activation" if name.removesuffix("_backward") in ACTIVATIONS else "elementwise"
+    found = _overload(operator)
+    if found is not None and is_view(found):
+        return ""
+    return "activation" if name_of(operator).removesuffix("_backward") in ACTIVATIONS else "elementwise"
 
 
 def is_product(call: Call) -> bool:
     """Say whether a call is a matrix product, a convolution or an attention, in forward or backward."""
-    return bool(call.inputs) and family_of(call.operator) in COUNTED
+    return bool(call.inputs) and _product_family(call.operator) != ""
+
+
+def _product_family(operator: str) -> str:
+    name = name_of(operator)
+    if name in PRODUCTS or name == GROUPED:
+        return "matmul"
+    if name.startswith(CONVOLUTIONS):
+        return "convolution"
+    return "attention" if name.startswith(ATTENTIONS) else ""
 
 
 def dtype_of(call: Call) -> str:

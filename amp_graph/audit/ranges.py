@@ -131,15 +131,15 @@ class Ranges(Watcher):
             by_scale = self._is_scaled and found.phase == "backward"
             yield Finding(
                 "AMP501", "note" if by_scale else "warning", place,
-                f"{found.operation} of finite {found.dtype} inputs was infinite or NaN {found.times} times in "
-                f"{found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
-                _FIX_LARGE, _evidence(found), [m for m in found.modules if m][1:],
+                f"{found.operation}{_where(found)} of finite inputs was infinite or NaN in {found.dtype} {found.times} "
+                f"times in {found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
+                _FIX_LARGE, _evidence(found), list(found.modules)[1:],
             )  # fmt: skip
         near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
         for place, found in list(near.items())[:1]:  # what reads it is near the end, too
             yield Finding(
                 "AMP502", "warning", place,
-                f"{found.operation} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
+                f"{found.operation}{_where(found)} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
                 f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
                 _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
             )  # fmt: skip
@@ -151,7 +151,8 @@ class Ranges(Watcher):
                 what = "gradients" if phase == "backward" else "values"
                 yield Finding(
                     code, level, place,
-                    f"{small.share:.0%} of the float16 {what} of {small.operation} became 0 or subnormal (below 6e-5)"
+                    f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
+                    "subnormal, which is below 6e-5"
                     + _others(len(tiny) - 1),
                     "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,
                     {"share": small.share, "values": small.elements, "operation": small.operation},
@@ -164,7 +165,12 @@ _FIX_SMALL = "compute it in bfloat16 or float32, or scale its inputs up"
 
 
 def _others(count: int) -> str:
-    return f"; so {count} other places" if count else ""
+    return f"; and at {count} other places" if count else ""
+
+
+def _where(found: Reached | Tiny) -> str:
+    first = next(iter(found.modules), "")
+    return f" in {first}" if first else ""
 
 
 def _evidence(found: Reached) -> dict[str, Any]:

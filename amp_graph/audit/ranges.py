@@ -7,19 +7,21 @@ Values at the negative end are masks where an input held such values already, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.audit.operations import CONVERSION
 from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
 from amp_graph.audit.samples import sample
 from amp_graph.numerics.differences import first_of
-from amp_graph.passes.calibration.ranges import LIMITS, range_of
-from amp_graph.passes.graph.node_info import HALVES, is_view
+from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
+from amp_graph.passes.graph.node_info import FLOATS, HALVES, is_view
 
 NEAR = 8.0  # the factor to the end of a dtype
 MOST = 1 << 14  # elements of a sample
@@ -32,6 +34,8 @@ CONSTANTS = frozenset(
 )
 # Between 0 and 1, where what is tiny beside 1 is as good as 0.
 PROBABILITIES = frozenset("_softmax _safe_softmax sigmoid exp _scaled_dot_product_flash_attention_for_cpu".split())
+# A sum of products is exactly 0 by chance only.
+PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward _log_softmax_backward_data".split())
 
 
 @dataclass
@@ -74,10 +78,18 @@ class Ranges(Watcher):
         self._infinite: dict[Place, Reached] = {}
         self._near: dict[Place, Reached] = {}
         self._tiny: dict[str, dict[Place, Tiny]] = {"forward": {}, "backward": {}}
+        self._overwritten: list[Ends] = []  # of what the operation that runs now will write to, before that
 
     def heard(self, event: Event) -> None:
         """Take note of a loss scale."""
         self._is_scaled |= event.name == "scaler.scale" and event.arguments["self"].is_enabled()
+
+    def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the ends of what will be overwritten; those of a copy's target do not matter."""
+        self._overwritten.clear()
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.dtype in HALVES and call.operator != "aten.copy_.default":
+            self._overwritten.append(_ends(target))
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take the result of an operation."""
@@ -87,23 +99,27 @@ class Ranges(Watcher):
             return
         if name in CONSTANTS or is_view(operator):
             return
-        low, high = torch.stack(torch.aminmax(out)).tolist()
-        limit = LIMITS[call.output]
-        if not -limit / NEAR < low <= high < limit / NEAR:
-            self._take_large(call, name, (args, kwargs), low, high)
+        ends, near = _ends(out), LIMITS[call.output] / NEAR
+        if not -near < ends.low <= ends.high < near:
+            read = (leaf for leaf in tree_leaves((args, kwargs)) if leaf is not out)
+            self._take_large(call, name, out, [*map(_ends, read), *self._overwritten])
         elif out.dtype == torch.float16 and name not in PROBABILITIES:
             self._take_tiny(call, name, args, out)
+        self._overwritten.clear()
 
-    def _take_large(self, call: Call, name: str, given: Any, low: float, high: float) -> None:
-        limit = LIMITS[call.output]
-        inputs = [_ends(leaf) for leaf in tree_leaves(given) if isinstance(leaf, (Tensor, float, int))]
-        if not all(map(_is_finite, inputs)):
+    def _take_large(self, call: Call, name: str, out: Tensor, inputs: Sequence[Ends]) -> None:
+        """Take a result that is infinite or near the end, unless it is a mask, or an input was so already."""
+        near, (low, high, _) = LIMITS[call.output] / NEAR, _ends(out)
+        if not all(abs(end) < math.inf for ends in inputs for end in ends[:2]):
             return
-        is_mask = any(least <= -limit / NEAR for least, _ in inputs)
+        is_mask = any(ends.low <= (-near if ends.is_low else MASK) for ends in inputs)
+        if call.operator == CONVERSION and low <= -near:
+            most = out[out <= -near]
+            is_mask = is_mask or (most.numel() > 1 and bool((most == low).all()))
         largest = high if is_mask else max(high, -low)
-        if high != high or abs(largest) == float("inf"):
-            into, largest = self._infinite, float("inf")
-        elif largest >= limit / NEAR:
+        if math.isnan(high) or math.isinf(largest):
+            into, largest = self._infinite, math.inf
+        elif largest >= near and not any(max(ends.high, -ends.low) >= near for ends in inputs if ends.is_low):
             into = self._near
         else:
             return
@@ -112,7 +128,7 @@ class Ranges(Watcher):
         found.largest, found.times = max(found.largest, largest), found.times + 1
 
     def _take_tiny(self, call: Call, name: str, args: Sequence[Any], out: Tensor) -> None:
-        part = sample(out, MOST)
+        part = _part(out)
         measured = range_of([part.float()])
         if measured is None:
             return
@@ -131,15 +147,15 @@ class Ranges(Watcher):
             by_scale = self._is_scaled and found.phase == "backward"
             yield Finding(
                 "AMP501", "note" if by_scale else "warning", place,
-                f"{found.operation} of finite {found.dtype} inputs was infinite or NaN {found.times} times in "
-                f"{found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
-                _FIX_LARGE, _evidence(found), [m for m in found.modules if m][1:],
+                f"{found.operation}{_where(found)} of finite inputs was infinite or NaN in {found.dtype} {found.times} "
+                f"times in {found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
+                _FIX_LARGE, _evidence(found), list(found.modules)[1:],
             )  # fmt: skip
         near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
         for place, found in list(near.items())[:1]:  # what reads it is near the end, too
             yield Finding(
                 "AMP502", "warning", place,
-                f"{found.operation} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
+                f"{found.operation}{_where(found)} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
                 f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
                 _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
             )  # fmt: skip
@@ -151,7 +167,8 @@ class Ranges(Watcher):
                 what = "gradients" if phase == "backward" else "values"
                 yield Finding(
                     code, level, place,
-                    f"{small.share:.0%} of the float16 {what} of {small.operation} became 0 or subnormal (below 6e-5)"
+                    f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
+                    "subnormal, which is below 6e-5"
                     + _others(len(tiny) - 1),
                     "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,
                     {"share": small.share, "values": small.elements, "operation": small.operation},
@@ -164,7 +181,12 @@ _FIX_SMALL = "compute it in bfloat16 or float32, or scale its inputs up"
 
 
 def _others(count: int) -> str:
-    return f"; so {count} other places" if count else ""
+    return f"; and at {count} other places" if count else ""
+
+
+def _where(found: Reached | Tiny) -> str:
+    first = next(iter(found.modules), "")
+    return f" in {first}" if first else ""
 
 
 def _evidence(found: Reached) -> dict[str, Any]:
@@ -174,33 +196,37 @@ def _evidence(found: Reached) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ends(leaf: Any) -> tuple[float, float]:
-    """Return the least and the largest number of an argument."""
-    if not isinstance(leaf, Tensor):
-        return float(leaf), float(leaf)
-    if not leaf.numel() or leaf.is_complex() or leaf.dtype == torch.bool:
-        return 0.0, 0.0
-    low, high = torch.aminmax(leaf)
-    return float(low), float(high)
+class Ends(NamedTuple):
+    """The least and the largest number of a tensor, or a number twice; and whether it is one of low precision."""
+
+    low: float
+    high: float
+    is_low: bool = True
 
 
-def _is_finite(ends: tuple[float, float]) -> bool:
-    return all(abs(end) < float("inf") for end in ends)
+def _ends(leaf: Any) -> Ends:
+    """Return the ends of an argument; a positive whole number may be a size, and counts as 0."""
+    if isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.numel():
+        low, high = torch.stack(torch.aminmax(leaf)).tolist()
+        return Ends(low, high, leaf.dtype in HALVES)
+    if isinstance(leaf, float):
+        return Ends(leaf, leaf)
+    return Ends(min(leaf, 0), 0.0) if isinstance(leaf, int) else Ends(0.0, 0.0)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return a sample in the order of memory, so that no tensor is copied to be read in another."""
+    return sample(tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)), MOST)
 
 
 def _made_zero(name: str, args: Sequence[Any], part: Tensor, out: Tensor) -> int:
     """Return how many zeros of a sample are of values that were not 0."""
-    first = args[0] if args else None
-    if name == "_to_copy" and isinstance(first, Tensor) and first.shape == out.shape:
-        return int(((part == 0) & (sample(first, MOST) != 0)).sum())
-    factors = [t for t in args[:2] if isinstance(t, Tensor) and t.shape == out.shape]
-    if name in ("mul", "div"):
-        zero = part == 0
-        for factor in factors:
-            zero &= sample(factor, MOST) != 0
-        return int(zero.sum()) if factors else 0
-    return int((part == 0).sum()) if name in _PRODUCTS else 0
-
-
-# A sum of products is exactly 0 by chance only.
-_PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward _log_softmax_backward_data".split())
+    if name in PRODUCTS:
+        return int((part == 0).sum())
+    if name not in ("_to_copy", "mul", "div"):
+        return 0
+    zero, layout = part == 0, (out.shape, out.stride())
+    factors = [_part(t) for t in args[:2] if isinstance(t, Tensor) and (t.shape, t.stride()) == layout]
+    for factor in factors:
+        zero &= factor != 0
+    return int(zero.sum()) if factors else 0

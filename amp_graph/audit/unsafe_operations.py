@@ -61,23 +61,38 @@ FIXES = {
 
 @dataclass
 class Errors:
-    """The errors of a kind at one place: ``own`` of the operation, and ``steep`` what its inputs' rounding does to it.
+    """The errors of an operation in a module: ``own``, and ``steep``, what a rounding of its inputs does to its result.
 
-    Relative L2 errors over the looked-at steps. ``why``: the list's reason, "" if it does not deny.
+    Relative L2 errors over the looked-at steps. ``amplified``: by how much it may enlarge the rounding of its inputs.
+    ``why``: the list's reason, "" if it does not deny.
     """
 
+    operation: str
+    module: str
     dtype: str
+    amplified: float
     why: str = ""
-    modules: dict[str, None] = field(default_factory=dict)
-    operations: dict[str, None] = field(default_factory=dict)
     own: Sums = field(default_factory=Sums)
     steep: Sums = field(default_factory=Sums)
-    is_measured: bool = False
 
     @property
     def eps(self) -> float:
-        """The largest relative error of one rounding."""
+        """The largest relative error of one rounding; that of most is half of it."""
         return torch.finfo(getattr(torch, self.dtype)).eps / 2
+
+    @property
+    def severity(self) -> float:
+        """How often the larger of both errors has what is allowed; above 1 it is none of one rounding."""
+        return max(self.own.error / self.eps / OWN, self.steep.error * 2 / self.eps / self.amplified)
+
+    def __str__(self) -> str:
+        """Return what ran where, with the errors that count."""
+        text = f"{self.operation} ran in {self.dtype}" + (f" in {self.module}" if self.module else "")
+        if self.own.size:
+            text += f": error {self.own.error:.2g}, {self.own.error / self.eps:.1f} times that of one rounding"
+        if self.steep.error * 2 / self.eps > self.amplified:
+            text += f"; one rounding of its inputs changes its result by {self.steep.error:.2g}"
+        return text
 
 
 @dataclass
@@ -118,7 +133,7 @@ class UnsafeOperations(Watcher):
     def __init__(self, training: Training) -> None:
         """Begin."""
         super().__init__(training)
-        self._errors: dict[tuple[str, Place], Errors] = {}
+        self._errors: dict[tuple[str, Place], dict[tuple[str, str], Errors]] = {}
         self._rounded: dict[tuple[str, Place], Rounded] = {}
         self._again: Again | None = None  # of the operation that runs now, if it writes to its inputs
 
@@ -152,8 +167,8 @@ class UnsafeOperations(Watcher):
         if code is None or is_random(operator):
             return None
         dtype = next(one for one in call.inputs if one in LOW)
-        found = self._errors.setdefault((code, call.place), Errors(dtype))
-        found.modules[call.module] = found.operations[name] = None
+        errors = Errors(name, call.module, dtype, CANCELS if is_difference else STEEP)
+        found = self._errors.setdefault((code, call.place), {}).setdefault((call.module, name), errors)
         if is_difference:
             _add_cancellation(found, *args[:2])
             return None
@@ -162,7 +177,6 @@ class UnsafeOperations(Watcher):
         wide_args, wide_kwargs = tree_map(lambda leaf: _wide(leaf, part), (list(args), dict(kwargs)))
         if sum(t.numel() for t in tree_leaves((wide_args, wide_kwargs)) if isinstance(t, Tensor)) > LARGEST:
             return None
-        found.is_measured = True
         moved: Tensor | None = None
         first = wide_args[0]
         if code in ("AMP402", "AMP405") and isinstance(first, Tensor) and _is_rounded(first, dtype):
@@ -196,26 +210,20 @@ class UnsafeOperations(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is beyond one rounding as a warning, and what else the list denies as a note."""
-        for (code, place), found in self._errors.items():
-            own, steep = found.own.error / found.eps, found.steep.error / (found.eps / 2)
-            is_steep = steep > (CANCELS if code == "AMP406" else STEEP)
-            is_wrong = own > OWN or is_steep
-            if not is_wrong and not found.why:
-                continue
-            names = ", ".join(found.operations)
-            text = f"{names} ran in {found.dtype}"
-            if found.is_measured:
-                text += f": error {found.own.error:.2g}, {own:.1f} times that of one rounding"
-            if is_steep:
-                text += f"; one rounding of its inputs changes its result by {found.steep.error:.2g}"
-            yield Finding(
-                code, "warning" if is_wrong else "note", place, text, FIXES[code],
-                {
-                    "dtype": found.dtype, "operations": list(found.operations), "error": found.own.error,
-                    "roundings": own, "error_of_inputs": found.steep.error, "reason": found.why,
-                },
-                [m for m in found.modules if m][1:],
-            )  # fmt: skip
+        for (code, place), errors in self._errors.items():
+            bad = [e for e in errors.values() if e.severity > 1 or e.why]
+            bad.sort(key=lambda e: -e.severity)
+            for worst in bad[:1]:
+                yield Finding(
+                    code, "warning" if worst.severity > 1 else "note", place,
+                    str(worst) + (f"; and {len(bad) - 1} more here" if bad[1:] else ""), FIXES[code],
+                    {
+                        "dtype": worst.dtype, "operation": worst.operation, "error": worst.own.error,
+                        "roundings": worst.own.error / worst.eps, "error_of_inputs": worst.steep.error,
+                        "reason": worst.why,
+                    },
+                    [f"{e.module}: {e.operation}".removeprefix(": ") for e in bad[1:]],
+                )  # fmt: skip
         for (code, place), rounded in self._rounded.items():
             share = rounded.wrong / rounded.of
             if code == "AMP404":
@@ -228,7 +236,7 @@ class UnsafeOperations(Watcher):
             yield Finding(
                 code, "warning" if rounded.wrong else "note", place, text, FIXES[code],
                 {"dtype": rounded.dtype, "share": share, "values": rounded.of, "largest": rounded.largest},
-                [m for m in rounded.modules if m][1:],
+                list(rounded.modules)[1:],
             )  # fmt: skip
 
 

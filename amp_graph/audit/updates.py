@@ -3,8 +3,8 @@
 Before: ``1.0 - 1e-4`` in bfloat16, which is 1.0. After: "82 % of the updates of 14 parameters round to nothing".
 
 What an update would be is found by an optimizer of the same class over a copy of one parameter after the other in
-float32, with copies of its gradient and state: that holds for any optimizer. Where there is no such copy, an element
-counts as lost whose gradient is not 0 and that an update left as it was.
+float32, with copies of its gradient and state: that holds for all of torch's. Of others, and where a closure computes
+the gradients, an element counts as lost whose gradient is not 0 and that the update left as it was.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ AVERAGED = 1 << 12  # elements of an average
 ELEMENTWISE = frozenset(
     ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
-PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype, torch.device)
-# Words of options with which an optimizer of a library rounds otherwise, or keeps what it could not add.
-KEEPS = ("stochastic", "kahan", "master")
+# Words in the names of options and states of optimizers that round otherwise, or keep what they could not add.
+KEEPS = ("stochastic", "kahan", "compensation", "master")
 STEPS = 4  # of a histogram of factors, in each octave
 OCTAVES = 32
 
@@ -100,24 +99,29 @@ class Alone(NamedTuple):
     new_state: Mapping[str, Tensor]
 
 
-def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Alone | None:
-    """Return what a step would do to ``p`` in float32; None if ``optimizer`` keeps what rounding takes away.
+def keeps_more(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> bool:
+    """Say whether an optimizer keeps what rounding takes away: masters in its state, or a rounding of another kind."""
+    state = optimizer.state.get(p, {})
+    options = {**vars(optimizer), **group}
+    on = [*state, *(name for name, value in options.items() if value is not None and value is not False)]
+    if any(word in name for word in KEEPS for name in on):
+        return True
+    return any(isinstance(t, Tensor) and _is_master(local(t), local(p.detach())) for t in state.values())
 
-    Raises ValueError if a copy of ``optimizer`` could change the real one, or call more than its own step.
+
+def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Alone:
+    """Return what a step would do to ``p`` in float32.
+
+    Raises ValueError for an optimizer of others: its step may draw numbers, print, or change more than its parameters.
     """
-    step = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    if "super" in getattr(getattr(step, "__wrapped__", step), "__code__", step).co_names:
-        raise ValueError("its step calls that of another class, whose hooks would see a copy")
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks, which would see a copy
+    parts = step, getattr(type(optimizer), "_init_group", step)
+    if any(not part.__module__.startswith("torch.optim.") for part in parts):
+        raise ValueError(f"the step of {type(optimizer).__name__} is not torch's")
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     own |= {name: OrderedDict() for name in own if name.endswith("_hooks")}
-    held = [name for name, value in own.items() if name != "defaults" and not _is_plain(value)]
     options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    held += [name for name, value in options.items() if isinstance(value, Tensor) and value.numel() > 1]
-    if held:
-        raise ValueError(f"it holds {', '.join(held)}")
-    if any(word in name and value for word in KEEPS for name, value in {**own, **options}.items()):
-        return None
 
     def part(t: Tensor) -> Tensor:
         t = local(t)
@@ -130,8 +134,6 @@ def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> 
         return value.to(torch.float32 if value.dtype in HALVES else value.dtype, copy=True)
 
     before = {name: part(value) for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
-    if any(word in name for word in KEEPS for name in before) or any(_is_master(t, part(p)) for t in before.values()):
-        return None
     alone = object.__new__(type(optimizer))
     alone.__dict__.update(own)
     copied = widened(p.detach())
@@ -140,12 +142,6 @@ def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> 
     alone.state = defaultdict(dict, {copied: {n: widened(value) for n, value in optimizer.state.get(p, {}).items()}})
     step(alone)
     return Alone(part(p.detach()), copied, before, alone.state[copied])
-
-
-def _is_plain(value: Any) -> bool:
-    """Say whether a copied optimizer may share an attribute: a value, one number, or an empty dict."""
-    is_number = isinstance(value, Tensor) and value.numel() == 1
-    return isinstance(value, PLAIN) or is_number or (isinstance(value, dict) and not value)
 
 
 def _is_master(state: Tensor, p: Tensor) -> bool:
@@ -205,7 +201,7 @@ class Updates(Watcher):
             name = names.get(id(p), f"parameter {number}")
             if p.grad is not None and p.grad.layout != torch.strided:
                 self.training.unseen["updates by sparse gradients"] = None
-            elif p.grad is not None or self.training.by_closure:
+            elif (p.grad is not None or self.training.by_closure) and not keeps_more(optimizer, group, p):
                 counts += self._step_of(optimizer, group, p, name, found)
         if counts:
             numbers = torch.stack([of_one.cpu() for _, of_one, _ in counts]).tolist()
@@ -220,9 +216,7 @@ class Updates(Watcher):
             if self.training.by_closure:
                 raise ValueError("a closure computes its gradients")
             alone = stepped_alone(optimizer, group, p)
-            if alone is None:
-                return []
-            weight = p.numel() / max(1, alone.old.numel())
+            weight = local(p).numel() / max(1, alone.old.numel())
             counts = [(found.parameters.setdefault(name, Lost()), lost_changes(alone.old, alone.new), weight)]
             for kind, state in alone.state.items():
                 if state.dtype in HALVES:
@@ -241,7 +235,7 @@ class Updates(Watcher):
                 moves = sample(local(p.grad), AVERAGED) != 0
                 stays = moves & (sample(local(p.detach()), AVERAGED) == old)
                 lost = self._stepped[place].parameters.setdefault(name, Lost())
-                lost.add([int(moves.sum()), int(stays.sum())], p.numel() / max(1, old.numel()))
+                lost.add([int(moves.sum()), int(stays.sum())], local(p).numel() / max(1, old.numel()))
         self._before.clear()
 
     # -- averages -------------------------------------------------------------------------------------
@@ -296,7 +290,7 @@ def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
         "estimated_as": found.why,
     }  # fmt: skip
     factor = f"; a learning rate {total.factor():.0f} times as large would save half of them" if total.factor() else ""
-    how = f"; estimated from elements that stay as they are, as of {found.optimizer} {found.why}" if found.why else ""
+    how = f"; estimated from elements that stay as they are, as {found.why}" if found.why else ""
     fix = (
         f"keep the parameters in float32 and compute under torch.autocast, or give {found.optimizer} float32 copies of "
         "them"

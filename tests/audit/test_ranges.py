@@ -28,6 +28,11 @@ def half(*values):
         (lambda x: x * 40, "AMP502"),
         (lambda x: x * -40, "AMP502"),
         (lambda x: x.mul_(40), "AMP502"),
+        (lambda x: x.mul_(300), "AMP501"),
+        (lambda x: torch.empty(2, dtype=x.dtype).copy_(x.float() * 300), "AMP501"),
+        (lambda x: (x.float() * 40).half(), "AMP502"),
+        (lambda x: (x.float() * -40).half(), "AMP502"),
+        (lambda x: x.clamp_min(9000.0), None),
         (lambda x: x * 30, None),
         (lambda x: x / 0 * 1, "AMP501"),
     ],
@@ -55,6 +60,16 @@ def test_masks_are_no_overflow(mask, dtype):
     x = torch.randn(6, 6).to(dtype)
     codes = found(lambda x: mask(x, torch.ones(6, 6, dtype=torch.bool).triu(1)).softmax(-1), x)
     assert not {c for c in codes if c.startswith("AMP5")}
+
+
+def test_only_the_first_operation_of_a_chain_is_near_an_end():
+    def chain(x):
+        large = x * 60
+        return large * 1.5 + torch.stack((large, large)).amax(0)
+
+    finding = found(chain, half(100.0, 150.0))["AMP502"]
+    assert finding.evidence["largest"] == 9000.0
+    assert not finding.also
 
 
 def test_memory_without_values_is_not_looked_at():

@@ -62,7 +62,7 @@ class Operations(TorchDispatchMode):
         self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
         self._paused = False  # while watchers work
-        self._outermost: FrameType | None = None  # of the call of a model that runs
+        self._outermost = 0  # the id of the frame of the call of a model that runs
         self._names: dict[int, str] = {}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
@@ -87,39 +87,46 @@ class Operations(TorchDispatchMode):
 
         Read off the frames: with hooks on all modules, torch.compile would warn, and compile again.
         """
-        inner = outer = None
-        while frame is not None and frame.f_globals.get("__name__") != ENGINE:
+        calls: list[FrameType] = []  # of modules, the innermost first
+        inner = None
+        below = False  # the engine that runs backward: checkpoints call modules again above it
+        while frame is not None:
             if frame.f_code is CALL:
-                inner, outer = inner or frame, frame
+                calls.append(frame)
+                inner = inner or (None if below else frame)
+            below = below or frame.f_globals.get("__name__") == ENGINE
             frame = frame.f_back
-        if not in_backward():  # in which checkpoints call modules again
-            self._see_model(outer, begins=operator != CONVERSION)  # autocast casts weights with gradients enabled
+        outer = calls[-1] if calls else None
+        self._see_model(outer, begins=operator != CONVERSION)  # autocast casts weights with gradients enabled
         if inner is None or outer is None:
             return None
         module = inner.f_locals["self"]
         if id(module) not in self._names:
-            model = outer.f_locals["self"]
-            self.training.add_model(model)
-            self._names |= self.training.module_names(model)
+            self._add_model(outer.f_locals["self"])
         return self._names.get(id(module), type(module).__name__)
 
     def _see_model(self, frame: FrameType | None, *, begins: bool = True) -> None:
-        """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs."""
-        if frame is self._outermost:
-            return
-        if self._outermost is not None:
-            self._outermost = None
+        """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs.
+
+        By the ``id`` of its frame, which would keep the arguments alive.
+        """
+        if self._outermost and (frame is None or id(frame) != self._outermost):
+            self._outermost = 0
             self.heard("model.call", {}, sys._getframe(1), True, None)
-        if frame is not None and begins:
-            self._outermost = frame
-            model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
-            self.training.add_model(model)
-            self._names |= self.training.module_names(model)
-            if torch.is_grad_enabled():
-                call = call_of(args, kwargs)
-                if (known := self.training.model_calls.setdefault(model, call)) is not call:
-                    known.calls += 1
-            self.heard("model.call", {"self": model, "args": args}, frame.f_back or frame, False, None)
+        if frame is None or self._outermost or not begins or in_backward():
+            return
+        self._outermost = id(frame)
+        model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+        self._add_model(model)
+        if torch.is_grad_enabled():
+            call = call_of(args, kwargs)
+            if (known := self.training.model_calls.setdefault(model, call)) is not call:
+                known.calls += 1
+        self.heard("model.call", {"self": model, "args": args}, frame.f_back or frame, False, None)
+
+    def _add_model(self, model: torch.nn.Module) -> None:
+        self.training.add_model(model)
+        self._names |= self.training.module_names(model)
 
     # -- what backward will read ----------------------------------------------------------------------
 
@@ -130,7 +137,7 @@ class Operations(TorchDispatchMode):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
                 memory = storage_key(t)
-                if memory is not None and t.is_floating_point() and memory not in stored | self._saved:
+                if memory is not None and t.is_floating_point() and memory not in stored and memory not in self._saved:
                     self._saved.add(memory)
                     self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
 

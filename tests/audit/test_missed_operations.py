@@ -32,7 +32,7 @@ def test_it_is_a_warning_where_low_precision_pays(machine, level, monkeypatch):
     (found,) = findings_of(
         lambda m: m["full"](torch.randn(256, 256)).mean(), low=nn.Linear(256, 256), full=nn.Linear(256, 256)
     )
-    assert (found.code, found.level, list(found.also)) == ("AMP601", level, [])
+    assert (found.code, found.level, list(found.also)) == ("AMP601", level, ["Linear"])
     assert ("does not pay" in found.text) == (level == "note")
     assert (found.evidence["seconds_low"] < found.evidence["seconds"]) == (level == "warning")
     # two looked-at steps; the gradient of the input is not asked for

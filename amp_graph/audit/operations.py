@@ -210,7 +210,9 @@ class Operations(TorchDispatchMode):
     def _tell(
         self, what: str, call: Call, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
     ) -> None:
-        """Tell watchers, who may read values, of plain tensors with memory."""
+        """Tell watchers, who may read values, of operators on plain tensors with memory; others are only counted."""
+        if not isinstance(func, OpOverload):
+            return
         for t in tensors:
             if is_wrapper(t) or t.is_meta or t.layout is not torch.strided:
                 return

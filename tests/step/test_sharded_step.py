@@ -18,7 +18,7 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
 from tests.layers import layers
-from tests.step.test_distributed import _as_rank, _collectives, _port, ranks  # noqa: F401
+from tests.step.test_distributed import LIMIT, _as_rank, _collectives, _port, ranks  # noqa: F401
 
 RATE, STEPS, SCALE = 1e-3, 10, 2.0**10
 FUNCTIONAL = "_c10d_functional::"
@@ -635,25 +635,27 @@ def _unlike(rank, size, path):
     from torch.distributed.fsdp import fully_shard
 
     told = []
-    for kind in ("first", "later", "written", "no graph"):
+    for kind in ("first", "written", "no graph", "later"):
         model = fully_shard(_Unlike(kind, rank))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         step = amp_graph.TrainStep(model, None, optimizer, "O0")
         if kind == "later":
-            step(torch.ones(2, 4))
-        before = _state_of(model, optimizer)
+            for size in (2, 3, 2):  # all ranks read other parameters
+                step(torch.ones(size, 4))
+        before = [t.clone() for t in _shards_of(model, optimizer)]
         with pytest.raises(AmpGraphError) as error:
-            step(torch.ones(3, 4))
+            step(torch.ones(2 if kind == "later" and rank == 0 else 3, 4))
         told.append(str(error.value))
-        assert _equal(before, _state_of(model, optimizer))
+        assert all(map(torch.equal, before, _shards_of(model, optimizer)))
     torch.save(told, f"{path}/{rank}")
 
 
 def test_ranks_that_would_call_other_collectives_are_told_before_they_do(ranks, tmp_path):  # noqa: F811
-    first, second = ranks(_unlike, 2, tmp_path)
-    assert "the steps of ranks 1 have other collectives" in first[0]
-    assert "the steps of ranks 0 have other collectives" in second[0]
+    first, second = ranks(_unlike, 2, tmp_path, timeout=LIMIT)
+    assert "the steps of rank 1 have other collectives" in first[0]
+    assert "the steps of rank 0 have other collectives" in second[0]
     for told in (first, second):
-        assert "the step for this batch has other collectives" in told[1]
-        assert "forward writes to a, which is sharded" in told[2]
-        assert "are not one graph" in told[3]
+        assert "forward writes to a, which is sharded" in told[1]
+        assert "are not one graph" in told[2]
+        assert "the steps of rank 0 have other collectives" in told[3]
+    assert "rank 1 failed in its step: CaptureError" in first[3]

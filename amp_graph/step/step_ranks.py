@@ -276,4 +276,8 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _fix(told: str) -> str:
-    return "mend that rank; " if told else "see its output; give all ranks as many batches, or a longer time limit; "
+    return (
+        "mend that rank; "
+        if told
+        else "read what the others print; as many steps on all ranks, or a longer time limit; "
+    )

@@ -659,3 +659,39 @@ def test_ranks_that_would_call_other_collectives_are_told_before_they_do(ranks, 
         assert "are not one graph" in told[2]
         assert "the steps of rank 0 have other collectives" in told[3]
     assert "rank 1 failed in its step: CaptureError" in first[3]
+
+
+def _wrong_batches(rank, size, path):
+    """Give batches of wrong shapes to a sharded step, on all ranks and on one; keep what is told, and train on."""
+    step, model, optimizer, batch = _step("resnet", "ours", "bf16", ())
+    images, labels = batch(torch.Generator().manual_seed(rank))
+    told = []
+    for wrong in ((images[:, :2], labels), (images, torch.zeros(5, dtype=torch.int64))):
+        before = [t.clone() for t in _shards_of(model, optimizer)]
+        with pytest.raises(AmpGraphError) as error:
+            step(*wrong)
+        told.append((type(error.value).__name__, str(error.value)))
+        assert all(map(torch.equal, before, _shards_of(model, optimizer)))
+        assert float(step(images, labels)) > 0
+    with pytest.raises(AmpGraphError) as error:
+        step(images[:, :2] if rank else images, labels)
+    told.append((type(error.value).__name__, str(error.value)))
+    torch.save(told, f"{path}/{rank}")
+
+
+def test_a_batch_of_a_wrong_shape_is_told_as_the_model_tells_it(ranks, tmp_path):  # noqa: F811
+    first, second = ranks(_wrong_batches, 2, tmp_path, timeout=LIMIT)
+    for told in (first, second):
+        for (kind, text), own in zip(
+            told[:2], ("RuntimeError: ", "ValueError: Expected input batch_size (4)"), strict=True
+        ):
+            assert kind == "CaptureError"
+            assert own in text
+            assert "not one graph" not in text
+        assert "channels" in told[0][1]
+        assert "the batch has f32[4,2,8,8], i64[4]" in told[0][1]
+    assert second[2] == second[0]
+    assert first[2][0] == "RankError"
+    assert (
+        "rank 1 failed in its step: CaptureError: TrainStep: Sequential or its loss fails for this batch" in first[2][1]
+    )

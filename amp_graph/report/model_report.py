@@ -21,7 +21,7 @@ from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
-from amp_graph.report.collectives import collectives_of
+from amp_graph.report.collectives import collectives_of, collectives_of_step
 from amp_graph.report.metrics import memory_of
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.page_summary import checked_times, summary_of
@@ -200,6 +200,7 @@ def _of_step(step: TrainStep) -> Report:
         memory_of(step.model, step.optimizer, step.weight_copies()),
         step,
         status="" if graphs else NOT_CAPTURED.replace("model", "step"),
+        collectives=tuple(collectives_of_step(step)),
     )
     return replace(found, model=f"TrainStep of {found.model}")
 

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, RankError
 from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.node_info import is_collective
 
 FAILED = "failed"  # the key under which a rank tells why it failed
 GRACE = 2.0  # seconds until a rank that has not come is called absent, once a collective has failed
@@ -113,7 +114,7 @@ class RankNotes:
 
     def plan_of(self, gm: GraphModule, *part: Any) -> Plan | None:
         """Return the plan of a graph, which is traced for the present modes of the model; None without collectives."""
-        sent = [(n.target, value(n.all_input_nodes[0])) for n in gm.graph.nodes if _is_collective(n)]
+        sent = [(n.target, value(n.all_input_nodes[0])) for n in gm.graph.nodes if is_collective(n)]
         if not sent:
             return None
         text = "; ".join(f"{target} {tensor.dtype} {tuple(tensor.shape)}" for target, tensor in sent)
@@ -254,10 +255,6 @@ class RankNotes:
             "  legal: batches for which all ranks read the same parameters, and plan their weights in the same dtypes\n"
             "  fix:   layers that all ranks run, batches of one shape, or 'skip_unprofitable=false' in the policy"
         )
-
-
-def _is_collective(node: Node) -> bool:
-    return str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
 
 
 def _is_of_collective(error: BaseException) -> bool:

@@ -43,7 +43,7 @@ from amp_graph.step.step_arguments import (
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
-from amp_graph.step.step_graph import CapturedStep
+from amp_graph.step.step_graph import CapturedStep, StepGraph
 from amp_graph.step.step_ranks import Ranks, default_group, ranks_of
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
@@ -301,6 +301,11 @@ class TrainStep:
         return self._steps.captured
 
     @property
+    def updates(self) -> list[StepGraph]:
+        """The graphs of an update alone, behind those of micro-batches."""
+        return list(self._steps.updates.values())
+
+    @property
     def graphs(self) -> list[Captured]:
         """The captured forwards of steps, and those of the model where steps are not traced."""
         return self._runs.graphs
@@ -342,4 +347,4 @@ class TrainStep:
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line per node."""
         traced = [captured.step for captured in self.captured if captured.step is not None]
-        return "\n\n".join(graph_text(step.gm) for step in (*traced, *self._steps.updates.values()))
+        return "\n\n".join(graph_text(step.gm) for step in (*traced, *self.updates))

@@ -44,6 +44,8 @@ WRITTEN_OUT = "amp_written_out"
 """This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass."""
 SPARED = "amp_spared"
 """The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports."""
+SENT = "amp_sent"
+"""What a collective sends for which unit, a ``Sent``. Written by the passes of sharding; read by reports."""
 
 # -- of a graph -------------------------------------------------------------------------------------------
 

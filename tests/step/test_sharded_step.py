@@ -288,6 +288,47 @@ def test_norm_and_verdict_are_one_sum_over_ranks(trained, policy):
     assert first[0] == pytest.approx(exact[0], rel=2e-6 if policy == "O0" else 2e-3)
 
 
+def _reported(rank, size, path, name, options):
+    """Keep what a step sends, and what its report says that it does."""
+    step, _, _, batch = _step(name, "ours", "bf16", options)
+    generator = torch.Generator().manual_seed(rank)
+    assert not amp_graph.report(step).collectives
+    step(*batch(generator))
+    with _collectives_of_graphs() as found:
+        step(*batch(generator))
+    report = amp_graph.report(step)
+    torch.save((list(found), report.to_dict()["collectives"], report.text(width=None)), f"{path}/{rank}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", ()), ("uneven", (("micro_batches", 3), ("clip_norm", 0.5)))], ids=["gpt2", "uneven"]
+)
+def test_the_report_of_a_step_counts_the_bytes_that_are_sent(ranks, tmp_path, name, options):  # noqa: F811
+    """Of a gather a rank sends its half, in bytes; of a reduction it has all numbers, in fp32; of a sum two in fp64."""
+    sent, told, text = ranks(_reported, 2, tmp_path, name, options)[0]
+    for direction, kind, size in (("gather", "all", 2), ("reduce", "red", 4), ("sum", "sum", 8)):
+        given = [count * size for one, _, count in sent if one == kind]
+        rows = [row for row in told if row["direction"] == direction]
+        assert sum(row["bytes"] * row["times"] for row in rows) == sum(given)
+        assert sum(row["times"] for row in rows) == len(given)
+        assert bool(given) == (direction != "sum" or bool(options))
+    last = [row for row in told if row["direction"] == "gather"][-1]
+    if name == "gpt2":
+        assert [row["unit"] for row in told if row["direction"] == "reduce"] == [
+            "transformer.h.1",
+            "transformer.h.0",
+            "",
+        ]
+        assert (last["unit"], last["dtype"], last["times"]) == ("transformer.h.0", "bf16 and f32", 1)
+        assert last["reason"].startswith("for backward: ")
+        assert "attn.c_attn.weight" in last["reason"].split(": bf16, as all that reads it does so")[0]
+        assert "ln_1.weight" in last["reason"].split(": read as it is")[0]
+    else:
+        assert {row["times"] for row in told if row["direction"] == "reduce"} == {3}
+        assert ("norm and verdict", 1) in {(row["reason"], row["times"]) for row in told}
+    assert f"gather {last['bytes'] / 1024:.1f} KiB in bf16 and f32" in text
+
+
 def _order_of_gathers(rank, size, path):
     step, _, _, batch = _step("gpt2", "ours", "bf16", ())
     step(*batch(torch.Generator()))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.diagnostics import UNKEPT_KEY
 from amp_graph.capture.dynamo_backend import Captured, Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
@@ -36,6 +37,7 @@ from amp_graph.report.report_notes import (
     precision_lines,
 )
 from amp_graph.report.report_text import WIDTH, report_text
+from amp_graph.rewrite import unkept
 from amp_graph.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -222,6 +224,7 @@ def _made(
 
     def all_notes() -> Iterator[str]:
         yield from notes
+        yield from (UNKEPT_KEY.format(name) for name in unkept(record.rewritten for record in records))
         yield from notes_of_emulation(policy, [record.rewritten for record in records])
         yield from notes_of_scale(scaled)
         yield from notes_of_kernels(model)

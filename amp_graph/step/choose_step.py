@@ -99,7 +99,7 @@ class StepRuns:
         except NOT_CAPTURED as error:
             failed = error
         else:
-            self._warn_of_recaptures(known)
+            self._look_at_captures(known)
             return result
         if failed is None or mode in self._failed:  # outside of the handler: the user's errors have no other's context
             return self._converted(batch)
@@ -112,8 +112,10 @@ class StepRuns:
         self._failed[mode] += 1
         return self._failed[mode] != TRIED_AGAIN
 
-    def _warn_of_recaptures(self, known: int) -> None:
+    def _look_at_captures(self, known: int) -> None:
         count = len(self.steps.captured)
+        if count > known and self.policy.keep_ops:
+            self._diagnostics.unkept(one.rewritten for one in self.steps.captured)
         if count > known and count == WARNED_AT:
             warn(
                 f"TrainStep: captured {count} times; each takes as long as the first, and all graphs are kept\n"

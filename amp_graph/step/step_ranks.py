@@ -106,7 +106,7 @@ class RankNotes:
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         store = group.get_group_store()
         number = store.add(f"amp_graph: steps of rank {self._rank}", 1)  # all ranks make them in the same order
-        self._store = dist.PrefixStore(f"amp_graph: step {number}", store)
+        self._store: Any = dist.PrefixStore(f"amp_graph: step {number}", store)  # type: ignore[attr-defined]
         self._step, self._graph = 1, 0
         self._failures = 0  # since the last step that did not fail: what others noted before as many is of no worth
         self._plans: dict[tuple[Any, ...], Plan] = {}

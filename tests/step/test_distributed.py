@@ -830,7 +830,7 @@ def _come_late(rank, size, path, kind):
     begun = time.monotonic()
     for i in range(4):
         if i == 3 and rank == size - 1:
-            time.sleep(2 * LIMIT)
+            time.sleep(LIMIT + 4)
         before = [t.clone() for t in _locals(step.model)]
         begun = time.monotonic()
         try:

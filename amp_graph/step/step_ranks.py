@@ -179,17 +179,23 @@ class RankNotes:
         """Return what another rank tells within some seconds; and which ranks have not come, or that all have."""
         here, end, pauses = (self._step, self._graph), time.monotonic() + GRACE, _pauses()
         while True:
-            last = {rank: place for rank in self._ranks if (place := self._place_of(rank)[1:]) < here}
+            others = [rank for rank in self._ranks if rank != self._rank]
+            absent = [rank for rank in others if self._place_of(rank)[1:] < here]
             told = self._told()
-            if told or not last or time.monotonic() > end:
+            if told or not absent or time.monotonic() > end:
                 break
             time.sleep(next(pauses))
-        if not last:
+        if not absent:
             return told, f"a collective of step {self._step} failed, to which all ranks had come"
-        waited = _named(rank for rank in self._ranks if rank not in last)
-        return told, (
-            f"{_named(last)}, last in step {max(last.values())[0]}, did not come to step {self._step}, in which "
-            f"{waited} waited: left the training loop, ended, or took longer than the time limit of the process group"
+        return told, self._missed(absent)
+
+    def _missed(self, absent: list[int]) -> str:
+        """Return that these ranks have not come."""
+        last = max(self._place_of(rank)[1] for rank in absent)
+        waited = _named(rank for rank in self._ranks if rank not in absent)
+        return (
+            f"{_named(absent)}, last in step {last}, did not come to step {self._step}, in which {waited} waited: left "
+            "the training loop, ended, or took longer than the time limit of the process group"
         )
 
     def _place_of(self, rank: int) -> tuple[int, int, int]:
@@ -211,14 +217,16 @@ class RankNotes:
             self._store.set(key, text)
         found: dict[int, str] = {}
         end, pauses = time.monotonic() + self._store.timeout.total_seconds(), _pauses()
-        while missing := [rank for rank in self._ranks if rank not in found]:
+        missing = self._ranks
+        while True:
             found |= {rank: digest for rank in missing if (digest := self._plan_of(rank, here, before)) is not None}
-            if len(found) == len(self._ranks):
+            missing = [rank for rank in missing if rank not in found]
+            if not missing:
                 break
             if told := self._told():
                 raise RankError(f"TrainStep: {told}\n  fix:   mend that rank; {RESTART}")
             if time.monotonic() > end:
-                raise RankError(f"TrainStep: {self._why_alone()[1]}\n  fix:   {_fix('')}{RESTART}")
+                raise RankError(f"TrainStep: {self._missed(missing)}\n  fix:   {_fix('')}{RESTART}")
             time.sleep(next(pauses))
         unlike = [rank for rank, digest in found.items() if digest != plan.digest]
         if unlike:
@@ -246,7 +254,7 @@ class RankNotes:
         if own:
             few = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
             raise RankError(
-                f"TrainStep: rank {self._rank} has {few}, unlike {_named(unlike)}: their steps call other collectives\n"
+                f"TrainStep: rank {self._rank} has {few}, unlike {_named(unlike)}, and so other collectives\n"
                 "  legal: the same modes, and the same trained parameters, on all ranks in each step\n"
                 "  fix:   call train(), eval() and requires_grad_() on all ranks, before the same step"
             )
@@ -273,8 +281,4 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _fix(told: str) -> str:
-    return (
-        "mend that rank; "
-        if told
-        else "read what the others print; as many steps on all ranks, or a longer time limit; "
-    )
+    return "mend that rank; " if told else "as many steps on all ranks, or a longer time limit; "

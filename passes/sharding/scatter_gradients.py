@@ -87,15 +87,18 @@ class ScatterGradients(JointPass):
             own = [i for i, name in enumerate(names) if name in self.shards and self.shards[name].unit == number]
             if own:
                 last = max((grads[i] for i in own), key=place.__getitem__)
-                started.append((unit, own, append(gm, scatter, [grads[i] for i in own], unit, before=_behind(last))))
-                _label(gm, Sent(unit.name, "reduce", "gradients" + " as reduce_dtype says" * bool(unit.reduce_dtype)))
+                flat = append(gm, scatter, [grads[i] for i in own], unit, before=_behind(last))
+                asked = " as reduce_dtype says" if unit.reduce_dtype else ""
+                flat.meta[SENT] = Sent(unit.name, "reduce", f"gradients{asked}")
+                started.append((unit, own, flat))
         changes = []
         for unit, own, flat in started:
             shapes, shards = [value(grads[i]).shape for i in own], [self.shards[names[i]].local for i in own]
             fakes = [value(grads[i]).new_empty(one.shape, dtype=one.dtype) for i, one in zip(own, shards, strict=True)]
             for i, node in zip(own, append(gm, scattered, flat, shapes, fakes, unit), strict=True):
                 grads[i] = node
-            _label(gm, Sent(unit.name, "sum", "gradients of replicas"))
+            if unit.replicas:
+                _label(gm, Sent(unit.name, "sum", "gradients of replicas"))
             what = f"{len(own)} gradients of {unit.name or 'the whole model'}"
             changes.append(Change("reduce", "reduce gradients to shards", flat.name, what))
         set_gradients(gm, grads)

@@ -7,20 +7,17 @@ this rank's shards in their place.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.errors import CaptureError
-from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.sharding.shard_parameters import Unit
 from amp_graph.passes.torch_compat.fully_sharded import (
     ShardedUnit,
@@ -49,7 +46,6 @@ class ShardedModel:
         self._places: list[tuple[dict[str, Any], str, Any]] = []
         self._groups: list[Any] = []
         self.units: list[Unit] = []
-        self._agreed: dict[Any, int] = {}  # digests of collectives, by what they depend on
         if any(is_sharded(module) for module in model.modules()):
             self._read()
 
@@ -137,37 +133,6 @@ class ShardedModel:
         """Return the inputs of a captured graph with shards in the place of stand-ins."""
         return [self.local(a) for a in args] if self.units else list(args)
 
-    def agree(self, gm: GraphModule, *what: Any) -> None:
-        """Raise CaptureError if this graph has other collectives than those of the ranks, or than others of this rank.
-
-        The first graph of a kind, ``what`` and the modes of modules and parameters, is compared over the ranks, which
-        all trace one: a collective. A later one, for another batch, is compared with that: a rank may be alone in it.
-        A wrong pair would hang, or gather bytes of one weight for another.
-        """
-        if not self.units:
-            return
-        sent = [(n.target, value(n.all_input_nodes[0])) for n in gm.graph.nodes if _is_collective(n)]
-        text = "; ".join(f"{target} {tensor.dtype} {tuple(tensor.shape)}" for target, tensor in sent)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        trained = tuple(p.requires_grad for p in self.model.parameters())
-        kind = (*what, trained, tuple(module.training for module in self.model.modules()))
-        if kind not in self._agreed:
-            others = self._digests(digest)
-            if unlike := [rank for rank, other in enumerate(others) if other != digest]:
-                named = ", ".join(map(str, unlike))
-                _refuse_plan(f"the steps of ranks {named} have other collectives than this rank's")
-            self._agreed[kind] = digest
-        elif self._agreed[kind] != digest:
-            _refuse_plan("the step for this batch has other collectives than the first one, which other ranks may run")
-
-    def _digests(self, digest: int) -> list[int]:
-        first: Any = next(iter(self._sharded.values()))
-        mine = torch.tensor([digest], device=first.device)
-        group = first.device_mesh.get_group() if first.device_mesh.ndim == 1 else dist.group.WORLD
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, mine, group=group)
-        return [int(one.item()) for one in found]
-
     def whole(self, shard: Tensor, parameter: Tensor) -> Tensor:
         """Return a gradient as the optimizer reads it: a DTensor for a parameter that is one."""
         owner: Any = self.parameter(parameter)
@@ -177,18 +142,6 @@ class ShardedModel:
         mesh, placements, stride = owner.device_mesh, owner.placements, owner.stride()
         found: Tensor = kind.from_local(shard, mesh, placements, run_check=False, shape=owner.shape, stride=stride)
         return found
-
-
-def _is_collective(node: Node) -> bool:
-    return str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
-
-
-def _refuse_plan(what: str) -> NoReturn:
-    raise CaptureError(
-        f"TrainStep: {what}\n"
-        "  legal: batches for which every rank reads the same parameters, and plans their weights in the same dtypes\n"
-        "  fix:   layers that all ranks run, batches of one shape, or 'skip_unprofitable=false' in the policy"
-    )
 
 
 def _stand_in(parameter: Tensor) -> torch.nn.Parameter:

@@ -18,6 +18,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import RankError
 from amp_graph.passes.loss_scaling import average
 from amp_graph.step.trace_step import StepBuilder
 from tests.layers import layers
@@ -47,8 +48,8 @@ def _group(rank, size, port, timeout=120):
         torch.distributed.destroy_process_group()
 
 
-def _as_rank(function, rank, size, port, *args):
-    with _group(rank, size, port):
+def _as_rank(function, rank, size, port, *args, timeout=120):
+    with _group(rank, size, port, timeout):
         return function(rank, size, *args)
 
 
@@ -57,9 +58,9 @@ def ranks():
     """Run a function on so many ranks, and return what it kept on each; importing torch, they would spend most time."""
     with ProcessPoolExecutor(4, mp.get_context("spawn")) as pool:
 
-        def run(function, size, path, *args):
-            port = _port()
-            started = [pool.submit(_as_rank, function, rank, size, port, str(path), *args) for rank in range(size)]
+        def run(function, size, path, *args, timeout=120):
+            given = _port(), str(path), *args
+            started = [pool.submit(_as_rank, function, r, size, *given, timeout=timeout) for r in range(size)]
             for one in started:
                 one.result()
             return [torch.load(path / str(rank)) for rank in range(size)]
@@ -785,22 +786,114 @@ def test_a_rank_that_raises_is_named_by_the_others(tmp_path, kind, error):
     assert time.monotonic() - begun < 60
 
 
-def _die_on_the_way(rank, size, port):
-    model = _model()
+def _step_of(model, kind):
+    """Return a step of a model, which ``kind`` shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*model.children(), model) if kind == "sharded" else ():
+        if next(part.parameters(), None) is not None:
+            fully_shard(part)
+    return amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+
+
+def _die_on_the_way(rank, size, port, path):
     with _group(rank, size, port, timeout=20):
-        step = amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+        step = _step_of(_model(), "whole")
         for i in range(10):
             if i == 5 and rank == size - 1:
                 os._exit(1)
-            step(*_batch(rank, i))
+            try:
+                step(*_batch(rank, i))
+            except RankError as error:
+                torch.save(str(error), f"{path}/{rank}")
+                os._exit(2)
 
 
 @pytest.mark.sampled(2)
-def test_a_killed_rank_ends_the_others_with_an_error():
+def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
     begun = time.monotonic()
-    context = mp.spawn(_die_on_the_way, (2, _port()), nprocs=2, join=False)
+    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     assert not any(process.is_alive() for process in context.processes), "a rank hangs"
-    assert [process.exitcode for process in context.processes] == [1, 1]
+    assert [process.exitcode for process in context.processes] == [2, 1]
+    assert "rank 1, last in step 5, did not come to step 6, in which rank 0 waited" in torch.load(tmp_path / "0")
     assert time.monotonic() - begun < 90
+
+
+LIMIT = 10  # seconds of a process group; a rank that starts under load takes some to connect
+
+
+def _come_late(rank, size, path, kind, at):
+    """Train; the last rank does other things, longer than the others wait, and then comes all the same."""
+    step = _step_of(_model(), kind)
+    begun = time.monotonic()
+    for i in range(4):
+        if i == at and rank == size - 1:
+            time.sleep(LIMIT + 4)
+        before = [t.clone() for t in _locals(step.model)]
+        begun = time.monotonic()
+        try:
+            step(*_batch(rank, i))
+        except RankError as error:
+            kept = all(map(torch.equal, before, _locals(step.model)))
+            torch.save((i, str(error), kept, time.monotonic() - begun), f"{path}/{rank}")
+            break
+    while not os.path.exists(f"{path}/{size - 1}"):  # else the first rank's store would have ended
+        time.sleep(0.1)
+
+
+def _locals(model):
+    return [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "at"), [("sharded", 2, 3), *(pytest.param("whole", 3, i, marks=SLOW) for i in (0, 3))]
+)
+def test_a_rank_that_does_not_come_is_named_within_the_time_limit(ranks, tmp_path, kind, size, at):
+    for rank, (i, told, kept, seconds) in enumerate(ranks(_come_late, size, tmp_path, kind, at, timeout=LIMIT)):
+        assert (i, kept) == (at, True)
+        waited = "rank 0" if size == 2 else "ranks 0, 1"
+        assert f"rank {size - 1}, last in step {at}, did not come to step {at + 1}, in which {waited} waited" in told
+        assert "fix:" in told
+        assert seconds < LIMIT + 5, rank
+
+
+def _change_alone(rank, size, path, kind, how):
+    """Train, and change the modes or what is trained on all ranks, then on one rank alone."""
+    model = _model()
+    model.append(nn.Dropout(0.5))
+    step = _step_of(model, kind)
+    change = {
+        "eval": lambda on: model.train(not on),
+        "frozen": lambda on: model[2].weight.requires_grad_(not on),
+    }[how]
+    for i in range(3):
+        change(i == 1)
+        step(*_batch(rank, i))
+    if rank == size - 1:
+        change(True)
+    before, begun = [t.clone() for t in _locals(model)], time.monotonic()
+    with pytest.raises(RankError) as error:
+        step(*_batch(rank, 3))
+    kept = all(map(torch.equal, before, _locals(model)))
+    torch.save((str(error.value), kept, time.monotonic() - begun), f"{path}/{rank}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "flag"),
+    [
+        ("sharded", "eval", "model.training=False, model.0.training=False"),
+        ("sharded", "frozen", "model.2.weight.requires_grad=False"),
+        ("whole", "frozen", "model.2.weight.requires_grad=False"),
+    ],
+)
+def test_a_rank_that_changes_its_model_alone_is_told_before_its_collectives_differ(ranks, tmp_path, kind, how, flag):
+    others, changed = ranks(_change_alone, 2, tmp_path, kind, how, timeout=LIMIT)
+    for told, kept, seconds in (others, changed):
+        assert f"rank 1 has {flag}" in told
+        assert "unlike rank 0" in told
+        assert kept
+        assert seconds < LIMIT + 5
+    assert changed[0].startswith("TrainStep: rank 1 has")
+    assert "rank 1 failed in its step: RankError" in others[0]

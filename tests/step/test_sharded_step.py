@@ -18,7 +18,7 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
 from tests.layers import layers
-from tests.step.test_distributed import _as_rank, _collectives, _port, ranks  # noqa: F401
+from tests.step.test_distributed import LIMIT, _as_rank, _collectives, _port, ranks  # noqa: F401
 
 RATE, STEPS, SCALE = 1e-3, 10, 2.0**10
 FUNCTIONAL = "_c10d_functional::"
@@ -286,6 +286,47 @@ def test_norm_and_verdict_are_one_sum_over_ranks(trained, policy):
     assert torch.equal(first[3], second[3])
     torch.testing.assert_close(first[3], exact[3], rtol=1e-5 if policy == "O0" else 2e-2, atol=0.0)
     assert first[0] == pytest.approx(exact[0], rel=2e-6 if policy == "O0" else 2e-3)
+
+
+def _reported(rank, size, path, name, options):
+    """Keep what a step sends, and what its report says that it does."""
+    step, _, _, batch = _step(name, "ours", "bf16", options)
+    generator = torch.Generator().manual_seed(rank)
+    assert not amp_graph.report(step).collectives
+    step(*batch(generator))
+    with _collectives_of_graphs() as found:
+        step(*batch(generator))
+    report = amp_graph.report(step)
+    torch.save((list(found), report.to_dict()["collectives"], report.text(width=None)), f"{path}/{rank}")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gpt2", ()), ("uneven", (("micro_batches", 3), ("clip_norm", 0.5)))], ids=["gpt2", "uneven"]
+)
+def test_the_report_of_a_step_counts_the_bytes_that_are_sent(ranks, tmp_path, name, options):  # noqa: F811
+    """Of a gather a rank sends its half, in bytes; of a reduction it has all numbers, in fp32; of a sum two in fp64."""
+    sent, told, text = ranks(_reported, 2, tmp_path, name, options)[0]
+    for direction, kind, size in (("gather", "all", 2), ("reduce", "red", 4), ("sum", "sum", 8)):
+        given = [count * size for one, _, count in sent if one == kind]
+        rows = [row for row in told if row["direction"] == direction]
+        assert sum(row["bytes"] * row["times"] for row in rows) == sum(given)
+        assert sum(row["times"] for row in rows) == len(given)
+        assert bool(given) == (direction != "sum" or bool(options))
+    last = [row for row in told if row["direction"] == "gather"][-1]
+    if name == "gpt2":
+        assert [row["unit"] for row in told if row["direction"] == "reduce"] == [
+            "transformer.h.1",
+            "transformer.h.0",
+            "",
+        ]
+        assert (last["unit"], last["dtype"], last["times"]) == ("transformer.h.0", "bf16 and f32", 1)
+        assert last["reason"].startswith("for backward: ")
+        assert "attn.c_attn.weight" in last["reason"].split(": bf16, as all that reads it does so")[0]
+        assert "ln_1.weight" in last["reason"].split(": read as it is")[0]
+    else:
+        assert {row["times"] for row in told if row["direction"] == "reduce"} == {3}
+        assert ("norm and verdict", 1) in {(row["reason"], row["times"]) for row in told}
+    assert f"gather {last['bytes'] / 1024:.1f} KiB in bf16 and f32" in text
 
 
 def _order_of_gathers(rank, size, path):
@@ -635,25 +676,63 @@ def _unlike(rank, size, path):
     from torch.distributed.fsdp import fully_shard
 
     told = []
-    for kind in ("first", "later", "written", "no graph"):
+    for kind in ("first", "written", "no graph", "later"):
         model = fully_shard(_Unlike(kind, rank))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         step = amp_graph.TrainStep(model, None, optimizer, "O0")
         if kind == "later":
-            step(torch.ones(2, 4))
-        before = _state_of(model, optimizer)
+            for size in (2, 3, 2):  # all ranks read other parameters
+                step(torch.ones(size, 4))
+        before = [t.clone() for t in _shards_of(model, optimizer)]
         with pytest.raises(AmpGraphError) as error:
-            step(torch.ones(3, 4))
+            step(torch.ones(2 if kind == "later" and rank == 0 else 3, 4))
         told.append(str(error.value))
-        assert _equal(before, _state_of(model, optimizer))
+        assert all(map(torch.equal, before, _shards_of(model, optimizer)))
     torch.save(told, f"{path}/{rank}")
 
 
 def test_ranks_that_would_call_other_collectives_are_told_before_they_do(ranks, tmp_path):  # noqa: F811
-    first, second = ranks(_unlike, 2, tmp_path)
-    assert "the steps of ranks 1 have other collectives" in first[0]
-    assert "the steps of ranks 0 have other collectives" in second[0]
+    first, second = ranks(_unlike, 2, tmp_path, timeout=LIMIT)
+    assert "the steps of rank 1 have other collectives" in first[0]
+    assert "the steps of rank 0 have other collectives" in second[0]
     for told in (first, second):
-        assert "the step for this batch has other collectives" in told[1]
-        assert "forward writes to a, which is sharded" in told[2]
-        assert "are not one graph" in told[3]
+        assert "forward writes to a, which is sharded" in told[1]
+        assert "are not one graph" in told[2]
+        assert "the steps of rank 0 have other collectives" in told[3]
+    assert "rank 1 failed in its step: CaptureError" in first[3]
+
+
+def _wrong_batches(rank, size, path):
+    """Give batches of wrong shapes to a sharded step, on all ranks and on one; keep what is told, and train on."""
+    step, model, optimizer, batch = _step("resnet", "ours", "bf16", ())
+    images, labels = batch(torch.Generator().manual_seed(rank))
+    told = []
+    for wrong in ((images[:, :2], labels), (images, torch.zeros(5, dtype=torch.int64))):
+        before = [t.clone() for t in _shards_of(model, optimizer)]
+        with pytest.raises(AmpGraphError) as error:
+            step(*wrong)
+        told.append((type(error.value).__name__, str(error.value)))
+        assert all(map(torch.equal, before, _shards_of(model, optimizer)))
+        assert float(step(images, labels)) > 0
+    with pytest.raises(AmpGraphError) as error:
+        step(images[:, :2] if rank else images, labels)
+    told.append((type(error.value).__name__, str(error.value)))
+    torch.save(told, f"{path}/{rank}")
+
+
+def test_a_batch_of_a_wrong_shape_is_told_as_the_model_tells_it(ranks, tmp_path):  # noqa: F811
+    first, second = ranks(_wrong_batches, 2, tmp_path, timeout=LIMIT)
+    for told in (first, second):
+        for (kind, text), own in zip(
+            told[:2], ("RuntimeError: ", "ValueError: Expected input batch_size (4)"), strict=True
+        ):
+            assert kind == "CaptureError"
+            assert own in text
+            assert "not one graph" not in text
+        assert "channels" in told[0][1]
+        assert "the batch has f32[4,2,8,8], i64[4]" in told[0][1]
+    assert second[2] == second[0]
+    assert first[2][0] == "RankError"
+    assert (
+        "rank 1 failed in its step: CaptureError: TrainStep: Sequential or its loss fails for this batch" in first[2][1]
+    )

@@ -544,14 +544,27 @@ def test_four_ranks_train_as_unsharded(ranks, tmp_path):  # noqa: F811
 
 def _refused(rank, size, path):
     """Try each step that is refused; keep what the errors say. Nothing has changed."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    two = torch.distributed.init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
     low = MixedPrecisionPolicy(torch.bfloat16)
+
+    def older(model):
+        model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
+
+    def split_and_sharded(model):
+        parallelize_module(model[0], two["tensor"], ColwiseParallel())
+        fully_shard(model, mesh=two["data"])
+
     kinds = {
+        "older": (older, {}),
         "tensor parallel": (lambda m: parallelize_module(m[0], mesh, ColwiseParallel()), {}),
+        "tensor parallel, sharded": (split_and_sharded, {}),
+        "meshes": (lambda m: (fully_shard(m[1], mesh=two), fully_shard(m, mesh=mesh)), {}),
+        "divided": (lambda m: (fully_shard(m[1], mesh=mesh), m[1].set_gradient_divide_factor(1.0)), {}),
         "columns": (lambda m: fully_shard(m, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1)), {}),
         "policy": (lambda m: fully_shard(m[1], mesh=mesh, mp_policy=low), {}),
         "offload": (lambda m: fully_shard(m[1], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)), {}),
@@ -576,11 +589,13 @@ def _refused(rank, size, path):
     step = amp_graph.TrainStep(model, nn.functional.mse_loss, torch.optim.SGD(model[1].parameters(), 0.1), "bf16")
     batch, before = (torch.randn(4, 4), torch.randn(4, 4)), model[0].weight.to_local().clone()
     step(*batch)
-    model.set_requires_gradient_sync(False)
-    with pytest.raises(AmpGraphError) as error:
-        step(*batch)
-    found["unreduced"] = str(error.value)
-    model.set_requires_gradient_sync(True)
+    for call, (otherwise, usual) in TOLD.items():
+        getattr(model, call)(otherwise)
+        with pytest.raises(AmpGraphError) as error:
+            step(*batch)
+        found[call] = str(error.value)
+        getattr(model, call)(usual)
+    step(*batch)
     assert torch.equal(before, model[0].weight.to_local())
     step.optimizer.add_param_group({"params": [*model[0].parameters()]})
     step(*batch)
@@ -588,8 +603,18 @@ def _refused(rank, size, path):
     torch.save(found, f"{path}/{rank}")
 
 
+TOLD = {  # between two steps; and what is as before
+    "set_requires_gradient_sync": (False, True),
+    "set_requires_all_reduce": (False, True),
+    "set_gradient_divide_factor": (1.0, None),
+    "set_all_reduce_hook": (print, None),
+}
 REFUSED = {
-    "unreduced": ("set_requires_gradient_sync(False)", "micro_batches="),
+    **{call: (f"the model: {call}", "micro_batches=") for call in TOLD},
+    "older": ("1 is wrapped by FullyShardedDataParallel", "fully_shard(module)"),
+    "tensor parallel, sharded": ("0.weight has the placements", "amp_graph.convert"),
+    "meshes": ("the model and 1 are sharded over different meshes", "one mesh for all units"),
+    "divided": ("1: set_gradient_divide_factor was called", "amp_graph.convert"),
     "tensor parallel": ("0.weight is a DTensor that no unit", "amp_graph.convert"),
     "columns": ("has the placements", "amp_graph.convert"),
     "policy": ("1: its MixedPrecisionPolicy", "without mp_policy"),

@@ -93,11 +93,9 @@ def told_of_reductions(group: Any) -> str:
 
 
 def is_plain(group: Any) -> bool:
-    """Say whether a group is sharded over one mesh alone, without tensors that bring gathers of their own."""
+    """Say whether a group is sharded, and has no tensors that bring gathers of their own."""
     own = any(hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather") for record in group.fsdp_params)
-    return (
-        hasattr(group.mesh_info, "shard_process_group") and not own and not any(r.is_dtensor for r in group.fsdp_params)
-    )
+    return hasattr(group.mesh_info, "shard_process_group") and not own
 
 
 def is_resharded(group: Any) -> bool:

@@ -21,9 +21,8 @@ from amp_graph.errors import CaptureError
 from amp_graph.passes.sharding.shard_parameters import Unit
 from amp_graph.passes.torch_compat.fully_sharded import (
     ShardedUnit,
-    every_group,
-    is_reduced,
     reshard,
+    told_of_reductions,
     units_of,
     without_hooks_of_fsdp,
 )
@@ -44,17 +43,17 @@ class ShardedModel:
         self._sharded: dict[int, Any] = {}  # by id of its stand-in
         self._unit: dict[int, int] = {}  # the numbers of units, by id of the stand-in
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        self._groups: list[Any] = []
+        self._every: list[ShardedUnit] = []  # units, those without parameters, too
         self.units: list[Unit] = []
         if any(is_sharded(module) for module in model.modules()):
             self._read()
 
     def _read(self) -> None:
         """Read the units, and where modules hold their parameters; known ones keep their stand-ins."""
-        found = units_of(self.model)
-        self._groups = every_group(self.model)
-        self.units = [_unit(one, self._reduce_dtype) for one in found if one.parameters]
-        owners = {id(p): n for n, one in enumerate(o for o in found if o.parameters) for p in one.parameters}
+        self._every = units_of(self.model)
+        filled = [one for one in self._every if one.parameters]
+        self.units = [_unit(one, self._reduce_dtype) for one in filled]
+        owners = {id(p): n for n, one in enumerate(filled) for p in one.parameters}
         held = [(m._parameters, name, p) for m in self.model.modules() for name, p in m._parameters.items()]
         self._places = [place for place in held if id(place[2]) in owners]
         known = self._stand_ins
@@ -69,11 +68,7 @@ class ShardedModel:
         if not self.units:
             yield
             return
-        if not all(map(is_reduced, self._groups)):
-            raise CaptureError(
-                "TrainStep: set_requires_gradient_sync(False) asks a sharded model to keep gradients unreduced\n"
-                "  legal: reductions in each step\n  fix:   micro_batches=, which updates once for all of them"
-            )
+        _refuse_reductions(self._every)
         self._follow()
         with without_hooks_of_fsdp(self.model):
             try:
@@ -151,9 +146,13 @@ def _stand_in(parameter: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(whole, parameter.requires_grad)
 
 
-def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
+def _mesh_of(one: ShardedUnit) -> Any:
     first: Any = one.parameters[0]
-    mesh = first.device_mesh
+    return first.device_mesh
+
+
+def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
+    mesh = _mesh_of(one)
     inner = mesh.ndim - 1
     return Unit(
         name=one.path,
@@ -162,7 +161,7 @@ def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
         ranks=mesh.size(),
         replicas=mesh.get_group(0).group_name if inner else "",
         reshards=one.reshards,
-        reduce_dtype=reduce_dtype or one.policy.reduce_dtype,
+        reduce_dtype=reduce_dtype or one.group.mp_policy.reduce_dtype,
     )
 
 
@@ -188,10 +187,12 @@ def refuse_other_sharding(model: torch.nn.Module, policy: Policy, compile: Compi
             _refuse_placement(names.get(id(p), one.path), p)
         if why := _told_otherwise(one):
             _refuse(f"{_named(one.path)}: {why[0]}", why[1])
+    _refuse_reductions(units)
     if not units:
         return
-    if len({one.parameters[0].device_mesh for one in units if one.parameters}) > 1:  # type: ignore[attr-defined]
-        _refuse("units of the model are sharded over several meshes", "one mesh for all units")
+    meshes = {_mesh_of(one): _named(one.path) for one in units if one.parameters}
+    if len(meshes) > 1:
+        _refuse(f"{' and '.join(meshes.values())} are sharded over different meshes", "one mesh for all units")
     converted = next((name for name, module in every.items() if conversion_of(module) is not None), None)
     if converted is not None:
         raise CaptureError(
@@ -215,7 +216,7 @@ def _refuse_options(
             f"TrainStep: compile={compile!r}, and {type(model).__name__} is sharded by fully_shard\n"
             "  legal: compile='eager'\n  fix:   leave compile out"
         )
-    mesh: Any = next(one.parameters[0].device_mesh for one in units if one.parameters)  # type: ignore[attr-defined]
+    mesh = next(_mesh_of(one) for one in units if one.parameters)
     whole: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     if mesh.ndim > 1 and mesh.size() != dist.get_world_size():
         _refuse("the model is sharded over a part of the ranks in two dimensions", "a mesh of all ranks")
@@ -245,7 +246,7 @@ def _refuse_placement(name: str, parameter: Any) -> None:
 
 def _told_otherwise(one: ShardedUnit) -> tuple[str, str] | None:
     """Return what a unit was told that a step does not do, and what it does."""
-    policy = one.policy
+    policy = one.group.mp_policy
     if policy.param_dtype is not None or policy.output_dtype is not None:
         return (
             "its MixedPrecisionPolicy has a dtype of parameters or outputs, and a TrainStep chooses those of weights",
@@ -253,6 +254,12 @@ def _told_otherwise(one: ShardedUnit) -> tuple[str, str] | None:
         )
     if one.offloads:
         return "its parameters are offloaded to the CPU", "fully_shard without offload_policy"
-    if one.divides is not None:
-        return "set_gradient_divide_factor was called", "gradients divided by the number of ranks"
     return None
+
+
+def _refuse_reductions(units: Sequence[ShardedUnit]) -> None:
+    """Raise CaptureError if a unit was told to reduce gradients otherwise; between two steps it may have been."""
+    for one in units:
+        if call := told_of_reductions(one.group):
+            what = f"{_named(one.path)}: {call} was called, and each step averages gradients over all ranks"
+            _refuse(what, "averages alone; micro_batches= adds up gradients of several batches")

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import amp_graph
+from amp_graph.capture import low_gathers
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import RankError
 from amp_graph.passes.loss_scaling import average
@@ -520,6 +521,48 @@ def test_parts_that_are_split_over_ranks_compute_low_and_are_summed_in_fp32(rank
         assert (product, total, graphs) == (torch.bfloat16, torch.float32, 1)
         assert torch.equal(grads, second[order][0])
         assert 0 < (grads - exact).norm() <= 1.2 * (first["autocast"][0] - exact).norm()
+
+
+def _train_split_and_sharded(rank, size, path):
+    """Train parts that are split over ranks and sharded over others, gathered low or not; two backwards an update."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    found = []
+    for is_low in (True, False):
+        model = _stack()
+        for part in model[:2]:
+            parallelize_module(part, mesh["tensor"], {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()})
+        for part in (*model[:2], model):
+            fully_shard(part, mesh=mesh["data"])
+        amp_graph.convert(model, "bf16")
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        late = mock.patch.object(low_gathers, "is_plain", return_value=False)
+        with contextlib.nullcontext() if is_low else late:
+            for i in range(6):
+                model.set_requires_gradient_sync(i % 2 == 1)
+                x, y = _batch(mesh["data"].get_local_rank(), i)
+                with _collectives() as collectives:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    loss.backward()
+                losses.append(loss.item())
+                if i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        weights = [p.to_local().detach() for p in model.parameters()]
+        found.append((losses, weights, *([one for one in collectives if one[0] == kind] for kind in ("all", "red"))))
+    torch.save(found, f"{path}/{rank}")
+
+
+@pytest.mark.slow
+def test_parts_that_are_split_and_sharded_are_gathered_low_and_train_as_if_cast_behind(ranks, tmp_path):
+    for (losses, weights, low, reduced), (expected, others, late, _) in ranks(_train_split_and_sharded, 4, tmp_path):
+        assert losses == expected
+        assert all(map(torch.equal, weights, others))
+        assert len(low) == len(late) == 5  # the whole, two parts, and these again
+        assert all(one[2] <= 0.6 * other[2] for one, other in zip(low[1:], late[1:], strict=True))
+        assert [dtype for _, dtype, _ in reduced] == [torch.float32] * 3
 
 
 def _train_pipeline(rank, size, path):

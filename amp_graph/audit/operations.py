@@ -49,7 +49,7 @@ class Operations(TorchDispatchMode):
         self.training, self.places, self.tell = training, places, tell
         self.updates = 0  # optimizers' steps that are running
         self._modules: list[str] = []  # of running modules, the innermost last
-        self._names: dict[int, str] = {}
+        self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
@@ -80,7 +80,7 @@ class Operations(TorchDispatchMode):
     # -- modules --------------------------------------------------------------------------------------
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in self._names or (not self._modules and module not in self.training.models):
+        if id(module) not in self._names:
             self.training.add_model(module)
             self._names |= self.training.module_names(module)
         self._modules.append(self._names[id(module)])

@@ -6,6 +6,7 @@ again, or when a GradScaler skips it.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -141,21 +142,39 @@ class Audit:
             self._look.__exit__(None, None, None)
             self._look = None
 
-    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self.training.optimizers.add(optimizer)
         self._lead = self._lead or optimizer
+        if self._look is None:
+            return None
+        self._look.updates += 1
+        self._quietly(lambda watcher: watcher.updating(optimizer))
+        given = [self._outside_of_update(self._look, one) for one in args]
+        return tuple(given), {name: self._outside_of_update(self._look, one) for name, one in kwargs.items()}
+
+    def _outside_of_update(self, look: Operations, given: Any) -> Any:
+        """Return a closure as one whose operations are no part of the update; anything else as it is."""
+        if not callable(given) or isinstance(given, Optimizer):
+            return given
+
+        @functools.wraps(given)
+        def closure() -> Any:
+            look.updates -= 1
+            try:
+                return given()
+            finally:
+                look.updates += 1
+
+        return closure
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
-            self._look.updates += 1
             self.training.gradients |= {
                 id(p): (str(p.grad.dtype).removeprefix("torch."), p.grad.numel() * p.grad.element_size())
                 for group in optimizer.param_groups
                 for p in group["params"]
                 if p.grad is not None
             }
-            self._quietly(lambda watcher: watcher.updating(optimizer))
-
-    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._look is not None:
             self._quietly(lambda watcher: watcher.updated(optimizer))
             self._look.updates -= 1
         if optimizer is self._lead:

@@ -18,6 +18,8 @@ from tests.warned import without_warnings
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
 # Pages whose Python runs in a test of its own, which has more to say of it.
 PYTHON_ELSEWHERE = {
+    "docs/audit.md": "tests/audit/test_audit_page.py",
+    "docs/internals/audit-codes.md": "tests/audit/test_codes.py",
     "docs/internals/graph.md": "tests/report/test_networkx.py",
     "docs/internals/loss-scaling.md": "tests/test_docs.py",
     "docs/run.md": "tests/run/test_run_page.py",
@@ -26,6 +28,7 @@ PYTHON_ELSEWHERE = {
 }
 # Commands that take long, or write outside of the folder: they are read here, and run by tests of their own.
 COMMANDS_ELSEWHERE = {
+    "audit": "tests/audit/test_audit_page.py",
     "calibrate": "tests/cli/test_calibrate.py",
     "run": "tests/run/test_run_page.py",
 }

@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
         self.updates = 0  # optimizers' steps that are running
         self._paused = False  # while watchers work
         self._outermost = 0  # the id of the frame of the call of a model that runs
-        self._names: dict[int, str] = {}
+        self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes

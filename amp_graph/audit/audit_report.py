@@ -11,9 +11,9 @@ from typing import Any
 from amp_graph.audit.audit_html import audit_page
 from amp_graph.audit.audit_text import audit_text
 from amp_graph.audit.codes import CODES
-from amp_graph.audit.plan import plan_lines
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
+from amp_graph.audit.speed.plan import plan_lines
 from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``

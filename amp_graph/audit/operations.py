@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
-from amp_graph.audit.model_sketch import call_of
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
+from amp_graph.audit.speed.model_sketch import call_of
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
 from amp_graph.passes.torch_compat.autograd import (

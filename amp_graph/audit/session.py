@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.plan import draw_sketches
 from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
 from amp_graph.audit.silence import ignored_codes, loud
+from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt

@@ -114,7 +114,9 @@ class Operations(TorchDispatchMode):
         module, place = self._modules[-1] if self._modules else "", self.places.of(frame)
         self._begin_group((id(frame), None if frame is None else frame.f_lasti))
         self._forward[next_sequence_number() - 1] = (module, place)
-        return Call(str(func), module, place, "update" if self.updates else "forward", given, "", region)
+        in_closure = self.training.by_closure and torch.is_grad_enabled()
+        phase = "update" if self.updates and not in_closure else "forward"
+        return Call(str(func), module, place, phase, given, "", region)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         moved = sum(t.numel() * t.element_size() for t in _tensors((args, kwargs, result)))

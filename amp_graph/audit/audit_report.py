@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
+from amp_graph.audit.audit_html import audit_page
+from amp_graph.audit.audit_text import audit_text
 from amp_graph.audit.codes import CODES
-from amp_graph.audit.precision_table import Row, rows_of
-from amp_graph.audit.records import LEVELS, Finding, Region, Training
+from amp_graph.audit.plan import plan_lines
+from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
+from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
+from amp_graph.passes.native.output_file import write_or_refuse
+
+SCHEMA = 1  # a number that changes with the keys of ``to_dict``
 
 
 @dataclass(frozen=True)
 class AuditReport:
     """What an audit saw: ``findings``, the worst first, and the table of precisions, ``rows``.
 
-    ``steps``: how many ended; ``looked_at``: those whose operations were seen. ``unseen``: what was not, and why.
-    ``seconds``: of looked-at steps and of others, each a median.
+    ``steps``: how many ended; ``looked_at``: those whose operations were seen. ``silenced``: how many findings comments
+    and configuration hide. ``between_ranks``: collectives by name and dtype; ``outside_of_models``: bytes by dtype of
+    what optimizers update beside the models. ``unseen``: what was not seen, and why. ``seconds``: of looked-at steps
+    and of others, each a median. ``plan``: what amp_graph would do, in lines.
     """
 
     findings: Sequence[Finding]
@@ -24,18 +34,26 @@ class AuditReport:
     regions: Sequence[Region]
     steps: int
     looked_at: Sequence[int]
+    silenced: int
+    between_ranks: Mapping[str, Totals]
+    outside_of_models: Mapping[str, int]
     unseen: Sequence[str]
     seconds: Mapping[str, float]
+    plan: Sequence[str] = ()
 
     @classmethod
-    def of(cls, training: Training, findings: Sequence[Finding], seconds: Mapping[int, float]) -> AuditReport:
+    def of(
+        cls, training: Training, findings: Sequence[Finding], seconds: Mapping[int, float], silenced: int = 0
+    ) -> AuditReport:
         """Return the report of a training so far."""
         ordered = sorted(findings, key=lambda f: (-LEVELS.index(f.level), f.code, f.place))
         looked = [seconds[n] for n in training.looked_at if n in seconds]
         others = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
         return cls(
-            ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
-            list(training.unseen), {"looked_at": _median(looked), "others": _median(others)},
+            ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at), silenced,
+            between_ranks(training), outside_of_models(training), list(training.unseen),
+            {"looked_at": _median(looked), "others": _median(others)},
+            plan=plan_lines(training),
         )  # fmt: skip
 
     @property
@@ -44,31 +62,45 @@ class AuditReport:
         return max((f.level for f in self.findings), key=LEVELS.index, default="")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data."""
+        """Return the report as plain data; docs/audit.md has a table of its keys."""
         return {
-            "findings": [
-                {**asdict(f), "place": None, "file": f.place.file, "line": f.place.line, "title": CODES[f.code].title}
-                for f in self.findings
-            ],
-            "modules": [asdict(row) for row in self.rows],
-            "regions": [asdict(region) for region in self.regions],
+            "schema": SCHEMA,
+            "findings": [_plain(f) for f in self.findings],
+            "modules": [row.to_dict() for row in self.rows],
+            "regions": [_region(region) for region in self.regions],
+            "between_ranks": {name: asdict(totals) for name, totals in self.between_ranks.items()},
+            "outside_of_models": dict(self.outside_of_models),
             "steps": self.steps,
             "looked_at": list(self.looked_at),
+            "silenced": self.silenced,
             "unseen": list(self.unseen),
             "seconds": dict(self.seconds),
+            "plan": list(self.plan),
         }
 
     def text(self) -> str:
-        """Return the report for a terminal."""
-        return "\n".join(self._lines()) + "\n"
+        """Return the report for a terminal of 80 columns."""
+        return audit_text(self)
 
-    def _lines(self) -> Iterator[str]:
-        yield f"amp_graph audit: {self.steps} steps, looked at {', '.join(map(str, self.looked_at)) or 'none'}"
-        for f in self.findings:
-            yield f"{f.place}: {f.code} {f.level}: {CODES[f.code].title}"
-            yield f"    {f.text}"
-            yield f"    fix: {f.fix}"
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to ``path``, a page that fetches nothing; AmpGraphError if that is impossible."""
+        write_or_refuse(path, audit_page(self), "audit: report.html(path)", 'report.html("audit.html")')
+
+
+def _plain(f: Finding) -> dict[str, Any]:
+    code = CODES[f.code]
+    return {
+        "code": f.code, "level": f.level, "file": f.place.file, "line": f.place.line, "title": code.title,
+        "text": f.text, "why": " ".join(code.why.split()), "fix": f.fix, "evidence": dict(f.evidence),
+        "also": list(f.also),
+    }  # fmt: skip
+
+
+def _region(region: Region) -> dict[str, Any]:
+    plain = asdict(region)
+    del plain["place"], plain["made"]
+    return {"file": region.place.file, "line": region.place.line, **plain}
 
 
 def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
+    return median(values) if values else 0.0

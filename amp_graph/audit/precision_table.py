@@ -1,78 +1,166 @@
 """The table of precisions: for each module, the dtypes that are stored, computed in, and kept of gradients and states.
 
 Rows are made from what was counted in the looked-at steps, and from the parameters and the optimizers' states as they
-are when the report is made.
+are when the report is made. ``folded`` makes one of the rows of equal layers.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from amp_graph.audit.records import Training
+from amp_graph.audit.operations import CONVERSION
+from amp_graph.audit.records import Call, Totals, Training
+from amp_graph.optim.master_weights import master_of
+from amp_graph.passes.graph.node_info import is_view
+from amp_graph.passes.torch_compat.dispatch import OpOverload
+from amp_graph.report.report_text import folded_paths
+
+LOW = ("bfloat16", "float16")
+BETWEEN_RANKS = ("c10d", "_c10d_functional")  # the namespaces of collectives
 
 
 @dataclass
 class Row:
-    """One module: bytes by dtype of parameters, gradients and optimizer state; calls and FLOPs by dtype of operations.
+    """One module, or ``count`` equal ones: bytes by dtype of what is kept, calls and FLOPs by dtype of operations.
 
-    ``decided``: who lowered its operations: the places of autocast regions and of the user's casts.
+    ``parameters``, ``gradients``, ``states`` (of the optimizer), ``masters``, ``saved`` (for backward): bytes.
+    ``forward``, ``backward``: calls by the dtype of their result, but for casts and views. ``flops``: by the dtype of
+    operands. ``decided``: who chose a dtype: autocast regions and casts of the user's, by their places, with the calls.
     """
 
     module: str
+    count: int = 1
     parameters: Counter[str] = field(default_factory=Counter)
     forward: Counter[str] = field(default_factory=Counter)
     backward: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)
     gradients: Counter[str] = field(default_factory=Counter)
     states: Counter[str] = field(default_factory=Counter)
+    masters: Counter[str] = field(default_factory=Counter)
     decided: Counter[str] = field(default_factory=Counter)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {"module": self.module, **{name: dict(counter) for name, counter in self.counters().items()}}
+
+    def counters(self) -> dict[str, Counter[str]]:
+        """Return all but ``module`` and ``count``."""
+        return {one.name: getattr(self, one.name) for one in fields(self)[2:]}
 
 
 def rows_of(training: Training) -> list[Row]:
-    """Return a row for each module that has parameters or ran operations, in the order of the model."""
+    """Return a row for each module that has parameters or ran operations, in the order of the models."""
     found: dict[str, Row] = {}
-
-    def row(module: str) -> Row:
-        return found.setdefault(module, Row(module))
-
-    states = _states(training)
+    states, names = _states(training), training.parameter_names()
     for model in list(training.models):
-        for name, p in model.named_parameters():
-            one = row(name.rpartition(".")[0])
-            one.parameters[_name(p)] += p.numel() * p.element_size()
-            if p.grad is not None:
-                one.gradients[_name(p.grad)] += p.grad.numel() * p.grad.element_size()
-            for t in states.get(id(p), ()):
-                one.states[_name(t)] += t.numel() * t.element_size()
+        for p in model.parameters():
+            if (name := names.pop(id(p), None)) is not None:  # else it was counted in another model
+                _store(_row(found, name.rpartition(".")[0]), p, training.gradients, states.get(id(p), ()))
     for call, totals in training.calls.items():
-        if call.phase == "update" or not call.output:
-            continue
-        one = row(call.module)
-        (one.forward if call.phase == "forward" else one.backward)[call.output] += totals.calls
-        one.flops[call.inputs[0] if call.inputs else call.output] += totals.flops
-        if call.region >= 0 and call.output in ("bfloat16", "float16"):
-            one.decided[str(training.regions[call.region].place)] += totals.calls
-        elif call.cast == "user":
-            one.decided[str(call.place)] += totals.calls
-    return list(found.values())
+        if call.phase != "update" and call.output and not call.operator.startswith(BETWEEN_RANKS):
+            _compute(_row(found, call.module), call, totals, training)
+    for (module, dtype), size in training.saved.items():
+        _row(found, module).saved[dtype] += size
+    return [row for row in found.values() if any(row.counters().values())]
 
 
-def _states(training: Training) -> dict[int, list[torch.Tensor]]:
-    found: dict[int, list[torch.Tensor]] = {}
-    for optimizer in list(training.optimizers):
-        for p, state in optimizer.state.items():
-            found[id(p)] = [t for t in _values(state) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return found
+def _row(found: dict[str, Row], module: str) -> Row:
+    return found.setdefault(module, Row(module))
+
+
+def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: Iterable[Tensor]) -> None:
+    row.parameters[_name(p)] += _bytes(p)
+    if id(p) in gradients:
+        dtype, size = gradients[id(p)]
+        row.gradients[dtype] += size
+    for t in states:
+        row.states[_name(t)] += _bytes(t)
+    if (master := master_of(p)) is not None:
+        row.masters[_name(master)] += _bytes(master)
+
+
+def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
+    if call.cast == "user":
+        row.decided[f"cast at {call.place}"] += totals.calls
+    if call.operator == CONVERSION or _is_view(call.operator):
+        return
+    (row.forward if call.phase == "forward" else row.backward)[call.output] += totals.calls
+    row.flops += Counter({call.inputs[0] if call.inputs else call.output: totals.flops})
+    if call.region >= 0 and call.output in LOW:
+        region = training.regions[call.region]
+        row.decided[f"autocast({region.device}, {region.dtype}) at {region.place}"] += totals.calls
+
+
+def _is_view(operator: str) -> bool:
+    namespace, _, rest = operator.partition(".")
+    name, _, overload = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return isinstance(found, OpOverload) and is_view(found)
+
+
+def _states(training: Training) -> dict[int, list[Tensor]]:
+    return {
+        id(p): [t for t in _values(state) if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+        for optimizer in list(training.optimizers)
+        for p, state in optimizer.state.items()
+    }
 
 
 def _values(state: Any) -> Iterable[Any]:
     return state.values() if isinstance(state, dict) else ()
 
 
-def _name(tensor: torch.Tensor) -> str:
+def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# -- beside the modules ------------------------------------------------------------------------------------
+
+
+def between_ranks(training: Training) -> dict[str, Totals]:
+    """Return the reductions and gathers over ranks of the looked-at steps, by name and dtype of what travels."""
+    found: dict[str, Totals] = {}
+    for call, totals in training.calls.items():
+        if call.operator.startswith(BETWEEN_RANKS) and call.inputs:
+            name = call.operator.split(".")[1].strip("_")
+            one = found.setdefault(f"{name} {call.inputs[0]}", Totals())
+            one.calls, one.bytes = one.calls + totals.calls, one.bytes + totals.bytes
+    return found
+
+
+def outside_of_models(training: Training) -> Counter[str]:
+    """Return the bytes by dtype of what optimizers update and no model has: masters, as apex and Megatron keep them."""
+    names, found = training.parameter_names(), Counter[str]()
+    for optimizer in list(training.optimizers):
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
+            found[_name(p)] += _bytes(p)
+    return found
+
+
+def folded(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with equal ones as one: ``layers.0.fc`` and ``layers.1.fc`` in the same dtypes, one to one."""
+    groups: dict[object, list[Row]] = {}
+    for row in rows:
+        kinds = tuple(frozenset(counter) for counter in row.counters().values())
+        groups.setdefault((re.sub(r"\b\d+\b", "*", row.module), kinds), []).append(row)
+    return [_sum(same) for same in groups.values()]
+
+
+def _sum(rows: Sequence[Row]) -> Row:
+    total = Row(folded_paths(row.module for row in rows), len(rows))
+    for row in rows:
+        for name, counter in row.counters().items():
+            getattr(total, name).update(counter)
+    return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -14,6 +16,8 @@ from amp_graph.run.call_site import PACKAGES, PYTHON
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
+
+    from amp_graph.audit.model_sketch import ModelCall, Sketch
 
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 
@@ -99,7 +103,11 @@ class Totals:
 
 @dataclass
 class Region:
-    """A use of ``torch.autocast`` at one place; entered in every step. ``outer``: the region around it, or -1."""
+    """A use of ``torch.autocast`` at one place; entered in every step. ``outer``: the region around it, or -1.
+
+    ``enabled``: whether autocast is on in it. ``asked``: whether it was made to be on: torch disables one for a device
+    that is not there. ``made``: where; nowhere for one that torch makes for itself, as in checkpoints.
+    """
 
     place: Place
     device: str
@@ -108,11 +116,13 @@ class Region:
     outer: int
     entered: int = 0
     looked_at: int = 0  # entered in looked-at steps
+    made: Place = NOWHERE
+    asked: bool = True
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells two regions apart that are entered again and again."""
-        return self.place, self.device, self.dtype, self.enabled, self.outer
+        return self.place, self.device, self.dtype, self.enabled, self.outer, self.asked
 
 
 @dataclass
@@ -121,9 +131,13 @@ class Training:
 
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
-    operations of the looked-at steps. ``models``: the modules that were called outermost, ``optimizers``: those that
-    stepped; no strong reference to either. ``by_closure``: whether the update that runs computes its gradients itself,
-    in a closure. ``unseen``: what was not looked at, and why, for the report.
+    operations of the looked-at steps. ``models``: the modules that were called outermost, with what their paths begin
+    with; ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of optimizers
+    ran. ``by_closure``: whether the update that runs computes its gradients itself, in a closure. ``saved``: bytes of
+    activations kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
+    update, by the ``id`` of the parameter. ``group``: a number of the call of torch that dispatched the last operation,
+    with its casts. ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why
+    there is none. ``unseen``: what was not looked at, and why.
     """
 
     steps: int = 0
@@ -131,14 +145,36 @@ class Training:
     regions: list[Region] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     calls: dict[Call, Totals] = field(default_factory=dict)
-    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    updates: int = 0
+    saved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
     by_closure: bool = False
+    group: int = 0
+    model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    sketches: dict[int, Sketch | str] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
+
+    def add_model(self, model: torch.nn.Module) -> None:
+        """Add a model: paths in the first with parameters are its own, in others they begin with their class."""
+        taken, name = set(self.models.values()), type(model).__name__
+        first = "" not in taken and next(model.parameters(), None) is not None
+        names = (f"{name}_{n}" if n else name for n in itertools.count())
+        self.models.setdefault(model, "" if first else next(n for n in names if n not in taken))
+
+    def module_names(self, model: torch.nn.Module) -> dict[int, str]:
+        """Return the paths of a model and its modules, by ``id``."""
+        return {id(part): self._path(model, name) for name, part in model.named_modules()}
 
     def parameter_names(self) -> dict[int, str]:
         """Return the names of the parameters of all models, by ``id``."""
-        return {id(p): name for model in list(self.models) for name, p in model.named_parameters()}
+        return {id(p): self._path(model, name) for model in list(self.models) for name, p in model.named_parameters()}
+
+    def _path(self, model: torch.nn.Module, name: str) -> str:
+        return ".".join(filter(None, (self.models[model], name)))
 
 
 class Event(NamedTuple):
@@ -146,7 +182,7 @@ class Event(NamedTuple):
 
     ``name``: "autocast.enter", "scaler.step", see ``events.HEARD``. ``arguments``: by parameter name, "self" included.
     ``is_after``: whether the call has returned; an event comes before and after each call. ``step``: how many steps
-    have ended.
+    have ended. "model.call" is that of an outermost module, in looked-at steps alone.
     """
 
     name: str

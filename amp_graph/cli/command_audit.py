@@ -1,43 +1,115 @@
-"""``amp-graph audit``: run a script as it is, look at what precision it uses, and print what was found."""
+"""``amp-graph audit``: run a script, or call a model, as it is, look at its precision, and print what was found.
+
+Errors before the script starts have exit status 2; what the script raises, and its exit status, are its own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from amp_graph.audit.session import Audit, StepsAreOver
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.audit_report import AuditReport
+from amp_graph.audit.records import LEVELS
+from amp_graph.audit.session import LOOKS, Audit, StepsAreOver
 from amp_graph.cli.command_run import words_of
+from amp_graph.cli.target import Target, load_target
 from amp_graph.cli.terminal import json_text
-from amp_graph.run.options import RunError
+from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.native.output_file import write_atomically
+from amp_graph.run.exit_report import is_first_rank
+from amp_graph.run.options import RunError, writable
 from amp_graph.run.script import execute, module_target, raise_as_python_does, script_target
 
-USAGE = "audit: a SCRIPT or -m MODULE is needed\n  legal: one of them\n  fix:   amp-graph audit train.py"
+USAGE = (
+    "audit: a SCRIPT, -m MODULE or TARGET is needed\n  legal: one of them\n"
+    "  fix:   amp-graph audit train.py, or amp-graph audit model.py:build --input 'x=f32[8,16]'"
+)
+Files = Mapping[str, Path | None]  # by the name of the option
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script or module, and print the report; what the script raises is raised."""
-    name, *words = words_of(args) or [""]
+    """Run the script, module or model, and print the report; what the script raises is raised."""
     try:
-        if not name:
-            raise RunError(USAGE)
-        target = script_target(name) if args.module_words is None else module_target(name)
-    except RunError as error:
+        call, looks = _call_of(args)
+        files = {"json": writable(args.json, "audit: --json", "audit.json"),
+                 "report": writable(args.report, "audit: --report", "audit.html")}  # fmt: skip
+        audit = Audit(every=args.every, looks=looks, stop_after=args.steps, ignore=args.ignore)
+    except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 2
-    audit = Audit(every=args.every, stop_after=args.steps)
     failure: BaseException | None = None
+    process = os.getpid()
     try:
         with audit, contextlib.suppress(StepsAreOver):
-            execute(target, words)
+            call()
     except BaseException as error:
         failure = error
-    sys.stdout.flush()
-    report = audit.report()
-    print(report.text(), file=sys.stderr, flush=True)
-    if args.json:
-        Path(args.json).write_text(json_text(report.to_dict()), "utf-8")
+    worst = _tell(audit, files) if os.getpid() == process and is_first_rank() else ""
+    is_good = failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))
+    if is_good and worst and args.fail_on and LEVELS.index(worst) >= LEVELS.index(args.fail_on):
+        return 1
     if failure is not None:
         raise_as_python_does(failure)
     return 0
+
+
+def _call_of(args: argparse.Namespace) -> tuple[Callable[[], None], tuple[int, ...]]:
+    """Return what is to run, and the steps that are looked at in any case."""
+    name, *words = words_of(args) or [""]
+    if not name:
+        raise RunError(USAGE)
+    if args.module_words is not None:
+        module = module_target(name)
+        return lambda: execute(module, words), LOOKS
+    if ":" in name and not os.path.exists(name):
+        target = load_target(name, _inputs_in(words))
+        return lambda: _call_model(target), (1,)
+    script = script_target(name)
+    return lambda: execute(script, words), LOOKS
+
+
+def _inputs_in(words: list[str]) -> list[str]:
+    """Return the --input that follow TARGET: words after a script are its own, those after a model are ours."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--input", action="append", default=[])
+    found, others = parser.parse_known_args(words)
+    if others:
+        raise RunError(
+            f"audit: {' '.join(others)} after TARGET\n  legal: --input SPEC; other options before TARGET\n"
+            "  fix:   amp-graph audit --json audit.json model.py:build --input 'x=f32[8,16]'"
+        )
+    inputs: list[str] = found.input
+    return inputs
+
+
+def _call_model(target: Target) -> None:
+    """Call the model once, and run the backward of the sum of its outputs, if it has gradients."""
+    outputs = [t for t in tree_leaves(target.call(target.model)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+
+
+def _tell(audit: Audit, files: Files) -> str:
+    """Print the report and write its files; return the level of the worst finding. Nothing here ends the script."""
+    report: AuditReport | None = None
+    with Attempt() as tried:
+        report = audit.report()
+        text = report.text()
+        if files["json"] is not None:
+            write_atomically(files["json"], json_text(report.to_dict()))
+        if files["report"] is not None:
+            report.html(files["report"])
+    if tried.error is not None:
+        text = f"amp-graph audit: the report failed: {tried.reason}"
+    with contextlib.suppress(OSError, ValueError):  # closed by the script
+        sys.stdout.flush()
+        print(text, file=sys.stderr, end="", flush=True)
+    return "" if report is None else report.worst

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,15 @@ RUN_USAGE = """amp-graph run [OPTIONS] SCRIPT [ARGS...]
 RUN_DESCRIPTION = "Run an unmodified training script, and convert the models that it trains to mixed precision."
 AUDIT = "amp_graph.cli.command_audit"
 AUDIT_USAGE = """amp-graph audit [OPTIONS] SCRIPT [ARGS...]
-       amp-graph audit [OPTIONS] -m MODULE [ARGS...]"""
+       amp-graph audit [OPTIONS] -m MODULE [ARGS...]
+       amp-graph audit [OPTIONS] TARGET [--input SPEC...]"""
+LEVELS = ("note", "warning", "error")
 AUDIT_DESCRIPTION = "Run an unmodified training script, and say what precision it uses and what is wrong with that."
 AUDIT_EPILOG = """\
-All words after SCRIPT or MODULE are the script's own; nothing of it is changed. Exit status: the script's; 1 for a
-finding of the level of --fail-on; 2 if it was not started.
+All words after SCRIPT or MODULE are the script's own; nothing of it is changed. TARGET is model.py:build, a model that
+is called once, with its backward. Exit status: the script's; 1 for a finding of the level of --fail-on; 2 if it was not
+started. A comment "# amp: ignore[AMP101]" at the line of a finding, or above it, leaves the finding out.
+With several processes: torchrun --nproc-per-node 2 -m amp_graph audit SCRIPT; rank 0 prints.
 """
 RUN_EPILOG = """\
 All words after SCRIPT or MODULE are the script's own. Exit status: the script's; 2 if it was not started.
@@ -66,6 +71,10 @@ TAKES_TARGET = (
     [flag("--train", "model.train() first", dest="training", default=None),
      flag("--eval", "model.eval() first", dest="training", action="store_false")],
 )  # fmt: skip
+TAKES_BATCH = (
+    arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
+    arg("--loss", metavar="LOSS", help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+)
 JSON = flag("--json", "print JSON")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
@@ -107,11 +116,20 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
             help=f"also predict the plans of a list of error budgets (default: {BUDGETS})"),
         JSON,
     ), {}),
+    "search": ("find the fastest policy that is exact enough, by measuring", (
+        *TAKES_TARGET,
+        *TAKES_BATCH,
+        arg("--held-out", metavar="FILE", help="another batch, on which the answer must be as exact"),
+        arg("--budget", metavar="B", type=float, default=1.0,
+            help="the largest error, as a multiple of torch.autocast's (default: 1)"),
+        arg("--absolute", metavar="E", type=float, help="the largest relative error itself, instead of --budget"),
+        arg("--runs", metavar="N", type=int, default=25, help="the most policies to measure (default: 25)"),
+        arg("--seconds", metavar="S", type=float, default=float("inf"), help="the most time"),
+        arg("--state", metavar="FILE", help="keep what was measured in FILE, and go on from there"), JSON,
+    ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
         *TAKES_TARGET,
-        arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
-        arg("--loss", metavar="LOSS",
-            help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+        *TAKES_BATCH,
         arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"), JSON,
     ), {"epilog": FOUND}),
     "export": ("write a model in mixed precision for other programs", (
@@ -129,6 +147,11 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--every", metavar="N", type=int, default=0, help="look at each Nth step, beside the 2nd and the 3rd"),
         arg("--steps", metavar="N", type=int, default=0, help="end the script after N steps"),
         arg("--json", metavar="FILE", help="write the findings and the table as JSON to FILE"),
+        arg("--report", metavar="FILE.html", help="write a page of the findings and the table"),
+        arg("--fail-on", metavar="LEVEL", choices=LEVELS, default="",
+            help="note, warning or error: exit status 1 for a finding of that level or above"),
+        arg("--ignore", metavar="CODES", type=lambda text: re.findall(r"[^\s,]+", text), default=[],
+            help="leave out findings: AMP101,AMP503"),
     ), {"usage": AUDIT_USAGE, "epilog": AUDIT_EPILOG, "description": AUDIT_DESCRIPTION, "allow_abbrev": False,
         "formatter_class": argparse.RawDescriptionHelpFormatter}),
     "run": ("run a training script and convert what it trains; see amp-graph run --help", (

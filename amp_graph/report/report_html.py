@@ -36,10 +36,10 @@ FRAME_HEIGHT = 800  # pixels of a notebook
 
 def html_page(report: Report) -> str:
     """Return ``report`` as a whole page."""
-    scripts = [_asset(name) for name in LIBRARIES]
-    scripts.append("\n".join(('"use strict";', *map(_asset, SCRIPTS))))
+    scripts = [asset(name) for name in LIBRARIES]
+    scripts.append("\n".join(('"use strict";', *map(asset, SCRIPTS))))
     return str(
-        _template("page.html").render(
+        template("page.html").render(
             report=report,
             summary=report.summary(),
             accuracy=accuracy_text(report.policy.accuracy),
@@ -49,7 +49,7 @@ def html_page(report: Report) -> str:
             collectives=list(collective_lines(report)),
             facts=[_facts(graph) for graph in report.graphs],
             data=page_data(report),
-            styles="\n".join(map(_asset, STYLES)),
+            styles="\n".join(map(asset, STYLES)),
             scripts=scripts,
             hashes=" ".join(map(_hash, scripts)),
         )
@@ -71,7 +71,7 @@ def notebook_frame(report: Report) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     """Return a style or script, without the mark of a source map that the page does not have."""
     text = (HERE / "assets" / name).read_text(encoding="utf-8")
     return "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL="))
@@ -84,8 +84,8 @@ def _hash(script: str) -> str:
 
 
 @cache
-def _template(name: str) -> Any:
-    """Return a template of Jinja's, which escapes all that it is given."""
+def template(name: str, folder: Path = HERE / "templates") -> Any:
+    """Return a template of Jinja's in ``folder``, which escapes all that it is given."""
     try:
         import jinja2
     except ImportError as error:
@@ -94,13 +94,13 @@ def _template(name: str) -> Any:
             "  legal: report.text(), report.to_dict() without it\n  fix:   pip install 'amp-graph[report]'"
         ) from error
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE / "templates"),
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"size": size_text, "place": page_place, "quantity": _quantity, "seconds": _seconds}
+    environment.filters |= {"size": size_text, "place": page_place, "quantity": _quantity, "seconds": seconds_text}
     return environment.get_template(name)
 
 
@@ -113,7 +113,7 @@ def _quantity(number: float, unit: str) -> str:
     return f"{number:.3g} T{unit}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     """``12.3 ms`` for a time."""
     scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     return f"{seconds * scale:.3g} {unit}"

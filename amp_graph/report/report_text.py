@@ -43,7 +43,7 @@ def _head(report: Report, width: int | None) -> Iterator[str]:
         yield f"  low        {', '.join(f'{share:.0%} of {SHARES[name]}' for share, name in shares)}"
     held = ", ".join(f"{kind} {size_text(size)}" for kind, size in report.memory.items())
     yield f"  memory     {held or 'none'}; {size_text(sum(report.memory.values()))} in all"
-    yield from (line for text in collective_lines(report) for line in _wrapped(text, "  sharded    ", " " * 13, width))
+    yield from (line for text in collective_lines(report) for line in wrapped(text, "  sharded    ", " " * 13, width))
     breaks = sum(bool(g.break_reason) for g in report.graphs)
     count = f"{_many(len(report.graphs), 'graph')}, {_many(breaks, 'graph break')}"
     yield f"  captured   {count}" if report.graphs else f"  {report.status}"
@@ -66,7 +66,7 @@ def collective_lines(report: Report) -> Iterator[str]:
     for both, names in alike.items():
         sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{' twice' * (one.times > 1)}" for one in both]
         count = f" x{len(names)}" if len(names) > 1 else ""
-        yield f"{_modules(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in both)}"
+        yield f"{folded_paths(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in both)}"
 
 
 SHARES = {"flops": "the FLOPs of forward", "bytes": "the bytes that operations write"}
@@ -113,7 +113,7 @@ def _facts(graphs: Sequence[GraphReport], width: int | None, skipped: bool) -> I
     for label, texts in said.items():
         head = f"  {label:<13}" if label else "  "
         for line in "\n".join(texts).split("\n"):
-            yield from _wrapped(line, head, " " * len(head), width)
+            yield from wrapped(line, head, " " * len(head), width)
             head = " " * len(head)
 
 
@@ -128,8 +128,8 @@ def _reasons(graphs: Sequence[GraphReport], width: int | None) -> Iterator[str]:
     if found and any(graph.has_fp32 for graph in graphs):
         yield ""
         for reason, operations in list(found.items())[:REASONS]:
-            yield from _wrapped(reason, "  ", " " * 11, width)
-            yield from _wrapped("; ".join(operations), " " * 13, " " * 13, width or WIDTH)
+            yield from wrapped(reason, "  ", " " * 11, width)
+            yield from wrapped("; ".join(operations), " " * 13, " " * 13, width or WIDTH)
         if len(found) > REASONS:
             yield f"  and {len(found) - REASONS} more reasons: report.html(path) has every node"
 
@@ -141,12 +141,12 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
         reason, _ = split_reason(node.reason, node.ops)
         groups.setdefault((shown_operation(node), node.precision, reason), []).append(node.module)
     return [
-        (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, _modules(modules), reason)
+        (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, folded_paths(modules), reason)
         for (ops, precision, reason), modules in groups.items()
     ]
 
 
-def _modules(paths: Iterable[str]) -> str:
+def folded_paths(paths: Iterable[str]) -> str:
     """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``."""
     exact: dict[str, set[str]] = {}
     for path in paths:
@@ -159,7 +159,7 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _wrapped(text: str, first: str, later: str, width: int | None) -> list[str]:
+def wrapped(text: str, first: str, later: str, width: int | None) -> list[str]:
     """Return a line of text, wrapped at ``width``, with its indentations; no word is cut."""
     if width is None:
         return [first + text]

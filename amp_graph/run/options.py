@@ -37,7 +37,7 @@ class RunOptions:
     @staticmethod
     def checked(policy: str | None = None, *, report: str | None = None, **others: Any) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
-        return RunOptions(_policy(policy), report=_writable(report), **others)
+        return RunOptions(_policy(policy), report=writable(report, "run: --report"), **others)
 
 
 def _policy(given: str | None) -> Policy:
@@ -60,17 +60,20 @@ def _policy(given: str | None) -> Policy:
     return policy
 
 
-def _writable(text: str | None) -> Path | None:
-    """Return the absolute path of the report: the script may change the working directory."""
+def writable(text: str | None, option: str, example: str = "report.html") -> Path | None:
+    """Return the absolute path of a file to write: the script may change the working directory.
+
+    ``option``: whose value ``text`` is, with its command: "run: --report". ``example``: a value that works.
+    """
     if text is None:
         return None
     path = Path(os.path.abspath(text))
     why = why_unwritable(path)
     if why:
         raise RunError(
-            f"run: --report {text}: it cannot be written: {why}\n"
+            f"{option} {text}: it cannot be written: {why}\n"
             "  legal: a file in a directory that exists and can be written\n"
-            "  fix:   amp-graph run --report report.html train.py"
+            f"  fix:   {option.rpartition(' ')[2]} {example}"
         )
     return path
 

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import importlib.util
 import io
+import itertools
 import os
 import sys
 import types
@@ -19,13 +20,19 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
+import torch
+
 from amp_graph.lists.errors import TAKERS, Attempt
 from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import exit_report, is_first_rank
 from amp_graph.run.options import RunError, RunOptions
 from amp_graph.run.trained_models import TrainedModels, hear
 
-OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OURS = tuple(os.path.join(PACKAGE, room, "") for room in ("run", "audit", "cli"))
+# torch's own frames around those of a dispatch mode.
+DISPATCH = tuple(os.path.join(os.path.dirname(torch.__file__), *file) for file in
+                 (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",)))  # fmt: skip
 FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
 
 
@@ -107,14 +114,21 @@ def without_our_frames(error: BaseException | None, done: set[int]) -> None:
     if error is None or id(error) in done:
         return
     done.add(id(error))
-    kept: types.TracebackType | None = None
-    for found in reversed(list(_chain(error.__traceback__))):
-        if not found.tb_frame.f_code.co_filename.startswith(OURS):
-            found.tb_next = kept
-            kept = found
-    error.__traceback__ = kept
+    runs = [list(run) for _, run in itertools.groupby(_chain(error.__traceback__), _may_be_ours)]
+    theirs = [found for run in runs if not any(_file(found).startswith(OURS) for found in run) for found in run]
+    for found, after in zip(theirs, [*theirs[1:], None], strict=False):
+        found.tb_next = after
+    error.__traceback__ = theirs[0] if theirs else None
     without_our_frames(error.__cause__, done)
     without_our_frames(error.__context__, done)
+
+
+def _may_be_ours(found: types.TracebackType) -> bool:
+    return _file(found).startswith((*OURS, *DISPATCH))
+
+
+def _file(found: types.TracebackType) -> str:
+    return found.tb_frame.f_code.co_filename
 
 
 def _chain(found: types.TracebackType | None) -> Iterator[types.TracebackType]:

@@ -109,7 +109,24 @@ def next_sequence_number() -> int:
 def running_sequence_number() -> int:
     """Return the number of the node of autograd's graph whose backward runs; -1 outside of backward; 2.11 - 2.13."""
     node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
+    return -1 if node is None else sequence_number(node)
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of autograd's graph in the thread that made it; 2.11 - 2.13."""
+    return int(node._sequence_nr())
+
+
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a node of autograd's graph has saved, but those that a hook packed; 2.11 - 2.13.
+
+    Nothing is unpacked: a hook may compute again what it did not keep.
+    """
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            held = getattr(node, name)
+            found = (one.data for one in (held if isinstance(held, (tuple, list)) else (held,)))
+            yield from (t for t in found if isinstance(t, Tensor))
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -21,9 +21,7 @@ Kind = TypeVar("Kind")
 _ON_STEP: set[Callable[..., Any]] = set()  # what is called by all optimizers
 
 
-def on_every_optimizer_step(
-    before: Callable[..., Any], after: Callable[..., None] | None = None
-) -> Callable[[], None]:
+def on_every_optimizer_step(before: Callable[..., Any], after: Callable[..., None] | None = None) -> Callable[[], None]:
     """Call ``before(optimizer, args, kwargs)`` and ``after(...)`` around ``step()`` of all torch optimizers.
 
     Once however often it is asked for; the result ends that.

@@ -220,7 +220,7 @@ def test_a_time_that_is_none_is_refused(bad):
 
 def test_without_jinja_the_error_names_the_package(told, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    report_html._template.cache_clear()
+    report_html.template.cache_clear()
     with pytest.raises(AmpGraphError, match=r"jinja2.*not installed[\s\S]*pip install 'amp-graph\[report\]'"):
         html_page(told)
     assert told.text()

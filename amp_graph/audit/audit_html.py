@@ -1,0 +1,39 @@
+"""An audit as one HTML page: it fetches nothing, has no script, and explains each code that it names.
+
+``audit_page(report)`` returns the text that ``report.html(path)`` writes, in the style of the report of a model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amp_graph.audit.audit_text import COLUMNS, beside, by_code, numbered, row_cells, unseen_lines, verdict
+from amp_graph.audit.codes import CODES
+from amp_graph.audit.precision_table import folded
+from amp_graph.report.report_html import asset, page_place, template
+
+if TYPE_CHECKING:
+    from amp_graph.audit.audit_report import AuditReport
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def audit_page(report: AuditReport) -> str:
+    """Return ``report`` as a whole page."""
+    rows = folded(report.rows)
+    numbers, flops = numbered(rows), sum(sum(row.flops.values()) for row in rows)
+    return str(
+        template("audit.html", TEMPLATES).render(
+            report=report,
+            verdict=verdict(report),
+            groups=by_code(report.findings),
+            codes=CODES,
+            columns=COLUMNS,
+            rows=[row_cells(row, flops, numbers) for row in rows],
+            numbers={page_place(who): number for who, number in numbers.items()},
+            beside=list(beside(report)),
+            unseen=list(unseen_lines(report)),
+            styles=asset("page.css"),
+        )
+    )

@@ -1,0 +1,167 @@
+"""An audit for a terminal of 80 columns: a verdict, the findings by code, the table of precisions, and what was unseen.
+
+``train.py:42: AMP101 warning: autocast('cuda', bfloat16) was entered 4 times, and ...``, and below it ``fix: ...``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from amp_graph.audit.codes import CODES
+from amp_graph.audit.precision_table import Row, folded
+from amp_graph.audit.records import LEVELS, Finding
+from amp_graph.report.graph_facts import size_text
+from amp_graph.report.report_html import seconds_text
+from amp_graph.report.report_text import wrapped
+
+if TYPE_CHECKING:
+    from amp_graph.audit.audit_report import AuditReport
+
+WIDTH = 80
+MOST_PLACES, MOST_ALSO, MOST_ROWS = 12, 4, 40  # of a code, of a finding, of the table
+SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+COLUMNS = ("module", "stored", "computes", "FLOPs", "saved", "grads", "state", "by")
+NAMES = 24  # the width of names of modules
+HEADING = (
+    "Precisions: of parameters, of operations and their share of FLOPs, of what is",
+    "saved for backward, gradients and optimizer state; and who lowered operations",
+)
+
+
+def audit_text(report: AuditReport) -> str:
+    """Return ``report`` as text."""
+    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), list(report.plan)]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def verdict(report: AuditReport) -> str:
+    """Return the first line: how many findings of each level, and in which steps operations were seen."""
+    levels = Counter(f.level for f in report.findings)
+    counts = [f"{levels[level]} {level}{'s' * (levels[level] > 1)}" for level in reversed(LEVELS) if levels[level]]
+    silenced = f" ({report.silenced} silenced)" if report.silenced else ""
+    return f"amp_graph audit: {', '.join(counts) or 'no findings'}{silenced}; {looked_text(report)}"
+
+
+def looked_text(report: AuditReport) -> str:
+    """Return in which steps operations were seen."""
+    if not report.looked_at:
+        return f"{report.steps} steps, none looked at"
+    if not report.steps:
+        return "looked at one call"
+    steps = list(report.looked_at)
+    shown = ", ".join(map(str, steps if len(steps) < 5 else [*steps[:3], "..."])) + f", {steps[-1]}" * (len(steps) > 4)
+    return f"looked at step{'s' * (len(steps) > 1)} {shown} of {max(report.steps, steps[-1])}"
+
+
+# -- findings ----------------------------------------------------------------------------------------------
+
+
+def by_code(findings: Iterable[Finding]) -> list[tuple[str, list[Finding]]]:
+    """Return the findings of each code together, in the order of the first ones."""
+    groups: dict[str, list[Finding]] = {}
+    for one in findings:
+        groups.setdefault(one.code, []).append(one)
+    return list(groups.items())
+
+
+def _findings(report: AuditReport) -> Iterator[list[str]]:
+    for code, found in by_code(report.findings):
+        fixes = dict.fromkeys(f.fix for f in found)
+        lines = wrapped(f"{code}: {CODES[code].title}", "", "  ", WIDTH)
+        lines += wrapped(" ".join(CODES[code].why.split()), "  ", "  ", WIDTH)
+        for one in found[:MOST_PLACES]:
+            lines += wrapped(f"{one.place}: {code} {one.level}: {one.text}", "  ", "    ", WIDTH)
+            lines += wrapped(_few(one.also), "    also ", "         ", WIDTH) if one.also else []
+            lines += wrapped(one.fix, "    fix: ", "         ", WIDTH) if len(fixes) > 1 else []
+        if len(found) > MOST_PLACES:
+            lines.append(f"  and at {len(found) - MOST_PLACES} more places")
+        yield lines + (wrapped(next(iter(fixes)), "  fix: ", "       ", WIDTH) if len(fixes) == 1 else [])
+
+
+def _few(also: Sequence[str]) -> str:
+    more = [f"{len(also) - MOST_ALSO} more"] if len(also) > MOST_ALSO else []
+    return ", ".join([*also[:MOST_ALSO], *more])
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+def _table(report: AuditReport) -> list[str]:
+    rows = folded(report.rows)
+    if not rows:
+        return []
+    numbers = numbered(rows)
+    flops = sum(sum(row.flops.values()) for row in rows)
+    cells = [[(c,) for c in COLUMNS], *(row_cells(row, flops, numbers) for row in rows[:MOST_ROWS])]
+    widths = [max((len(line) for row in cells for line in row[i]), default=0) for i in range(len(COLUMNS))]
+    widths[0] = min(widths[0], NAMES)
+    lines = [*HEADING]
+    for row in cells:
+        (name, *_), *others = row
+        if len(name) > NAMES:
+            lines.append(f"  {name}")
+            name = ""
+        for line in itertools.zip_longest((name,), *others, fillvalue=""):
+            lines.append("  " + " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    if len(rows) > MOST_ROWS:
+        lines.append(f"  and {len(rows) - MOST_ROWS} more rows: audit.report().html(path) has all")
+    for who, number in numbers.items():
+        lines += wrapped(f"[{number}] {who}", "  ", "      ", WIDTH)
+    return lines + list(beside(report))
+
+
+def numbered(rows: Iterable[Row]) -> dict[str, int]:
+    """Return a number for each region and each cast that lowered an operation."""
+    return {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
+
+
+def row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence[str]]:
+    """Return the cells of a row, each as its lines. ``flops``: of all rows."""
+    computed = [dtype for dtype, _ in (row.forward + row.flops).most_common()]
+    state = [*map(short, row.states), *(f"{short(dtype)} master" for dtype in row.masters)]
+    return [
+        (row.module + (f" x{row.count}" if row.count > 1 else ""),),
+        [*map(short, row.parameters)],
+        [f"{short(dtype)} x{row.forward[dtype]}" for dtype in computed],
+        [f"{row.flops[dtype] / flops:5.0%}" if row.flops[dtype] else "" for dtype in computed],
+        [*map(short, row.saved)],
+        [*map(short, row.gradients)],
+        state,
+        [" ".join(str(numbers[who]) for who in row.decided)],
+    ]
+
+
+def short(dtype: str) -> str:
+    """Return ``bf16`` for ``bfloat16``."""
+    return SHORT.get(dtype, dtype)
+
+
+def beside(report: AuditReport) -> Iterator[str]:
+    """Yield lines on what is of no module: what travels between ranks, and what optimizers keep beside the models."""
+    for name, totals in report.between_ranks.items():
+        yield f"  between ranks: {name} x{totals.calls}, {size_text(totals.bytes)}"
+    for dtype, size in report.outside_of_models.items():
+        yield f"  updated by optimizers, but of no model (masters?): {short(dtype)}, {size_text(size)}"
+
+
+# -- about itself ------------------------------------------------------------------------------------------
+
+
+def unseen_lines(report: AuditReport) -> Iterator[str]:
+    """Yield what was not seen, and what looking cost."""
+    yield from report.unseen
+    others = report.steps - len(report.looked_at)
+    if others > 0:
+        yield f"operations of the other {others} steps: what happens there alone is missed; --every N looks at more"
+    yield "operations inside of C++ extensions and compiled code, and other processes"
+    looked, other = report.seconds["looked_at"], report.seconds["others"]
+    if looked and other:
+        times = f"{looked / other:.1f} times"
+        yield f"cost: {seconds_text(looked)} for a step that was looked at, {seconds_text(other)} for others ({times})"
+
+
+def _unseen(report: AuditReport) -> list[str]:
+    return ["Not seen:", *(line for text in unseen_lines(report) for line in wrapped(text, "  - ", "    ", WIDTH))]

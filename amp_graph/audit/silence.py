@@ -1,0 +1,80 @@
+"""Leaves findings out that the user does not want: by a comment at their line, by configuration, by ``--ignore``.
+
+``loss = total.half()  # amp: ignore[AMP405]``; or on a line of its own above; ``# amp: ignore`` for all codes.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from amp_graph.audit.codes import CODES
+from amp_graph.audit.records import Finding
+from amp_graph.errors import AmpGraphError
+from amp_graph.lists.read_toml import check_table, did_you_mean, read_text, read_toml
+
+CONFIGURATION = "pyproject.toml"  # of the current folder
+COMMENT = re.compile(r"#\s*amp:\s*ignore(?:\[(?P<codes>[^\]]*)\])?\s*(?:#|$)")
+FIX = '[tool.amp_graph.audit]\nignore = ["AMP101"]'
+TAKES = {"ignore": (lambda value: isinstance(value, list), 'a list of codes, ["AMP101"]')}
+
+
+def ignored_codes(given: Iterable[str], folder: Path) -> frozenset[str]:
+    """Return ``given`` and the codes that ``folder`` has in its configuration; AmpGraphError for an unknown one."""
+    return frozenset(_known(given, "audit: ignore")) | frozenset(_configured(folder / CONFIGURATION))
+
+
+def _configured(path: Path) -> Iterable[str]:
+    if not path.exists():
+        return ()
+    tables = read_toml(read_text(path, FIX), str(path), FIX)
+    for name in ("tool", "amp_graph", "audit"):
+        tables = tables.get(name, {})  # type: ignore[assignment]
+        if not isinstance(tables, dict):
+            return ()
+    where = f"{path.name}: [tool.amp_graph.audit]"
+    found = check_table(tables, TAKES, "it", lambda _: where, FIX)
+    return _known(found.get("ignore", ()), where)  # type: ignore[arg-type]
+
+
+def _known(codes: Iterable[str], where: str) -> Iterable[str]:
+    for code in codes:
+        if code not in CODES:
+            raise AmpGraphError(_unknown(str(code), where))
+        yield code
+
+
+def _unknown(code: str, where: str) -> str:
+    return (
+        f"{where}: there is no code {code!r}{did_you_mean(code, CODES)}\n  legal: {', '.join(CODES)}\n"
+        f"  fix:   {next(iter(CODES))}"
+    )
+
+
+def loud(findings: Iterable[Finding], ignored: frozenset[str], folder: Path) -> tuple[list[Finding], list[str]]:
+    """Return the findings that nothing silences, and what is wrong with the comments at the lines of any.
+
+    ``folder``: that of relative places.
+    """
+    kept, wrong = [], dict[str, None]()
+    for finding in findings:
+        silenced = finding.code in ignored
+        for codes in _comments(finding, folder):
+            silenced = silenced or not codes or finding.code in codes
+            wrong |= {
+                f"{finding.place}: # amp: ignore[{code}]: there is no such code": None for code in codes - {*CODES}
+            }
+        if not silenced:
+            kept.append(finding)
+    return kept, list(wrong)
+
+
+def _comments(finding: Finding, folder: Path) -> Iterable[frozenset[str]]:
+    """Yield the codes of the comments for a finding's line; none for all codes."""
+    file, line = str(folder / finding.place.file), finding.place.line
+    above = linecache.getline(file, line - 1).strip()
+    for text in (linecache.getline(file, line), above if above.startswith("#") else ""):
+        if (comment := COMMENT.search(text)) is not None:
+            yield frozenset(re.findall(r"[^\s,]+", comment["codes"] or ""))

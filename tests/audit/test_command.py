@@ -1,0 +1,316 @@
+"""``amp-graph audit`` as a command: exit statuses, options, exceptions, silenced findings, ranks, one call."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import amp_graph
+from amp_graph.cli.main import main
+from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import ListError
+from tests.audit.running import run_script
+
+SCRIPT = """
+import sys, torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ABOVE
+for step in range(6):
+    with torch.autocast("cpu", torch.bfloat16):AT
+        x = torch.randn(4, 8)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item())
+    if step == 4 and sys.argv[1:]:
+        exec(sys.argv[1])
+print("end")
+"""
+LINE = SCRIPT.splitlines().index('    with torch.autocast("cpu", torch.bfloat16):AT') + 1
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            pass
+        return {"out": self.fc(x), "others": [x.long()]}
+
+def build():
+    return Net(), torch.randn(2, 8)
+"""
+
+
+def script(at="", above=""):
+    return SCRIPT.replace("AT", at).replace("\nABOVE", f"\n{above}" if above else "\n#")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(script())
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    kept = sys.argv, sys.path[:], sys.modules["__main__"]
+    yield tmp_path
+    sys.argv, sys.path[:], sys.modules["__main__"] = *kept[:2], kept[2]
+
+
+def audit(*words):
+    """Return the exit status as a process would have it; a script's exceptions are raised."""
+    try:
+        return main(["audit", *words])
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_script_runs_to_its_end_and_the_report_goes_to_stderr(folder, capsys):
+    assert audit("train.py") == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == "end"
+    assert "audit" not in printed.out
+    assert printed.err.startswith("amp_graph audit: 1 warning; looked at steps 2, 3 of 6\n")
+    assert f"train.py:{LINE}: AMP101 warning" in printed.err
+
+
+def test_the_files_are_written_where_the_command_was_given(folder, capsys):
+    (folder / "elsewhere").mkdir()
+    assert audit("--json", "a.json", "--report", "a.html", "train.py", "import os; os.chdir('elsewhere')") == 0
+    data = json.loads((folder / "a.json").read_text())
+    assert [(f["code"], f["file"], f["line"]) for f in data["findings"]] == [("AMP101", "train.py", LINE)]
+    assert "AMP101" in (folder / "a.html").read_text()
+
+
+@pytest.mark.parametrize(("level", "status"), [("note", 1), ("warning", 1), ("error", 0)])
+def test_a_level_fails(folder, capsys, level, status):
+    assert audit("--fail-on", level, "train.py") == status
+    assert capsys.readouterr().out.endswith("end\n")
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"), [("sys.exit()", 1), ("sys.exit(0)", 1), ("sys.exit(7)", 7), ("sys.exit('why')", "why")]
+)
+def test_the_scripts_own_status_goes_before_that_of_a_finding(folder, capsys, ending, status):
+    assert audit("--fail-on", "warning", "train.py", ending) == status
+    assert "AMP101" in capsys.readouterr().err
+    assert audit("train.py", ending) in (status, 0, None)
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "ValueError"])
+def test_what_a_script_raises_is_raised_after_the_report(folder, capsys, kind):
+    raised = KeyboardInterrupt if kind == "KeyboardInterrupt" else ValueError
+    with pytest.raises(raised):
+        audit("train.py", f"raise {kind}")
+    told = capsys.readouterr().err
+    assert told.index("AMP101") < told.index("Traceback")
+    assert "looked at steps 2, 3 of 5" in told
+
+
+INSIDE = """
+import torch
+fails = torch.autograd.Function
+class Fails(fails):
+    @staticmethod
+    def forward(ctx, x): return x + 0
+    @staticmethod
+    def backward(ctx, g): raise ValueError("in backward")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    out = model(torch.randn(2, 4))
+    if step == 1:
+        import sys
+        out = Fails.apply(out) if sys.argv[1] == "backward" else model(torch.randn(2, 5))
+    out.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_a_traceback_of_a_looked_at_step_has_no_frame_of_ours(folder, where):
+    (folder / "fails.py").write_text(INSIDE)
+    found = [
+        subprocess.run([sys.executable, *words, "fails.py", where], capture_output=True, text=True, timeout=100)
+        for words in ([], ["-m", "amp_graph", "audit"])
+    ]
+    plain, audited = ([line for line in f.stderr.splitlines() if "^" not in line] for f in found)
+    assert [f.returncode for f in found] == [1, 1]
+    trace = audited[audited.index("Traceback (most recent call last):") :]
+    theirs = [line for line in trace if "fails.py" in line]
+    assert theirs == [line for line in plain if "fails.py" in line]
+    assert trace[-1] == plain[-1]
+    assert [line for line in trace if "/amp_graph/" in line or "eval_frame" in line] == []
+    assert "looked at steps 2 of" in found[1].stderr or "looked at step 2 of" in found[1].stderr
+
+
+def test_ctrl_c_has_the_signal_of_ctrl_c(folder):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    words = [sys.executable, "-m", "amp_graph", "audit", "train.py", code]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    plain = subprocess.run([sys.executable, "train.py", code], capture_output=True, text=True, timeout=100)
+    assert found.returncode == plain.returncode != 0
+    assert found.stdout == plain.stdout
+    assert "AMP101" in found.stderr
+
+
+def test_steps_end_a_script(folder, capsys):
+    assert audit("--steps", "3", "train.py") == 0
+    printed = capsys.readouterr()
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["0", "1"]
+    assert "looked at steps 2, 3 of 3" in printed.err
+
+
+def test_more_steps_are_looked_at(folder, capsys):
+    assert audit("--every", "3", "train.py") == 0
+    assert "looked at steps 2, 3, 6 of 6" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "a SCRIPT, -m MODULE or TARGET is needed"),
+        (["none.py"], "cannot run none.py"),
+        (["-m", "none.none"], "cannot run module none.none"),
+        (["--every", "-1", "train.py"], "every=-1"),
+        (["--steps", "-1", "train.py"], "stop_after=-1"),
+        (["--json", "none/a.json", "train.py"], "--json none/a.json: it cannot be written"),
+        (["--report", "/", "train.py"], "--report /: it cannot be written"),
+        (["--ignore", "AMP999", "train.py"], "there is no code 'AMP999'"),
+        (["model.py:nothing"], "nothing"),
+        (["model.py:build", "--lr", "1"], "--lr 1 after TARGET"),
+    ],
+)
+def test_a_wrong_command_line_is_one_error_before_the_script(folder, capsys, words, told):
+    assert audit(*words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert told in printed.err
+    assert "\n  fix:" in printed.err or "\n  example:" in printed.err
+
+
+@pytest.mark.parametrize("words", [["--every", "x", "train.py"], ["--fail-on", "all", "train.py"]])
+def test_an_unreadable_option_is_one_error(folder, capsys, words):
+    assert audit(*words) == 2
+    assert "usage: amp-graph audit" in capsys.readouterr().err
+
+
+# -- silenced -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "above", "silenced"),
+    [
+        ("  # amp: ignore[AMP101]", "", True),
+        ("  # amp: ignore", "", True),
+        ("  # amp:ignore[AMP503, AMP101]  # why", "", True),
+        ("  # on purpose # amp: ignore[AMP101]", "", True),
+        ("  # amp: ignore[]", "", True),
+        ("  # amp: ignored", "", False),
+        ("  # amp: ignore[AMP101", "", False),
+        ("", "# two lines above  # amp: ignore[AMP101]", False),
+    ],
+)
+def test_a_comment_silences_its_line(folder, capsys, at, above, silenced):
+    (folder / "train.py").write_text(script(at, above).replace("AMP503", "AMP101"))
+    assert audit("--fail-on", "note", "train.py") == int(not silenced)
+    assert ("no findings (1 silenced)" in capsys.readouterr().err) is silenced
+
+
+def test_a_comment_on_a_line_of_its_own_silences_the_next(folder, capsys):
+    text = script().replace("    with torch", "    # amp: ignore[AMP101]\n    with torch")
+    (folder / "train.py").write_text(text)
+    assert audit("--fail-on", "note", "train.py") == 0
+    code = text.replace("    # amp: ignore[AMP101]\n", "    y = 1  # amp: ignore[AMP101]\n")
+    (folder / "other.py").write_text(code)
+    assert audit("--fail-on", "note", "other.py") == 1, "that is a comment of its own line"
+
+
+def test_a_comment_with_an_unknown_code_is_told(folder, capsys):
+    (folder / "train.py").write_text(script("  # amp: ignore[AMP110]"))
+    assert audit("--fail-on", "note", "train.py") == 1
+    assert f"train.py:{LINE}: # amp: ignore[AMP110]: there is no such code" in capsys.readouterr().err
+
+
+def test_a_configuration_and_an_option_silence(folder, capsys):
+    assert audit("--fail-on", "note", "--ignore", "AMP101", "train.py") == 0
+    (folder / "pyproject.toml").write_text('[tool.amp_graph.audit]\nignore = ["AMP101"]\n[tool.other]\nx = 1\n')
+    assert audit("--fail-on", "note", "train.py") == 0
+    assert run_script(folder / "train.py").report.silenced == 1, "in a program, too"
+    (folder / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
+    assert audit("--fail-on", "note", "train.py") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[tool.amp_graph.audit]\nignore = ["AMP9"]', "there is no code 'AMP9'"),
+        ("[tool.amp_graph.audit]\nignore = [1]", "there is no code '1'"),
+        ('[tool.amp_graph.audit]\nignore = "AMP101"', "legal: a list of codes"),
+        ("[tool.amp_graph.audit]\nignores = []", "unknown key 'ignores'"),
+        ("[tool", "not TOML"),
+    ],
+)
+def test_a_wrong_configuration_is_one_error(folder, capsys, text, told):
+    (folder / "pyproject.toml").write_text(text)
+    assert audit("train.py") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert told in printed.err
+    with pytest.raises((AmpGraphError, ListError)):
+        amp_graph.audit()
+
+
+# -- a model, and ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inputs", [[], ["--input", "x=f32[3,8]"]])
+def test_a_model_is_called_once_with_its_backward(folder, capsys, inputs):
+    assert audit("--fail-on", "warning", "--json", "a.json", "model.py:build", *inputs) == 1
+    assert capsys.readouterr().err.startswith("amp_graph audit: 1 warning; looked at one call\n")
+    data = json.loads((folder / "a.json").read_text())
+    assert [(f["file"], f["line"]) for f in data["findings"]] == [("model.py", 10)]
+    (row,) = [row for row in data["modules"] if row["module"] == "fc"]
+    assert row["backward"]["float32"] >= 1
+
+
+RANKS = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(4, 8)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_is_audited_and_the_first_prints(folder):
+    (folder / "ranks.py").write_text(RANKS)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "amp_graph", "audit", "--json", "a.json"]
+    found = subprocess.run(
+        [sys.executable, *words, "ranks.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count("amp_graph audit: 1 warning") == 1
+    assert "rank 0 of 2" in found.stderr
+    data = json.loads((folder / "a.json").read_text())
+    assert [name for name in data["between_ranks"] if name.startswith("allreduce float32")]

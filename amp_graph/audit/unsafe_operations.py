@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_graph.audit.records import Call, Finding, Place, Training, Watcher
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
+from amp_graph.lists.errors import Attempt
 from amp_graph.numerics.differences import Sums, first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 
@@ -174,19 +175,21 @@ class UnsafeOperations(Watcher):
             return None
         found.why = found.why or _why_denied(operator, args, kwargs, dtype)
         part = _part(operator, args, kwargs)
-        wide_args, wide_kwargs = tree_map(lambda leaf: _wide(leaf, part), (list(args), dict(kwargs)))
-        if sum(t.numel() for t in tree_leaves((wide_args, wide_kwargs)) if isinstance(t, Tensor)) > LARGEST:
+        if part is None:
             return None
         moved: Tensor | None = None
-        first = wide_args[0]
-        if code in ("AMP402", "AMP405") and isinstance(first, Tensor) and _is_rounded(first, dtype):
-            moved = first_of(operator(first * (1 + found.eps / 2), *wide_args[1:], **wide_kwargs))
-        exact = first_of(operator(*wide_args, **wide_kwargs))
-        if exact is None:
+        with Attempt() as tried:
+            wide_args, wide_kwargs = tree_map(lambda leaf: _wide(leaf, part), (list(args), dict(kwargs)))
+            first = wide_args[0]
+            if code in ("AMP402", "AMP405") and isinstance(first, Tensor) and _is_rounded(first, dtype):
+                moved = first_of(operator(first * (1 + found.eps / 2), *wide_args[1:], **wide_kwargs))
+            exact = first_of(operator(*wide_args, **wide_kwargs))
+        if tried.error is not None:
+            self.training.unseen[f"{operator} in float32: {tried.reason}"] = None
             return None
-        if moved is not None:
+        if exact is not None and moved is not None:
             found.steep.add(torch.where(torch.isfinite(moved), moved, exact).double(), exact.double())
-        return Again(found.own, exact, part)
+        return None if exact is None else Again(found.own, exact, part)
 
     def _positions(self, call: Call, exact: Tensor, result: Tensor) -> None:
         """Count the whole numbers that were rounded."""
@@ -243,8 +246,11 @@ class UnsafeOperations(Watcher):
 # -- operations once more, in float32 -------------------------------------------------------------------------
 
 
-def _part(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Return what takes a part of the inputs, and of the result: elements, rows, or all of it."""
+def _part(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], Tensor] | None:
+    """Return what takes a part of the inputs, and of the result: elements, rows, or all of it; None if that is large.
+
+    Rare elements, in which a relative error may lie, can be missing in a part.
+    """
     given = [t for t in tree_leaves((list(args), dict(kwargs))) if isinstance(t, Tensor) and t.dim()]
     if not given or max(t.numel() for t in given) <= MOST:
         return lambda t: t
@@ -256,7 +262,7 @@ def _part(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     if len(given) == 1 and over and 0 not in over:
         apart = -(-first.numel() // MOST)
         return lambda t: t[::apart] if t.dim() else t
-    return lambda t: t
+    return (lambda t: t) if sum(t.numel() for t in given) <= LARGEST else None
 
 
 def _wide(leaf: Any, part: Callable[[Tensor], Tensor]) -> Any:
@@ -300,7 +306,8 @@ def _whole_numbers(name: str, operator: Any, args: Sequence[Any], kwargs: Mappin
     if name in ("_to_copy", "copy"):
         given = args[1 if name == "copy" else 0]
         return given if given.dtype not in HALVES and _is_whole(given) else None
-    if name in ("sum", "cumsum") and args[0].dtype in HALVES and args[0].numel() <= LARGEST and _is_whole(args[0]):
+    is_sum = name in ("sum", "cumsum") and not is_mutable(operator)
+    if is_sum and args[0].dtype in HALVES and args[0].numel() <= LARGEST and _is_whole(args[0]):
         total: Tensor = operator(args[0].double(), *args[1:], **{**kwargs, "dtype": None})
         return total
     return None
@@ -310,8 +317,9 @@ def _is_whole(given: Tensor) -> bool:
     """Say whether all elements are whole numbers; most tensors show by a few that they are not."""
     if not given.is_floating_point():
         return not given.is_complex() and given.dtype != torch.bool
-    given = given.float() if given.element_size() == 1 else given  # float8 has no kernel for that
-    return all(bool((part == part.round()).all()) for part in (given.reshape(-1)[:16], given))
+    few = given[(0,) * (given.dim() - 1)][:16] if given.dim() and given.numel() else given
+    wide = (t.float() if t.element_size() == 1 else t for t in (few, given))  # float8 has no kernel for that
+    return all(bool((part == part.round()).all()) for part in wide)
 
 
 def _is_rounded(given: Tensor, dtype: str) -> bool:

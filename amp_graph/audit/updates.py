@@ -154,21 +154,22 @@ def _is_master(state: Tensor, p: Tensor) -> bool:
 
 @dataclass
 class Stepped:
-    """What the steps of an optimizer at one place lost: of each parameter, and of each kind of state.
+    """What the steps of optimizers at one place lost: of each parameter, by its ``id``, and of each kind of state.
 
     ``why``: why there was no copy of it, if so.
     """
 
     dtype: str
     optimizer: str
-    parameters: dict[str, Lost] = field(default_factory=dict)
+    parameters: dict[int, Lost] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
     states: dict[str, Lost] = field(default_factory=dict)
     why: str = ""
 
-    def all_of(self, kind: Mapping[str, Lost]) -> Lost:
-        """Return the sum."""
+    def total(self) -> Lost:
+        """Return the sum over the parameters."""
         total = Lost()
-        for one in kind.values():
+        for one in self.parameters.values():
             total.add([one.changes, one.lost, *one.factors])
         return total
 
@@ -181,7 +182,8 @@ class Updates(Watcher):
         super().__init__(training)
         self._places = Places()
         self._stepped: dict[Place, Stepped] = {}
-        self._before: list[tuple[str, Tensor, Tensor]] = []  # name, parameter and values before an update
+        self._running: Stepped | None = None  # what the update that runs is counted in
+        self._before: list[tuple[Tensor, Tensor]] = []  # parameters, and samples of their values before an update
         self._averages: dict[Place, tuple[str, Lost]] = {}
         self._decayed: dict[int, tuple[Tensor, float]] = {}  # by address: values before, and what part of them is kept
 
@@ -190,26 +192,26 @@ class Updates(Watcher):
     def updating(self, optimizer: Optimizer) -> None:
         """Step each low parameter alone, in float32."""
         self._decayed.clear()
+        self._running = None
         low = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.dtype in HALVES]
         if not low:
             return
-        place, names = self._places.of(sys._getframe()), self.training.parameter_names()
+        place = self._places.of(sys._getframe())
         dtype = str(low[0][1].dtype).removeprefix("torch.")
-        found = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
+        found = self._running = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
         counts: list[tuple[Lost, Tensor, float]] = []
-        for number, (group, p) in enumerate(low):
-            name = names.get(id(p), f"parameter {number}")
+        for group, p in low:
             if p.grad is not None and p.grad.layout != torch.strided:
                 self.training.unseen["updates by sparse gradients"] = None
             elif (p.grad is not None or self.training.by_closure) and not keeps_more(optimizer, group, p):
-                counts += self._step_of(optimizer, group, p, name, found)
+                counts += self._step_of(optimizer, group, p, found)
         if counts:
             numbers = torch.stack([of_one.cpu() for _, of_one, _ in counts]).tolist()
             for (lost, _, weight), of_one in zip(counts, numbers, strict=True):
                 lost.add(of_one, weight)
 
     def _step_of(
-        self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, name: str, found: Stepped
+        self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, found: Stepped
     ) -> list[tuple[Lost, Tensor, float]]:
         """Return what the step of one parameter will lose, and where it counts; or keep what the parameter was."""
         with Attempt() as tried:
@@ -217,24 +219,27 @@ class Updates(Watcher):
                 raise ValueError("a closure computes its gradients")
             alone = stepped_alone(optimizer, group, p)
             weight = local(p).numel() / max(1, alone.old.numel())
-            counts = [(found.parameters.setdefault(name, Lost()), lost_changes(alone.old, alone.new), weight)]
+            counts = [(found.parameters.setdefault(id(p), Lost()), lost_changes(alone.old, alone.new), weight)]
             for kind, state in alone.state.items():
                 if state.dtype in HALVES:
                     lost = lost_changes(state, alone.new_state[kind])
                     counts.append((found.states.setdefault(kind, Lost()), lost, weight))
             return counts
         found.why = str(tried.error)
-        self._before.append((name, p, sample(local(p.detach()), AVERAGED).clone()))
+        self._before.append((p, sample(local(p.detach()), AVERAGED).clone()))
         return []
 
     def updated(self, optimizer: Optimizer) -> None:
         """Compare the parameters that could not be stepped alone with what they were."""
-        place = self._places.of(sys._getframe())
-        for name, p, old in self._before:
+        found = self._running
+        if found is None:
+            return
+        found.names |= self.training.parameter_names()
+        for p, old in self._before:
             if p.grad is not None:
                 moves = sample(local(p.grad), AVERAGED) != 0
                 stays = moves & (sample(local(p.detach()), AVERAGED) == old)
-                lost = self._stepped[place].parameters.setdefault(name, Lost())
+                lost = found.parameters.setdefault(id(p), Lost())
                 lost.add([int(moves.sum()), int(stays.sum())], local(p).numel() / max(1, old.numel()))
         self._before.clear()
 
@@ -282,14 +287,17 @@ class Updates(Watcher):
 
 
 def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
-    total = found.all_of(found.parameters)
-    worst = sorted(found.parameters, key=lambda name: -found.parameters[name].share)
+    total = found.total()
+    shares = {
+        found.names.get(key, f"parameter {n}"): one.share for n, (key, one) in enumerate(found.parameters.items())
+    }
+    worst = sorted(shares, key=lambda name: -shares[name])
     evidence = {
         "optimizer": found.optimizer, "dtype": found.dtype, "share": total.share, "elements": total.changes,
-        "learning_rate_factor": total.factor(), "parameters": {n: found.parameters[n].share for n in worst[:20]},
+        "learning_rate_factor": total.factor(), "parameters": {name: shares[name] for name in worst[:20]},
         "estimated_as": found.why,
     }  # fmt: skip
-    factor = f"; a learning rate {total.factor():.0f} times as large would save half of them" if total.factor() else ""
+    factor = f"; a learning rate {total.factor():.0f} times as large would keep half of these" if total.factor() else ""
     how = f"; estimated from elements that stay as they are, as {found.why}" if found.why else ""
     fix = (
         f"keep the parameters in float32 and compute under torch.autocast, or give {found.optimizer} float32 copies of "
@@ -299,15 +307,15 @@ def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
         yield Finding(
             "AMP301", "warning" if total.share >= MANY else "note", place,
             f"{total.share:.0%} of the updates of {len(worst)} parameters in {found.dtype} round to nothing (most of "
-            f"{worst[0]}: {found.parameters[worst[0]].share:.0%}){factor}{how}",
+            f"{worst[0]}: {shares[worst[0]]:.0%}){factor}{how}",
             fix, evidence, worst[1:],
         )  # fmt: skip
-    still = [name for name in worst if found.parameters[name].share >= STILL]
+    still = [name for name in worst if shares[name] >= STILL]
     if 0 < len(still) < len(worst):
         yield Finding(
             "AMP302", "warning", place,
             f"{len(still)} of {len(worst)} parameters in {found.dtype} stand still: "
-            f"{found.parameters[still[0]].share:.0%} of the updates of {still[0]} round to nothing, of all "
+            f"{shares[still[0]]:.0%} of the updates of {still[0]} round to nothing, of all "
             f"{total.share:.0%}{how}",
             fix, evidence, still[1:],
         )  # fmt: skip

@@ -166,3 +166,23 @@ def test_the_factor_is_that_with_which_half_of_the_lost_updates_would_be_kept():
     kept = (weights.float() + lost.factor() * update).bfloat16() != weights
     less = (weights.float() + 0.7 * lost.factor() * update).bfloat16() != weights
     assert less.float().mean() < 0.5 <= kept.float().mean()
+
+
+def test_what_a_closure_computes_is_no_part_of_the_update():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def closure():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(torch.randn(8, 24)), torch.randint(3, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    with Audit() as audit:
+        for _ in range(STEPS):
+            optimizer.step(closure)
+    phases = {call.operator: call.phase for call in audit.training.calls if call.cast == ""}
+    assert phases["aten.addmm.default"] == phases["aten._log_softmax.default"] == "forward"
+    assert phases["aten._log_softmax_backward_data.default"] == "backward"
+    assert phases["aten.add_.Tensor"] == "update"

@@ -30,7 +30,7 @@ EVERY = 100
 HEARD, LOOKED_AT = {"looks": ()}, {"every": 1}
 STEPS = 200  # of a model of no size at once
 HEAD = f"""Time of the process and peak of memory, over those of the same step without an audit; of the fastest step of
-each, as other processes share the cores. bf16 autocast, AdamW. A run looks at one step of {EVERY}. In the others it hears
+each, as other processes share the cores. bf16 autocast, AdamW. A run looks at one step of {EVERY}. In others it hears
 the calls of torch's functions for mixed precision, which takes as long in every model: measured on a model of no size.
 Written by `benchmarks/audit.py`."""
 LIMITS = "The limits are 5 for a looked-at step, 1.05 for a run, 1.3 for the peak."

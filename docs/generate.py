@@ -1,6 +1,6 @@
-"""Write what the pages say of passes and policies from the table of passes and the fields of ``Policy``.
+"""Write what the pages say of passes, policies and findings from their tables and the fields of ``Policy``.
 
-python docs/generate.py            # writes docs/internals/passes.md, docs/internals/how-it-works.md, docs/policy.md
+python docs/generate.py            # writes policy.md; internals/passes.md, how-it-works.md, audit-codes.md
 python docs/generate.py --check    # only says whether they are what the table gives
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from amp_graph.audit.codes import CODES
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_table import GROUPS
 from amp_graph.policy import Policy
@@ -86,6 +87,15 @@ def words() -> str:
     return "\n".join(rows)
 
 
+def codes() -> str:
+    """Return a section for each finding of ``amp-graph audit``."""
+    return "\n\n".join(
+        f"## {code.name}\n\n**{code.title[0].upper()}{code.title[1:]}** ({code.level})\n\n{code.why.strip()}\n\n"
+        f"With the fault:\n\n```python\n{code.bad.strip()}\n```\n\nWithout it:\n\n```python\n{code.good.strip()}\n```"
+        for code in CODES.values()
+    )
+
+
 def diagram() -> str:
     """Return the passes by the graph that they run over, as a block of text."""
     lines = []
@@ -100,6 +110,7 @@ REGIONS: dict[tuple[str, str], Callable[[], str]] = {
     ("internals/passes.md", "table"): table,
     ("internals/passes.md", "groups"): groups,
     ("internals/how-it-works.md", "diagram"): diagram,
+    ("internals/audit-codes.md", "codes"): codes,
     ("policy.md", "words"): words,
 }
 

@@ -18,6 +18,8 @@ from tests.warned import without_warnings
 LANGUAGES = {"", "console", "python", "sh", "text", "toml"}
 # Pages whose Python runs in a test of its own, which has more to say of it.
 PYTHON_ELSEWHERE = {
+    "docs/audit.md": "tests/audit/test_audit_page.py",
+    "docs/internals/audit-codes.md": "tests/audit/test_codes.py",
     "docs/internals/graph.md": "tests/report/test_networkx.py",
     "docs/internals/loss-scaling.md": "tests/test_docs.py",
     "docs/run.md": "tests/run/test_run_page.py",
@@ -26,6 +28,7 @@ PYTHON_ELSEWHERE = {
 }
 # Commands that take long, or write outside of the folder: they are read here, and run by tests of their own.
 COMMANDS_ELSEWHERE = {
+    "audit": "tests/audit/test_audit_page.py",
     "calibrate": "tests/cli/test_calibrate.py",
     "run": "tests/run/test_run_page.py",
 }
@@ -175,9 +178,9 @@ def test_marks_and_commands_are_read(tmp_path, monkeypatch):
     ("wrapper", "printed"), [("DDP(", "amp_graph report: Sequential"), ("fully_shard(", "5 gathers a step")]
 )
 def test_the_scripts_for_many_processes_run_in_two(tmp_path, wrapper, printed):
-    page = [block for block in BLOCKS if block.page == "docs/training.md" and "init_process" in block.code]
-    (block,) = [block for block in page if wrapper in block.code]
-    (tmp_path / "train.py").write_text(block.code)
+    page = [run for run in chains(PYTHON) if run[0].page == "docs/training.md" and "init_process" in run[0].code]
+    (script,) = [run for run in page if wrapper in run[0].code]
+    (tmp_path / "train.py").write_text("".join(block.code for block in script))
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
         cwd=tmp_path,

@@ -8,7 +8,7 @@ import pytest
 import amp_graph
 from tests.warned import warnings_are_errors
 
-LESSER = ("Calibration", "bisect", "calibrate", "compare", "frozen", "metrics", "thaw")
+LESSER = ("Calibration", "audit", "bisect", "calibrate", "compare", "frozen", "metrics", "thaw")
 DOCS = Path(__file__).parent.parent / "docs"
 
 

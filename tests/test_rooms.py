@@ -91,8 +91,8 @@ HIDDEN = {
     ): "what converts imports Dynamo, which takes as long"
     " as torch: not before the first model is converted, and after Module.__call__ is replaced",
     (
-        "amp_graph/audit/plan.py",
-        "amp_graph.audit.planned_call",
+        "amp_graph/audit/speed/plan.py",
+        "amp_graph.audit.speed.planned_call",
     ): "what plans imports Dynamo, which takes as long as torch: not before somebody reads what amp_graph would do",
     (
         "amp_graph/integrations/transformers.py",

@@ -11,9 +11,9 @@ from typing import Any
 from amp_graph.audit.audit_html import audit_page
 from amp_graph.audit.audit_text import audit_text
 from amp_graph.audit.codes import CODES
-from amp_graph.audit.plan import plan_lines
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
+from amp_graph.audit.speed.plan import plan_lines
 from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``
@@ -23,10 +23,11 @@ SCHEMA = 1  # a number that changes with the keys of ``to_dict``
 class AuditReport:
     """What an audit saw: ``findings``, the worst first, and the table of precisions, ``rows``.
 
-    ``steps``: how many ended; ``looked_at``: those whose operations were seen. ``silenced``: how many findings comments
-    and configuration hide. ``between_ranks``: collectives by name and dtype; ``outside_of_models``: bytes by dtype of
-    what optimizers update beside the models. ``unseen``: what was not seen, and why. ``seconds``: of looked-at steps
-    and of others, each a median. ``plan``: what amp_graph would do, in lines.
+    ``regions``: each use of ``torch.autocast``. ``steps``: how many ended; ``looked_at``: those whose operations were
+    seen. ``silenced``: how many findings comments and configuration hide. ``between_ranks``: collectives by name and
+    dtype; ``outside_of_models``: bytes by dtype of what optimizers update beside the models. ``unseen``: what was not
+    seen, and why. ``seconds``: of looked-at steps and of others, each a median. ``plan``: what amp_graph would do, in
+    lines.
     """
 
     findings: Sequence[Finding]
@@ -41,15 +42,18 @@ class AuditReport:
     seconds: Mapping[str, float]
     plan: Sequence[str] = ()
 
-    @classmethod
+    @staticmethod
     def of(
-        cls, training: Training, findings: Sequence[Finding], seconds: Mapping[int, float], silenced: int = 0
+        training: Training, findings: Sequence[Finding], seconds: Mapping[int, float], silenced: int = 0
     ) -> AuditReport:
-        """Return the report of a training so far."""
+        """Return the report of ``training`` so far, with these ``findings``.
+
+        ``silenced``: how many others there are. ``seconds``: of each step, by its number.
+        """
         ordered = sorted(findings, key=lambda f: (-LEVELS.index(f.level), f.code, f.place))
         looked = [seconds[n] for n in training.looked_at if n in seconds]
         others = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
-        return cls(
+        return AuditReport(
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at), silenced,
             between_ranks(training), outside_of_models(training), list(training.unseen),
             {"looked_at": _median(looked), "others": _median(others)},

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 WIDTH = 80
 MOST_PLACES, MOST_ALSO, MOST_ROWS = 12, 4, 40  # of a code, of a finding, of the table
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "complex64": "c64", "complex128": "c128"}
 COLUMNS = ("module", "stored", "computes", "FLOPs", "saved", "grads", "state", "by")
-NAMES = 24  # the width of names of modules
+LEAST = 8  # columns for the name of a module; a longer one has a line of its own
 HEADING = (
     "Precisions: of parameters, of operations and their share of FLOPs, of what is",
     "saved for backward, gradients and optimizer state; and who lowered operations",
@@ -33,8 +35,12 @@ HEADING = (
 
 def audit_text(report: AuditReport) -> str:
     """Return ``report`` as text."""
-    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), list(report.plan)]
+    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), _plan(report)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def _plan(report: AuditReport) -> list[str]:
+    return [line for one in report.plan for line in wrapped(one, "", "  ", WIDTH)]
 
 
 def verdict(report: AuditReport) -> str:
@@ -95,20 +101,21 @@ def _table(report: AuditReport) -> list[str]:
         return []
     numbers = numbered(rows)
     flops = sum(sum(row.flops.values()) for row in rows)
-    cells = [[(c,) for c in COLUMNS], *(row_cells(row, flops, numbers) for row in rows[:MOST_ROWS])]
+    cells: list[list[Sequence[str]]] = [[(name,) for name in COLUMNS]]
+    cells += (row_cells(row, flops, numbers) for row in rows[:MOST_ROWS])
     widths = [max((len(line) for row in cells for line in row[i]), default=0) for i in range(len(COLUMNS))]
-    widths[0] = min(widths[0], NAMES)
+    widths[0] = min(widths[0], max(LEAST, WIDTH - 2 - sum(widths[1:]) - len(widths[1:])))
     lines = [*HEADING]
     for row in cells:
         (name, *_), *others = row
-        if len(name) > NAMES:
+        if len(name) > widths[0]:
             lines.append(f"  {name}")
             name = ""
         for line in itertools.zip_longest((name,), *others, fillvalue=""):
             lines.append("  " + " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
     if len(rows) > MOST_ROWS:
         lines.append(f"  and {len(rows) - MOST_ROWS} more rows: audit.report().html(path) has all")
-    for who, number in numbers.items():
+    for who, number in list(numbers.items())[:MOST_ROWS]:
         lines += wrapped(f"[{number}] {who}", "  ", "      ", WIDTH)
     return lines + list(beside(report))
 
@@ -130,7 +137,7 @@ def row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence
         [*map(short, row.saved)],
         [*map(short, row.gradients)],
         state,
-        [" ".join(str(numbers[who]) for who in row.decided)],
+        textwrap.wrap(" ".join(str(numbers[who]) for who in row.decided), 8),
     ]
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.predicted_time import CONVERSION, LOW, is_product
 from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher
+from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, is_product
 from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
-from amp_graph.audit.model_sketch import call_of
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
+from amp_graph.audit.speed.model_sketch import call_of
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
 from amp_graph.passes.torch_compat.autograd import (
@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
         self.updates = 0  # optimizers' steps that are running
         self._paused = False  # while watchers work
         self._outermost = 0  # the id of the frame of the call of a model that runs
-        self._names: dict[int, str] = {}
+        self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
@@ -210,7 +210,9 @@ class Operations(TorchDispatchMode):
     def _tell(
         self, what: str, call: Call, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
     ) -> None:
-        """Tell watchers, who may read values, of plain tensors with memory."""
+        """Tell watchers, who may read values, of operators on plain tensors with memory; others are only counted."""
+        if not isinstance(func, OpOverload):
+            return
         for t in tensors:
             if is_wrapper(t) or t.is_meta or t.layout is not torch.strided:
                 return

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-    from amp_graph.audit.model_sketch import ModelCall, Sketch
+    from amp_graph.audit.speed.model_sketch import ModelCall, Sketch
 
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 

@@ -21,8 +21,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.predicted_time import LOW
 from amp_graph.audit.records import NOWHERE, Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.speed.predicted_time import LOW
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
 
 NAMESPACES = ("c10d.", "_c10d_functional.")

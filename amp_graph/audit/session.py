@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.plan import draw_sketches
 from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
 from amp_graph.audit.silence import ignored_codes, loud
+from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
@@ -42,10 +42,10 @@ class StepsAreOver(BaseException):
 class Audit:
     """Looks at a training, and changes no bit of it; ``report()`` is what it saw.
 
-    ``every``: look at each step whose number it divides, beside the 2nd and the 3rd; 0 for these alone. ``looks``:
-    these. ``stop_after``: raise ``StepsAreOver`` when that many steps have ended. ``ignore``: codes to leave out,
-    beside the ``ignore`` of ``[tool.amp_graph.audit]`` in pyproject.toml of the current folder. Models, optimizers and
-    scalers are seen as they are called; those that are given have their names in the report from the start.
+    ``model``, ``optimizer``, ``scaler``: have their names in the report from the start; others are seen as they are
+    called. ``every``: look at each step whose number it divides, beside those of ``looks``; 0 for these alone.
+    ``stop_after``: raise ``StepsAreOver`` when that many steps have ended. ``ignore``: codes to leave out, beside the
+    ``ignore`` of ``[tool.amp_graph.audit]`` in pyproject.toml of the current folder.
 
     Raises AmpGraphError for a negative number, and for a code that does not exist.
     """
@@ -66,7 +66,7 @@ class Audit:
                 f"audit: every={every}, stop_after={stop_after}\n  legal: numbers of steps, 0 or more\n"
                 "  fix:   audit(every=100)"
             )
-        self.every, self.looks, self.stop_after = every, frozenset(looks), stop_after
+        self.every, self.looks, self.stop_after = every, looks, stop_after
         self._folder = Path.cwd()  # of the findings' places; a script may change it
         self.ignored = ignored_codes(ignore, self._folder)
         self.training = Training()

@@ -17,6 +17,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert, revert
 from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
 from amp_graph.integrations import missing
+from amp_graph.integrations.audits import Audits
 from amp_graph.optim.master_weight_updates import keep_loaded_states
 from amp_graph.optim.widened_parameters import trained_halves
 from amp_graph.policy import Policy
@@ -132,6 +133,25 @@ class AmpGraphCallback(TrainerCallback):
                 f"'{self.policy}' decides its precision\n  legal: one of them\n"
                 f"  fix:   leave {on}=True out: AmpGraphCallback('{on}') does the same"
             )
+
+
+class AmpGraphAudit(Audits, TrainerCallback):
+    """Prints what precision a training really uses, and what is wrong with it, when it ends; it changes no bit.
+
+    every: look at each step whose number it divides, beside the 2nd and the 3rd. page: a file for the report as an HTML
+    page. ignore: codes of findings to leave out. ``report`` is the report of the last training. A training that raises
+    has no end: ``callback.end()`` prints what was seen.
+
+    Raises AmpGraphError for a negative number and an unknown code.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Begin to look."""
+        self.begin(given["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Print the report."""
+        self.end()
 
 
 def _before(trainer: Any, name: str, first: Callable[[], None]) -> None:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_graph.audit.predicted_time import family_of, seconds_of
 from amp_graph.audit.records import NOWHERE, Call, Totals
 from amp_graph.audit.session import Audit
+from amp_graph.audit.speed.predicted_time import family_of, seconds_of
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_for
 
 

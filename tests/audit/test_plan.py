@@ -1,6 +1,8 @@
 """What amp_graph would do: the plan of a model without memory is that of the model, and nothing of it changes."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_graph
-from amp_graph.audit.model_sketch import call_of, sketch_of
-from amp_graph.audit.planned_call import planned
 from amp_graph.audit.session import Audit
+from amp_graph.audit.speed.model_sketch import call_of, sketch_of
+from amp_graph.audit.speed.planned_call import planned
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.precision.machine_rates import MACHINES
 from amp_graph.passes.torch_compat.fake import FakeTensor
@@ -117,7 +119,63 @@ def test_where_low_precision_does_not_pay_the_line_says_so(monkeypatch):
         for _ in range(3):
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
-    assert audit.report().plan[4] == "keep float32 for these sizes on cpu: bf16 is not predicted to pay"
+    assert audit.report().plan[4] == "keep float32 on cpu: at these sizes bf16 does not pay"
+
+
+def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise KeyError("as the user wrote it")
+
+    model = Failing(4, 4)
+    before = [len(dict_) for dict_ in vars(torch.nn.modules.module).values() if isinstance(dict_, dict)]
+    with Audit(looks=(1,)) as audit, pytest.raises(KeyError, match="as the user wrote it"):
+        model(torch.ones(1, 4))
+    assert not model._forward_hooks
+    assert not model._forward_hooks_with_kwargs
+    assert before == [len(dict_) for dict_ in vars(torch.nn.modules.module).values() if isinstance(dict_, dict)]
+    assert audit.report().plan[0] == "not planned: no call of a model recorded gradients"
+
+
+def test_the_plan_of_a_model_that_is_gone():
+    def train():
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(64, 512)).square().mean().backward()
+            optimizer.step()
+
+    with Audit() as audit:
+        train()
+    gc.collect()
+    assert not audit.training.models
+    assert audit.report().plan[0] == "amp_graph.convert would run Linear in bf16, planned for cpu_amx:"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_model_is_audited_and_not_planned():
+    model = torch.jit.script(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            model(torch.randn(2, 4)).mean().backward()
+            optimizer.step()
+    lines = audit.report().plan
+    assert lines[0].startswith("not planned: ")
+    assert lines[-1].startswith("to see it: amp-graph plan")
+
+
+def test_the_record_of_a_call_keeps_no_argument_alive():
+    class Batch:
+        def __init__(self):
+            self.tensor = torch.ones(1)
+
+    given = [torch.ones(1), Batch(), {"a": (torch.ones(1), Listed(x=torch.ones(1)))}]
+    gone = [weakref.ref(one) for one in (given[0], given[1], given[1].tensor, given[2]["a"][0], given[2]["a"][1]["x"])]
+    call = call_of(given, {})
+    del given
+    assert [ref() for ref in gone] == [None] * 5
+    assert len(call.args) == 3
 
 
 class Listed(dict):
@@ -142,7 +200,7 @@ def compiled():
         (replaced, (torch.ones(1, 4),), "the forward of Linear was replaced"),
         (compiled, (torch.ones(1, 4),), "Linear is compiled"),
         (lambda: nn.Linear(4, 4), (Listed(x=1),), "Linear is called with a Listed"),
-        (lambda: nn.Linear(4, 4), (torch.ones(1, 4).to_sparse(),), "Linear is called with a layout"),
+        (lambda: nn.Linear(4, 4), (torch.ones(1, 4).to_sparse(),), "Linear is called with a Tensor"),
     ],
 )
 def test_what_cannot_be_planned_says_why(model, args, why):

@@ -25,5 +25,6 @@ def test_a_clean_script_has_no_warning_and_changes_no_bit(path):
     assert [f for f in audited.report.findings if f.level != "note"] == []
     assert not audited.error
     assert audited.report.looked_at
+    assert not [one for one in audited.report.unseen if "ended" in one]
     assert audited.printed == plain.printed != ""
     assert (audited.error, audited.random) == (plain.error, plain.random)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.audit.audit_text import WIDTH
 from amp_graph.audit.codes import CODES
+from amp_graph.audit.precision_table import Row
 from amp_graph.audit.records import LEVELS, Finding, Place
 from amp_graph.errors import AmpGraphError
 
@@ -81,6 +83,16 @@ def test_no_line_of_the_text_is_longer_than_a_terminal(report):
     lines = report.text().splitlines()
     too_long = [line for line in lines if len(line) > WIDTH and LONG not in line and "text" not in line]
     assert too_long == []
+
+
+def test_a_full_table_is_no_wider_than_a_terminal(report):
+    names = ["float32", "bfloat16", "float8_e4m3fn"]
+    counts = {name: Counter(dict.fromkeys(names, 123_456)) for name in report.rows[0].counters()}
+    counts["decided"] = Counter({f"cast at train.py:{n}": 1 for n in range(30)})
+    rows = [Row(f"layers.{n}.attention.projection.of.queries", **counts) for n in range(3)]
+    lines = replace(report, rows=[*rows, Row("", **counts)], findings=()).text().splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert "  layers.*.attention.projection.of.queries x3" in lines
 
 
 def test_the_verdict_is_the_first_line_and_says_which_steps_were_seen(report):
@@ -174,6 +186,32 @@ def test_two_models_have_rows_of_their_own():
     rows = rows_by_name(audit.report())
     assert {*rows["0"].parameters} == {"float32"}
     assert {*rows["Critic.0"].parameters} == {"bfloat16"}
+
+
+def test_what_a_closure_computes_is_no_part_of_the_update():
+    model, expected = Net(), Net()
+    expected.load_state_dict(model.state_dict())
+
+    def train(model):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+        def closure():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    train(expected)
+    with amp_graph.audit(model) as audit:
+        train(model)
+    head = rows_by_name(audit.report())["head"]
+    assert ({*head.forward}, {*head.backward}, {*head.gradients}) == ({"bfloat16"}, {"bfloat16"}, {"float32"})
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def test_masters_of_a_level_and_of_an_optimizer_are_shown():

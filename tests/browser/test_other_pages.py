@@ -96,3 +96,20 @@ def test_a_notebook_shows_it_in_a_frame(driver, tmp_path):
     finally:
         driver.switch_to.default_content()
     assert driver.get_log("browser") == []
+
+
+def test_the_page_of_an_audit_leads_from_a_finding_to_its_code(tmp_path, open_page):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amp_graph.audit(model) as audit:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = torch.randn(4, 8)
+            model(x).sum().backward()
+            optimizer.step()
+    audit.report().html(tmp_path / "audit.html")
+    page = open_page(tmp_path / "audit.html", "audit")
+    assert page.text("h1").startswith("amp_graph audit: 1 warning")
+    page.one("a[href='#AMP101']").click()
+    assert page.until("return location.hash") == "#AMP101"
+    assert "fp32" in page.text(".precisions")

@@ -24,7 +24,7 @@ from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.modules import behind_compile, is_compiled, is_fsdp
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set)  # that a module may hold modules and tensors in
+CONTAINERS = (dict, OrderedDict, list, tuple, set)  # that a module may hold modules and tensors in
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments that are no tensors
 
@@ -38,6 +38,13 @@ class Given:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An argument of another kind, by the name of its class."""
+
+    name: str
 
 
 @dataclass
@@ -62,15 +69,15 @@ class Sketch:
 
 
 def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
-    """Return a call without the values of its tensors."""
-    args, kwargs = tree_map(lambda one: _given(one) if isinstance(one, Tensor) else one, (args, kwargs))
+    """Return a call that holds nothing of the user's: no tensor, and no object that may have some."""
+    args, kwargs = tree_map(_given, (args, kwargs))
     return ModelCall(args, kwargs)
 
 
-def _given(tensor: Tensor) -> Any:
-    if is_wrapper(tensor) or tensor.layout != torch.strided:
-        return tensor.layout  # no plain argument
-    return Given(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+def _given(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not is_wrapper(leaf) and leaf.layout == torch.strided:
+        return Given(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
 
 
 def sketch_of(model: Module, call: ModelCall) -> Sketch:
@@ -82,8 +89,8 @@ def sketch_of(model: Module, call: ModelCall) -> Sketch:
         if any(map(is_so, inner.modules())):
             raise AmpGraphError(f"{name} is {what}")
     for leaf in tree_leaves((call.args, call.kwargs)):
-        if not isinstance(leaf, (Given, *PLAIN)):
-            raise AmpGraphError(f"{name} is called with a {type(leaf).__name__}")
+        if isinstance(leaf, Unknown):
+            raise AmpGraphError(f"{name} is called with a {leaf.name}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         args, kwargs = tree_map(lambda one: _fake(one) if isinstance(one, Given) else one, (call.args, call.kwargs))
@@ -116,9 +123,10 @@ class _Copy:
                 return self.mode.from_tensor(value)
         if type(value) is defaultdict:
             return defaultdict(value.default_factory, {key: self.of(one) for key, one in value.items()})
-        if isinstance(value, CONTAINERS) and type(value) in CONTAINERS:
-            pairs = isinstance(value, dict)
-            return type(value)(((k, self.of(v)) for k, v in value.items()) if pairs else map(self.of, value))
+        if isinstance(value, dict) and type(value) in CONTAINERS:
+            return type(value)((key, self.of(one)) for key, one in value.items())
+        if isinstance(value, (list, tuple, set)) and type(value) in CONTAINERS:
+            return type(value)(map(self.of, value))
         if isinstance(value, (weakref.ReferenceType, type)) or callable(value) or hasattr(value, "__array__"):
             return value
         return copy.copy(value)

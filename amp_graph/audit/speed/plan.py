@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
-from amp_graph.audit.model_sketch import Sketch, sketch_of
-from amp_graph.audit.predicted_time import LOW, dtype_of, is_product
 from amp_graph.audit.records import Training
+from amp_graph.audit.speed.model_sketch import Sketch, sketch_of
+from amp_graph.audit.speed.predicted_time import LOW, dtype_of, is_product
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.torch_compat.dispatch import has_modes
 from amp_graph.policy import Policy
 
 if TYPE_CHECKING:
-    from amp_graph.audit.planned_call import Planned
+    from amp_graph.audit.speed.planned_call import Planned
 
-BY_HAND = "to see it: amp-graph plan model.py:build --input ..., of a function that builds the model"
+BY_HAND = "to see it: amp-graph plan model.py:build, of a function that builds the model"
 
 
 def draw_sketches(training: Training) -> None:
@@ -102,18 +102,16 @@ def _of_plans(found: Sequence[Planned], sketches: Sequence[Sketch], training: Tr
     yield f"amp_graph.convert would run {names} in {dtype}, planned for {total.machine}:"
     yield f"casts in a forward: {_sized(total.casts, total.bytes)}; as it ran: {_casts_as_it_ran(training, calls)}"
     seconds = max(total.seconds, 1e-30)
-    yield (
-        f"predicted time: {total.full / seconds:.2f} times the speed of float32, {total.autocast / seconds:.2f} times "
-        "that of torch.autocast"
-    )
-    yield "predicted error: about torch.autocast's, which its accuracy is; amp-graph plan measures it"
+    of_full, of_autocast = total.full / seconds, total.autocast / seconds
+    yield f"predicted speed: {of_full:.2f} times float32's, {of_autocast:.2f} times torch.autocast's"
+    yield "predicted error: about torch.autocast's; amp-graph plan measures it"
     regions = any(region.enabled for region in training.regions)
     if regions and total.autocast < total.seconds:
-        yield f"keep torch.autocast for these sizes on {total.machine}: a plan is not predicted to be faster"
+        yield f"keep torch.autocast on {total.machine}: at these sizes a plan is not faster"
     elif total.is_worth_it:
         yield f'to have it: model = amp_graph.convert(model, "{dtype}")'
     else:
-        yield f"keep float32 for these sizes on {total.machine}: {dtype} is not predicted to pay"
+        yield f"keep float32 on {total.machine}: at these sizes {dtype} does not pay"
 
 
 def _casts_as_it_ran(training: Training, calls: int) -> str:
@@ -132,4 +130,4 @@ def _sized(count: int, size: float) -> str:
 
 def _planned_call() -> Any:
     """Return the module that plans; it imports Dynamo, which takes as long as torch."""
-    return importlib.import_module("amp_graph.audit.planned_call")
+    return importlib.import_module("amp_graph.audit.speed.planned_call")

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.predicted_time import (
+from amp_graph.audit.records import NOWHERE, Call, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.speed.predicted_time import (
     CONVERSION,
     LOW,
     dtype_of,
@@ -24,7 +25,6 @@ from amp_graph.audit.predicted_time import (
     seconds_of_casts,
     seconds_of_steps,
 )
-from amp_graph.audit.records import NOWHERE, Call, Finding, Place, Totals, Training, Watcher
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of

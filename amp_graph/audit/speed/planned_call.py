@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from amp_graph.audit.model_sketch import Sketch
+from amp_graph.audit.speed.model_sketch import Sketch
 from amp_graph.capture.sensitivity_sample import captured_by
 from amp_graph.devices import device_of
 from amp_graph.passes.graph.fake_values import captured, tensors

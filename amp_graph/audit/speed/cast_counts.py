@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.predicted_time import CONVERSION, LOW, family_of, seconds_of, seconds_of_steps
 from amp_graph.audit.records import Call, Event, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of

@@ -3,8 +3,8 @@
 Before: ``1.0 - 1e-4`` in bfloat16, which is 1.0. After: "82 % of the updates of 14 parameters round to nothing".
 
 What an update would be is found by an optimizer of the same class over a copy of one parameter after the other in
-float32, with copies of its gradient and state: that holds for all of torch's. Of others, and where a closure computes
-the gradients, an element counts as lost whose gradient is not 0 and that the update left as it was.
+float32, with copies of its gradient and state: that holds for all of torch's. Of others, an element counts as
+lost whose gradient is not 0 and that the update left as it was.
 """
 
 from __future__ import annotations

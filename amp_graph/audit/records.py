@@ -124,9 +124,9 @@ class Training:
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: those that were given or called outermost, and how their paths begin;
-    ``optimizers``: those that stepped; no strong reference to either. ``saved``: bytes of activations that were kept
-    for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at update, by the
-    ``id`` of the parameter. ``unseen``: what was not looked at, and why, for the report.
+    ``optimizers``: those that stepped; no strong reference to either. ``saved``: bytes of activations that the last
+    looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
+    update, by the ``id`` of the parameter. ``unseen``: what was not looked at, and why, for the report.
     """
 
     steps: int = 0

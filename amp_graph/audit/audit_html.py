@@ -31,7 +31,7 @@ def audit_page(report: AuditReport) -> str:
             codes=CODES,
             columns=COLUMNS,
             rows=[row_cells(row, flops, numbers) for row in rows],
-            numbers={page_place(who): number for who, number in numbers.items()},
+            numbers=[(number, page_place(who)) for who, number in numbers.items()],
             beside=list(beside(report)),
             unseen=list(unseen_lines(report)),
             styles=asset("page.css"),

@@ -132,7 +132,10 @@ def row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence
     return [
         (row.module + (f" x{row.count}" if row.count > 1 else ""),),
         [*map(short, row.parameters)],
-        [f"{short(dtype)} x{row.forward[dtype]}" for dtype in computed],
+        [
+            f"{short(dtype)} x{row.forward[dtype]}" if row.forward[dtype] else f"{short(dtype)} bwd"
+            for dtype in computed
+        ],
         [f"{row.flops[dtype] / flops:5.0%}" if row.flops[dtype] else "" for dtype in computed],
         [*map(short, row.saved)],
         [*map(short, row.gradients)],

@@ -133,6 +133,8 @@ class Operations(TorchDispatchMode):
 
     def count_saved(self, results: Any) -> None:
         """Count the activations that the graph behind ``results`` keeps for its backward, each once."""
+        if not self._saved:  # of this step, not of the one before
+            self.training.saved.clear()
         stored = {storage_key(p) for model in list(self.training.models) for p in model.parameters()}
         for node in nodes_behind(t.grad_fn for t in _tensors(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
@@ -244,7 +246,7 @@ def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in arguments of operators, ten times as fast as a search for leaves of any tree."""
+    """Return the tensors in arguments or results of an operator; ``tree_leaves`` takes several times as long."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):

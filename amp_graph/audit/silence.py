@@ -41,7 +41,7 @@ def _configured(path: Path) -> Iterable[str]:
 
 def _known(codes: Iterable[str], where: str) -> Iterable[str]:
     for code in codes:
-        if code not in CODES:
+        if not isinstance(code, str) or code not in CODES:
             raise AmpGraphError(_unknown(str(code), where))
         yield code
 

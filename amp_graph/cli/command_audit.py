@@ -100,6 +100,7 @@ def _call_model(target: Target) -> None:
 def _tell(audit: Audit, files: Files) -> str:
     """Print the report and write its files; return the level of the worst finding. Nothing here ends the script."""
     report: AuditReport | None = None
+    text = ""
     with Attempt() as tried:
         report = audit.report()
         text = report.text()
@@ -108,7 +109,7 @@ def _tell(audit: Audit, files: Files) -> str:
         if files["report"] is not None:
             report.html(files["report"])
     if tried.error is not None:
-        text = f"amp-graph audit: the report failed: {tried.reason}"
+        text += f"amp-graph audit: the report failed: {tried.reason}\n"
     with contextlib.suppress(OSError, ValueError):  # closed by the script
         sys.stdout.flush()
         print(text, file=sys.stderr, end="", flush=True)

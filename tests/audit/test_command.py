@@ -91,6 +91,13 @@ def test_the_files_are_written_where_the_command_was_given(folder, capsys):
     assert "AMP101" in (folder / "a.html").read_text()
 
 
+def test_a_file_that_cannot_be_written_any_more_leaves_the_text_and_the_status(folder, capsys):
+    code = "import os; os.mkdir('a.json')"
+    assert audit("--json", "a.json", "--fail-on", "warning", "train.py", code) == 1
+    told = capsys.readouterr().err
+    assert told.index("AMP101") < told.index("amp-graph audit: the report failed: IsADirectoryError")
+
+
 @pytest.mark.parametrize(("level", "status"), [("note", 1), ("warning", 1), ("error", 0)])
 def test_a_level_fails(folder, capsys, level, status):
     assert audit("--fail-on", level, "train.py") == status
@@ -256,6 +263,7 @@ def test_a_configuration_and_an_option_silence(folder, capsys):
     [
         ('[tool.amp_graph.audit]\nignore = ["AMP9"]', "there is no code 'AMP9'"),
         ("[tool.amp_graph.audit]\nignore = [1]", "there is no code '1'"),
+        ("[tool.amp_graph.audit]\nignore = [[1]]", "there is no code '[1]'"),
         ('[tool.amp_graph.audit]\nignore = "AMP101"', "legal: a list of codes"),
         ("[tool.amp_graph.audit]\nignores = []", "unknown key 'ignores'"),
         ("[tool", "not TOML"),

@@ -23,7 +23,7 @@ def given(section, folder):
     model = training.net()
     data = torch.utils.data.DataLoader(training.batches(4), batch_size=None)
     names = {"amp_graph": amp_graph, "model": model, "loader": data, "loss_fn": F.cross_entropy}
-    if section == "Lightning":
+    if section in ("Lightning", "Audit"):
         from tests.integrations.test_lightning import module
 
         return {**names, "module": module()}

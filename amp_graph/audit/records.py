@@ -131,12 +131,13 @@ class Training:
 
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
-        operations of the looked-at steps. ``models``: the modules that were given or called outermost, with what their
+    operations of the looked-at steps. ``models``: the modules that were given or called outermost, with what their
     paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of
-    optimizers ran. ``saved``: bytes that the last looked-at step kept for backward, by module and dtype. ``gradients``: dtype and
-    bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the call of
-    torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model; ``sketches``: of
-    those that are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and why.
+    optimizers ran. ``saved``: bytes that the last looked-at step kept for backward, by module and dtype. ``gradients``:
+    dtype and bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the
+    call of torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model;
+    ``sketches``: of those that are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and
+    why.
     """
 
     steps: int = 0

@@ -25,7 +25,7 @@ class CaptureError(AmpGraphError):
 
 
 class RankError(AmpGraphError, RuntimeError):
-    """A collective that failed as another rank failed before it: which rank, and why."""
+    """Ranks of a step that differ, or of which one failed or did not come: which rank, and why."""
 
 
 class ScaleError(AmpGraphError, RuntimeError):

@@ -5,7 +5,7 @@ Before: a ``GraphModule`` from torch.export, symbolic_trace or Dynamo. After: a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from amp_graph.passes.graph.meta_keys import (
     LEFT_ALONE,
     MARK,
     UNCALIBRATED,
+    UNKEPT,
     UNPLANNED,
 )
 from amp_graph.passes.manager import REPORT_IT, Timed, is_strict, run_passes
@@ -59,6 +60,16 @@ class Rewritten:
     passes: tuple[Timed, ...]
     bodies: dict[str, Rewritten] = field(default_factory=dict)
     captured: tuple[CapturedNode, ...] = ()
+
+
+def unkept(found: Iterable[Rewritten]) -> dict[str, list[str]]:
+    """Return the keys of a policy's ``keep_ops`` that no planned graph has, with the operations of their modules."""
+    every = list(found)
+    for one in every:
+        every += one.bodies.values()
+    metas = [one.gm.meta[UNKEPT] for one in every if UNKEPT in one.gm.meta]
+    names = [name for name in (metas[0] if metas else ()) if all(name in meta for meta in metas)]
+    return {name: list(dict.fromkeys(key for meta in metas for key in meta[name])) for name in names}
 
 
 def rewrite(

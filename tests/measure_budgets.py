@@ -6,7 +6,7 @@ A row for each case whose error is more than 1.2 times autocast's: of the output
 relative to fp64 (corpus, chains) or eager fp32 (random programs). An error below 1e-3, an eighth of a rounding to
 bfloat16, counts as none. A random program is tiny, and its error one draw: beyond 1.2 it is drawn five times more, and
 the median of all six counts. "predictions": the error of the outputs as predicted, beyond 2 times what is measured, or
-below half of it, where the report gives no reason why it is no bound.
+below half of it, where the report gives no reason why it is no bound; with six draws, as above, where one is beyond.
 """
 
 import argparse
@@ -85,17 +85,17 @@ def ratio(ours: float, theirs: float) -> float:
     return max(ours, NONE) / max(theirs, NONE)
 
 
-def predicted_and_measured(name: str, multiple: float) -> tuple[float, float] | None:
+def predicted_and_measured(name: str, multiple: float, seed: int = 0) -> tuple[float, float] | None:
     """Return the error of a corpus case under a budget, in autocast's, as predicted and measured; None: no bound."""
-    _, args, kwargs = make(name)
-    policy, wanted, kept = f"bf16,accuracy={multiple}", reference(name), []
+    _, args, kwargs = make(name, seed)
+    policy, wanted, kept = f"bf16,accuracy={multiple}", reference(name, seed), []
 
     def planned(model: torch.nn.Module) -> torch.nn.Module:
         kept.append(amp_graph.convert(model, policy, sample=lambda m: CASES[name].loss(m(*args, **kwargs))))
         return kept[0]
 
-    ours = output_error(run(name, 0, planned), wanted)
-    theirs = output_error(run(name, 0, lambda model: amp_graph.convert(model, "bf16,planner=paint")), wanted)
+    ours = output_error(run(name, seed, planned), wanted)
+    theirs = output_error(run(name, seed, lambda model: amp_graph.convert(model, "bf16,planner=paint")), wanted)
     plans = [graph.budget for graph in amp_graph.report(kept[0]).graphs]
     if len(plans) != 1 or plans[0] is None or plans[0].origin != "measured" or not theirs:
         return None
@@ -107,6 +107,10 @@ def of_predictions() -> Iterator[Row]:
     for name in (n for n, case in CASES.items() if case.tags.isdisjoint(("integer", "random"))):
         for multiple in (1.0, 1.3):
             found = predicted_and_measured(name, multiple)
+            if found is not None and not ratio(max(found), min(found)) <= 2:
+                others = (predicted_and_measured(name, multiple, seed) for seed in range(1, 6))
+                drawn = [found, *filter(None, others)]
+                found = statistics.median(p for p, _ in drawn), statistics.median(m for _, m in drawn)
             if found is not None:
                 yield f"{name}, predicted {found[0]:.2f}, measured {found[1]:.2f}", max(found), min(found)
 

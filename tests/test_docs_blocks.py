@@ -178,9 +178,9 @@ def test_marks_and_commands_are_read(tmp_path, monkeypatch):
     ("wrapper", "printed"), [("DDP(", "amp_graph report: Sequential"), ("fully_shard(", "5 gathers a step")]
 )
 def test_the_scripts_for_many_processes_run_in_two(tmp_path, wrapper, printed):
-    page = [block for block in BLOCKS if block.page == "docs/training.md" and "init_process" in block.code]
-    (block,) = [block for block in page if wrapper in block.code]
-    (tmp_path / "train.py").write_text(block.code)
+    page = [run for run in chains(PYTHON) if run[0].page == "docs/training.md" and "init_process" in run[0].code]
+    (script,) = [run for run in page if wrapper in run[0].code]
+    (tmp_path / "train.py").write_text("".join(block.code for block in script))
     found = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
         cwd=tmp_path,

@@ -57,7 +57,7 @@ ROOMS = (
     ("amp_graph/freeze.py",),
     ("amp_graph/step",),
     ("amp_graph/numerics",),
-    ("amp_graph/export", "amp_graph/report"),
+    ("amp_graph/export", "amp_graph/report", "amp_graph/search"),
     ("amp_graph/run",),
     ("amp_graph/audit",),
     ("amp_graph/integrations",),
@@ -90,6 +90,10 @@ HIDDEN = {
         "amp_graph.run.conversions",
     ): "what converts imports Dynamo, which takes as long"
     " as torch: not before the first model is converted, and after Module.__call__ is replaced",
+    (
+        "amp_graph/audit/speed/plan.py",
+        "amp_graph.audit.speed.planned_call",
+    ): "what plans imports Dynamo, which takes as long as torch: not before somebody reads what amp_graph would do",
     (
         "amp_graph/integrations/transformers.py",
         "amp_graph.integrations.accelerate",

@@ -13,6 +13,7 @@ from amp_graph.audit.audit_text import audit_text
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
+from amp_graph.audit.speed.plan import plan_lines
 from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``
@@ -56,6 +57,7 @@ class AuditReport:
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at), silenced,
             between_ranks(training), outside_of_models(training), list(training.unseen),
             {"looked_at": _median(looked), "others": _median(others)},
+            plan=plan_lines(training),
         )  # fmt: skip
 
     @property
@@ -100,7 +102,7 @@ def _plain(f: Finding) -> dict[str, Any]:
 
 def _region(region: Region) -> dict[str, Any]:
     plain = asdict(region)
-    del plain["place"]
+    del plain["place"], plain["made"]
     return {"file": region.place.file, "line": region.place.line, **plain}
 
 

@@ -35,8 +35,12 @@ HEADING = (
 
 def audit_text(report: AuditReport) -> str:
     """Return ``report`` as text."""
-    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), list(report.plan)]
+    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), _plan(report)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def _plan(report: AuditReport) -> list[str]:
+    return [line for one in report.plan for line in wrapped(one, "", "  ", WIDTH)]
 
 
 def verdict(report: AuditReport) -> str:

@@ -1,26 +1,225 @@
-"""AMP1xx: regions of ``torch.autocast`` that do nothing, fight, or cover the wrong calls."""
+"""AMP101 to AMP104, AMP106: regions of ``torch.autocast`` that do nothing, fight, or hold a backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from amp_graph.audit.records import Finding, Watcher
+import torch
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.codes import finding
+from amp_graph.audit.records import Call, Event, Finding, Place, Region, Training, Watcher
+from amp_graph.lists import OpClass, load
+from amp_graph.passes.torch_compat.autograd import in_backward
 
 LOW = ("bfloat16", "float16")
+COMPUTES = (OpClass.ALLOW, OpClass.DENY, OpClass.FP32_INSIDE)  # the others move values, or round as their inputs do
+
+LIST = load("default", dtype="bfloat16", device="cpu")  # those of other devices name the same products
+SEEN = ("eager", "aot_eager")  # backends that call operations one by one
+
+
+def class_of(operator: Any) -> OpClass | None:
+    """Return the class of an operator in the default list, None if it is in none."""
+    rule = LIST.lookup(operator, {})
+    return None if rule is None else rule.cls
+
+
+@dataclass
+class Work:
+    """What ran in a region, and in no inner one: operations by device, products by dtype, what computed by low dtype.
+
+    ``grad``: whether gradients were recorded when it was entered.
+    """
+
+    devices: Counter[str] = field(default_factory=Counter)
+    products: Counter[str] = field(default_factory=Counter)
+    low: Counter[str] = field(default_factory=Counter)
+    grad: bool = False
 
 
 class AutocastRegions(Watcher):
     """Looks at what ran inside of each region."""
 
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._work: dict[int, Work] = {}
+        self._backwards: Counter[tuple[Place, int]] = Counter()
+        self._compiled: dict[Place, None] = {}
+        self._scales = 0  # losses that were scaled
+
+    def heard(self, event: Event) -> None:
+        """Take a backward in a region, and what says that autocast was meant to be on."""
+        inside = self.training.open[-1] if self.training.open else -1
+        if event.name == "autocast.enter" and event.is_after:
+            self._in(inside).grad |= torch.is_grad_enabled()
+        elif event.name == "backward" and not event.is_after and inside >= 0 and not in_backward():
+            self._backwards[event.place, inside] += self.training.regions[inside].enabled
+        elif event.name == "compile" and event.is_after and _backend(event.arguments) not in SEEN:
+            self._compiled[event.place] = None
+        elif event.name == "scaler.scale" and event.is_after:
+            self._scales += event.arguments["self"].is_enabled()
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count an operation of the forward in its region."""
+        if call.phase != "forward" or call.region < 0 or not call.output:
+            return
+        work = self._in(call.region)
+        work.devices.update({t.device.type for t in tree_leaves(result) if isinstance(t, torch.Tensor)})
+        kind = class_of(operator)
+        work.products[call.output] += kind is OpClass.ALLOW
+        work.low[call.output] += kind in COMPUTES and call.output in LOW
+
+    def _in(self, region: int) -> Work:
+        return self._work.setdefault(region, Work())
+
+    # -- findings -------------------------------------------------------------------------------------
+
     def findings(self) -> Iterator[Finding]:
-        """Yield what the regions did not do."""
-        low = {call.region for call in self.training.calls if call.output in LOW and call.phase == "forward"}
+        """Yield what the regions did not do, and what should not be in them."""
+        acts = self._acting()
         for number, region in enumerate(self.training.regions):
-            if region.looked_at and region.enabled and number not in low:
-                yield Finding(
-                    "AMP101", "warning", region.place,
-                    f"autocast({region.device!r}, {region.dtype}) was entered {region.entered} times, and no operation "
-                    "in it ran in low precision",
-                    "enter autocast for the device of the inputs, around the forward",
-                    {"device": region.device, "dtype": region.dtype, "entered": region.entered},
-                )  # fmt: skip
+            if not region.made.file:  # torch's own
+                continue
+            if region.asked and not region.enabled:
+                yield self._absent(region)
+            elif region.outer >= 0 and (fight := self._fight(number, region)):
+                yield fight
+            elif region.enabled and region.looked_at and number not in acts:
+                yield from self._idle(number, region)
+            elif not region.asked and region.outer < 0 and region.looked_at:
+                yield from self._off(number, region)
+        for (place, number), times in self._backwards.items():
+            if times:
+                yield self._backward(place, self.training.regions[number], times)
+        on = [n for n, region in enumerate(self.training.regions) if region.enabled and region.looked_at]
+        for place in self._compiled if on else ():
+            yield finding(
+                "AMP106", place, "operations that are fused in code compiled here are not seen: in "
+                f"{sum(n not in acts for n in on)} of {len(on)} autocast regions nothing that was seen ran low",
+                "backend='eager' for the audit", regions=len(on),
+            )  # fmt: skip
+
+    def _acting(self) -> set[int]:
+        """Return the regions in which autocast cast, or something ran low, in an inner region too."""
+        found = {c.region for c in self.training.calls if c.phase == "forward" and c.output in LOW}
+        found |= {c.region for c in self.training.calls if c.cast == "autocast"}
+        for number in list(found):
+            while number >= 0 and self.training.regions[number].enabled:
+                found.add(number)
+                number = self.training.regions[number].outer
+        return found
+
+    def _absent(self, region: Region) -> Finding:
+        return finding(
+            "AMP102", region.made, f"{_text(region)} was entered {region.entered} times, and torch disabled it each "
+            "time: this device, or this dtype on it, is not there",
+            "torch.autocast(x.device.type, dtype=torch.bfloat16), for the device of the inputs", **_evidence(region),
+        )  # fmt: skip
+
+    def _idle(self, number: int, region: Region) -> Iterator[Finding]:
+        work = self._in(number)
+        others = sorted(set(work.devices) - {region.device, "meta"})
+        if others and region.device not in work.devices:
+            yield finding(
+                "AMP102", region.made, f"{_text(region)} was entered {region.entered} times, and all of the "
+                f"{work.devices.total()} operations seen in it ran on {', '.join(others)}",
+                f"torch.autocast({others[0]!r}, dtype=torch.bfloat16), for the device of the inputs",
+                **_evidence(region), devices=dict(work.devices),
+            )  # fmt: skip
+        elif not self._compiled:
+            helps = not work.products.total() and any(one.grad and _low_products(one) for one in self._work.values())
+            yield finding(
+                "AMP101", region.place, f"{_text(region)} was entered {region.entered} times; of the "
+                f"{work.devices.total()} operations seen in it none ran in low precision, and "
+                f"{work.products.total()} are products or convolutions",
+                "enter autocast around the call of the model, and compute the loss in it",
+                level="note" if helps else "", **_evidence(region), operations=work.devices.total(),
+            )  # fmt: skip
+
+    def _off(self, number: int, region: Region) -> Iterator[Finding]:
+        """Yield a region that the script disables, if it trains in it, and in full precision alone."""
+        works = self._work.items()
+        trained = any(_low_products(work) for _, work in works if work.grad)
+        evaluated = any(_low_products(work) for _, work in works if not work.grad)
+        if not self._in(number).grad or not self._in(number).products.total() or trained:
+            return
+        why = "a GradScaler scales the loss" if self._scales else "autocast is on where no gradient is recorded"
+        meant = self._scales or evaluated
+        yield finding(
+            "AMP101", region.place, f"{_text(region)} is disabled by its enabled=, and the training's "
+            f"{self._in(number).products.total()} products and convolutions seen in it ran in full precision"
+            + (f", while {why}" if meant else ""),
+            "enabled=True for the training, or no region at all", level="" if meant else "note", **_evidence(region),
+        )  # fmt: skip
+
+    def _fight(self, number: int, region: Region) -> Finding | None:
+        outer = self._around(region)
+        if outer is None:
+            return None
+        work, around, text, fix = self._in(number), f"{_text(outer)} of {outer.place}", "", ""
+        if region.enabled and outer.enabled and region.dtype != outer.dtype:
+            text = f"{_text(region)} is entered inside of {around}: values cross from one dtype to the other"
+            fix = f"one dtype: torch.autocast({region.device!r}, dtype=torch.{outer.dtype}), or no inner region"
+        elif region.enabled and not outer.asked:
+            text = f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again"
+            fix = "pass the same enabled= to both, or leave out one of the regions"
+        elif not region.asked and outer.enabled and work.low.total() and not self._lowers(number):
+            dtype = work.low.most_common(1)[0][0]
+            text = (
+                f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
+                "all the same, as their inputs are"
+            )
+            fix = "x.float() for each input of the disabled region"
+        elif not region.asked and outer.enabled and work.products.total() and not self._low_in(region.outer):
+            text = f"autocast is disabled here, for all products of the region around it, {around}"
+            fix = "disable autocast around the part that needs full precision alone"
+        evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
+        return finding("AMP104", region.place, text, fix, **evidence) if text else None
+
+    def _around(self, region: Region) -> Region | None:
+        """Return the nearest region around, of the same device, that a user made."""
+        number = region.outer
+        while number >= 0:
+            outer = self.training.regions[number]
+            if outer.device == region.device and outer.made.file:
+                return outer
+            number = outer.outer
+        return None
+
+    def _lowers(self, region: int) -> bool:
+        """Say whether the user casts to low precision in a region: what then runs low is meant to."""
+        return any(c.region == region and c.cast == "user" and c.output in LOW for c in self.training.calls)
+
+    def _low_in(self, region: int) -> bool:
+        """Say whether a product ran low in a region, or in one inside of it."""
+        inner = [n for n, one in enumerate(self.training.regions) if one.outer == region]
+        return _low_products(self._in(region)) or any(map(self._low_in, inner))
+
+    def _backward(self, place: Place, region: Region, times: int) -> Finding:
+        return finding(
+            "AMP103", place, f"backward ran {times} times inside of {_text(region)}, entered at {region.place}",
+            "leave the region first: loss.backward() stands outside of the with block", times=times,
+            region=str(region.place),
+        )  # fmt: skip
+
+
+def _backend(arguments: Mapping[str, Any]) -> Any:
+    """Return the backend of a call of ``torch.compile``, or of ``Module.compile``, which hands its arguments on."""
+    return {"backend": "inductor", **arguments, **arguments.get("kwargs", {})}["backend"]
+
+
+def _low_products(work: Work) -> bool:
+    return any(work.products[dtype] for dtype in LOW)
+
+
+def _text(region: Region) -> str:
+    return f"autocast({region.device!r}, {region.dtype})"
+
+
+def _evidence(region: Region) -> dict[str, Any]:
+    return {"device": region.device, "dtype": region.dtype, "entered": region.entered}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from amp_graph.audit.records import Finding, Place
 from amp_graph.lists.read_toml import read_toml
 
 FILE = Path(__file__).with_name("codes.toml")
@@ -32,3 +33,8 @@ class Code:
 
 _TABLES: dict[str, Any] = dict(read_toml(FILE.read_text("utf-8"), str(FILE), ""))
 CODES = {name: Code(name, **fields) for name, fields in _TABLES.items()}
+
+
+def finding(code: str, place: Place, text: str, fix: str, *, level: str = "", **evidence: Any) -> Finding:
+    """Return a finding, at the level of its code unless another is given."""
+    return Finding(code, level or CODES[code].level, place, text, fix, evidence)

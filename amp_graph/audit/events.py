@@ -15,21 +15,28 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_graph.scaling.grad_scaler import GradScaler
 
 _SCALER = ("scale", "unscale_", "step", "update", "state_dict", "load_state_dict")
+_CLIPPED = ("norm", "value")
 HEARD: tuple[tuple[str, Any, str], ...] = (
+    ("autocast.made", torch.autocast, "__init__"),
     ("autocast.enter", torch.autocast, "__enter__"),
     ("autocast.exit", torch.autocast, "__exit__"),
     *((f"scaler.{name}", scaler, name) for scaler in (torch.amp.GradScaler, GradScaler) for name in _SCALER),
     ("backward", torch.autograd, "backward"),
-    ("clip", torch.nn.utils, "clip_grad_norm_"),
-    ("clip", torch.nn.utils, "clip_grad_value_"),
+    *(("clip", place, f"clip_grad_{by}_") for place in (torch.nn.utils, torch.nn.utils.clip_grad) for by in _CLIPPED),
     ("scheduler.step", LRScheduler, "step"),
     ("scheduler.step", ReduceLROnPlateau, "step"),
+    ("optimizer.load_state_dict", Optimizer, "load_state_dict"),
     ("save", torch, "save"),
+    ("load", torch, "load"),
+    ("ddp", DistributedDataParallel, "__init__"),
+    ("ddp.hook", DistributedDataParallel, "register_comm_hook"),
     ("compile", torch, "compile"),
     ("compile", torch.nn.Module, "compile"),
 )

@@ -9,17 +9,19 @@ the call that then computes, a user's ``x.to(dtype)`` is a call of its own.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from amp_graph.audit.events import Tell as Heard
 from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
+from amp_graph.audit.speed.model_sketch import call_of
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
 from amp_graph.passes.torch_compat.autograd import (
@@ -30,64 +32,101 @@ from amp_graph.passes.torch_compat.autograd import (
     saved_by,
     sequence_number,
 )
-from amp_graph.passes.torch_compat.dispatch import TorchDispatchMode, is_wrapper
+from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
+from amp_graph.passes.torch_compat.storage import storage_key
 
 CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
 DTYPES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_ATEN = torch.ops.aten
+OF_CPU = {  # torch has no formula for these
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+CALL = torch.nn.Module.__call__.__code__
+ENGINE = "torch.autograd.graph"  # whose function runs backward, in this thread
 DYNAMO = ("torch._dynamo", "torch._compile")
 Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
 
 
 class Operations(TorchDispatchMode):
-    """The mode of one looked-at step; ``tell`` gets "before" and "ran" of each operation."""
+    """The mode of one looked-at step; ``tell`` gets "before" and "ran" of each operation.
+
+    ``heard`` gets the calls of outermost modules, as an event.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, training: Training, places: Places, tell: Tell) -> None:
+    def __init__(self, training: Training, places: Places, tell: Tell, heard: Heard) -> None:
         super().__init__()
-        self.training, self.places, self.tell = training, places, tell
+        self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
-        self._modules: list[str] = []  # of running modules, the innermost last
+        self._paused = False  # while watchers work
+        self._outermost = 0  # the id of the frame of the call of a model that runs
         self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
         self._saved: set[int] = set()  # where the activations are that were counted
-        self._hooks: list[Any] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run compiled: its operations are not seen."""
         return True
 
-    def __enter__(self) -> Operations:
-        """Begin to look."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        super().__enter__()
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """Look no more."""
         super().__exit__(*error)
         self._end_group(computes=False)
-        for hook in self._hooks:
-            hook.remove()
+        self._see_model(None)
 
     # -- modules --------------------------------------------------------------------------------------
 
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in self._names:
-            self.training.add_model(module)
-            self._names |= self.training.module_names(module)
-        self._modules.append(self._names[id(module)])
+    def _module_of(self, frame: FrameType | None, operator: str) -> str | None:
+        """Return the path of the innermost module that runs, None outside of any; in backward, of those it calls.
 
-    def _leave_module(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        if self._modules:
-            self._modules.pop()
+        Read off the frames: with hooks on all modules, torch.compile would warn, and compile again.
+        """
+        calls: list[FrameType] = []  # of modules, the innermost first
+        inner = None
+        below = False  # the engine that runs backward: checkpoints call modules again above it
+        while frame is not None:
+            if frame.f_code is CALL:
+                calls.append(frame)
+                inner = inner or (None if below else frame)
+            below = below or frame.f_globals.get("__name__") == ENGINE
+            frame = frame.f_back
+        outer = calls[-1] if calls else None
+        self._see_model(outer, begins=operator != CONVERSION)  # autocast casts weights with gradients enabled
+        if inner is None or outer is None:
+            return None
+        module = inner.f_locals["self"]
+        if id(module) not in self._names:
+            self._add_model(outer.f_locals["self"])
+        return self._names.get(id(module), type(module).__name__)
+
+    def _see_model(self, frame: FrameType | None, *, begins: bool = True) -> None:
+        """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs.
+
+        By the ``id`` of its frame, which would keep the arguments alive.
+        """
+        if self._outermost and (frame is None or id(frame) != self._outermost):
+            self._outermost = 0
+            self.heard("model.call", {}, sys._getframe(1), True, None)
+        if frame is None or self._outermost or not begins or in_backward():
+            return
+        self._outermost = id(frame)
+        model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+        self._add_model(model)
+        if torch.is_grad_enabled():
+            call = call_of(args, kwargs)
+            if (known := self.training.model_calls.setdefault(model, call)) is not call:
+                known.calls += 1
+        self.heard("model.call", {"self": model, "args": args}, frame.f_back or frame, False, None)
+
+    def _add_model(self, model: torch.nn.Module) -> None:
+        self.training.add_model(model)
+        self._names |= self.training.module_names(model)
 
     # -- what backward will read ----------------------------------------------------------------------
 
@@ -95,12 +134,12 @@ class Operations(TorchDispatchMode):
         """Count the activations that the graph behind ``results`` keeps for its backward, each once."""
         if not self._saved:  # of this step, not of the one before
             self.training.saved.clear()
-        stored = {p.untyped_storage().data_ptr() for model in list(self.training.models) for p in model.parameters()}
+        stored = {storage_key(p) for model in list(self.training.models) for p in model.parameters()}
         for node in nodes_behind(t.grad_fn for t in _tensors(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
-                memory = t.untyped_storage().data_ptr()
-                if t.is_floating_point() and memory not in stored and memory not in self._saved:
+                memory = storage_key(t)
+                if memory is not None and t.is_floating_point() and memory not in stored and memory not in self._saved:
                     self._saved.add(memory)
                     self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
 
@@ -109,12 +148,12 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and tell of it."""
         kwargs, name = kwargs or {}, str(func)
-        if name.startswith("profiler."):
+        if self._paused or name.startswith("profiler."):
             return func(*args, **kwargs)
         with Attempt() as seeing:
             given = _tensors((args, kwargs))
             call = self._call_of(name, given, sys._getframe(1))
-            if is_mutable(func):
+            if isinstance(func, OpOverload) and is_mutable(func):
                 self._tell("before", call, func, args, kwargs, None, given)
         result = func(*args, **kwargs)
         with Attempt() as counting:
@@ -128,16 +167,18 @@ class Operations(TorchDispatchMode):
         frame = _outside_of_dynamo(caller)
         region = self.training.open[-1] if self.training.open else -1
         given = tuple([_dtype_name(t) for t in tensors if t.is_floating_point()])
-        if in_backward() and not self._modules:
+        module = self._module_of(frame, operator)
+        if module is None and in_backward():
             number = running_sequence_number()
-            module, place = self._forward.get(number, ("", NOWHERE))
+            path, place = self._forward.get(number, ("", NOWHERE))
             self._begin_group(("backward", number))
-            return Call(operator, module, place, "backward", given, "", region)
-        module, place = self._modules[-1] if self._modules else "", self.places.of(frame)
+            return Call(operator, path, place, "backward", given, "", region)
+        path, place = module or "", self.places.of(frame)
         self._begin_group((id(frame), None if frame is None else frame.f_lasti))
         # The first one that meets a number made its node; those that make none meet that of the node before.
-        self._forward.setdefault(next_sequence_number() - 1, (module, place))
-        return Call(operator, module, place, "update" if self.updates else "forward", given, "", region)
+        self._forward.setdefault(next_sequence_number() - 1, (path, place))
+        is_update = self.updates and not torch.is_grad_enabled()  # a closure's forward has gradients
+        return Call(operator, path, place, "update" if is_update else "forward", given, "", region)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
         results = _tensors(result)
@@ -159,6 +200,7 @@ class Operations(TorchDispatchMode):
         if group != self._group:
             self._end_group(computes=False)
             self._group = group
+            self.training.group += 1
 
     def _end_group(self, *, computes: bool) -> None:
         """Count the casts of the present call of torch, which goes on to compute, or not."""
@@ -170,17 +212,29 @@ class Operations(TorchDispatchMode):
     def _tell(
         self, what: str, call: Call, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
     ) -> None:
-        """Tell watchers, who may read values, of plain tensors with memory."""
+        """Tell watchers, who may read values, of operators on plain tensors with memory; others are only counted."""
+        if not isinstance(func, OpOverload):
+            return
         for t in tensors:
             if is_wrapper(t) or t.is_meta or t.layout is not torch.strided:
                 return
+        with self.watching():
+            self.tell(what, call, func, args, kwargs, result)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let watchers work: autocast, autograd and this mode leave alone what they do."""
         on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+        self._paused = True
         for device in on:
             torch.set_autocast_enabled(device, False)
-        with torch.no_grad():
-            self.tell(what, call, func, args, kwargs, result)
-        for device in on:
-            torch.set_autocast_enabled(device, True)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for device in on:
+                torch.set_autocast_enabled(device, True)
+            self._paused = False
 
 
 def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:
@@ -208,5 +262,8 @@ def _dtype_name(tensor: Tensor) -> str:
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a matrix product, a convolution or an attention, 0 of anything else."""
     packet = getattr(func, "overloadpacket", func)
-    count = flop_registry.get(packet)
+    count = flop_registry.get(OF_CPU.get(packet, packet))
+    if packet is _ATEN._grouped_mm:
+        groups = args[0].shape[0] if args[0].dim() > args[1].dim() else 1  # a group for some of its columns
+        return 2 * args[0].numel() * args[1].shape[-1] // groups
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0

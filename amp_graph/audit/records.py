@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
+    from amp_graph.audit.speed.model_sketch import ModelCall, Sketch
+
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 
 
@@ -101,7 +103,11 @@ class Totals:
 
 @dataclass
 class Region:
-    """A use of ``torch.autocast`` at one place; entered in every step. ``outer``: the region around it, or -1."""
+    """A use of ``torch.autocast`` at one place; entered in every step. ``outer``: the region around it, or -1.
+
+    ``enabled``: whether autocast is on in it. ``asked``: whether it was made to be on: torch disables one for a device
+    that is not there. ``made``: where; nowhere for one that torch makes for itself, as in checkpoints.
+    """
 
     place: Place
     device: str
@@ -110,11 +116,13 @@ class Region:
     outer: int
     entered: int = 0
     looked_at: int = 0  # entered in looked-at steps
+    made: Place = NOWHERE
+    asked: bool = True
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells two regions apart that are entered again and again."""
-        return self.place, self.device, self.dtype, self.enabled, self.outer
+        return self.place, self.device, self.dtype, self.enabled, self.outer, self.asked
 
 
 @dataclass
@@ -124,9 +132,12 @@ class Training:
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: those that were given or called outermost, and how their paths begin;
-    ``optimizers``: those that stepped; no strong reference to either. ``saved``: bytes of activations that the last
-    looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
-    update, by the ``id`` of the parameter. ``unseen``: what was not looked at, and why, for the report.
+    ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of optimizers ran.
+    ``by_closure``: whether the update that runs computes its gradients itself, in a closure. ``saved``: bytes of
+    activations that the last looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of
+    those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the call of torch that
+    dispatched the last operation, with its casts. ``model_calls``: one call of each model; ``sketches``: of those that
+    are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and why.
     """
 
     steps: int = 0
@@ -136,8 +147,15 @@ class Training:
     calls: dict[Call, Totals] = field(default_factory=dict)
     models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
+    by_closure: bool = False
+    group: int = 0
+    model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    sketches: dict[int, Sketch | str] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
 
     def add_model(self, model: torch.nn.Module) -> None:
@@ -164,7 +182,7 @@ class Event(NamedTuple):
 
     ``name``: "autocast.enter", "scaler.step", see ``events.HEARD``. ``arguments``: by parameter name, "self" included.
     ``is_after``: whether the call has returned; an event comes before and after each call. ``step``: how many steps
-    have ended.
+    have ended. "model.call" is that of an outermost module, in looked-at steps alone.
     """
 
     name: str

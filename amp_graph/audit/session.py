@@ -1,14 +1,14 @@
 """Runs an audit beside a training: decides which steps are looked at, and tells the watchers what happens.
 
-``with Audit() as audit: train()``, then ``audit.report()``. A step ends when the optimizer that stepped first steps
-again, or when a GradScaler skips it.
+``with Audit() as audit: train()``, then ``audit.report()``. A step ends when the optimizer that stepped first has
+stepped, or a GradScaler has left its update out.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.records import Call, Event, Places, Region, Training, Watcher
+from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
 from amp_graph.audit.silence import ignored_codes, loud
+from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
@@ -31,6 +32,7 @@ from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.report.report_text import folded_paths
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
+AFTER_SKIPS = 3  # steps that are looked at because a scaler skipped the one before: it often skips several in a row
 
 
 class StepsAreOver(BaseException):
@@ -74,9 +76,12 @@ class Audit:
         self.watchers: list[Watcher] = [kind(self.training) for kind in WATCHERS]
         self.seconds: dict[int, float] = {}  # that each step took
         self._places = Places()
-        self._lead: Optimizer | None = None
+        self._lead: weakref.ref[Optimizer] | None = None
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that stepped in this step
         self._ended = 0  # steps that had ended when the running step of a scaler began
         self._look: Operations | None = None
+        self._after_skips = AFTER_SKIPS  # that may still be looked at
+        self._made: weakref.WeakKeyDictionary[torch.autocast, tuple[Place, bool]] = weakref.WeakKeyDictionary()
         self._began = 0.0
         self._undo: list[Callable[[], None]] = []
 
@@ -101,6 +106,7 @@ class Audit:
 
     def report(self) -> AuditReport:
         """Return what was seen so far."""
+        draw_sketches(self.training)
         findings = []
         for watcher in self.watchers:
             with Attempt() as tried:
@@ -118,24 +124,27 @@ class Audit:
 
     # -- steps ----------------------------------------------------------------------------------------
 
-    def _begin_step(self) -> None:
-        number = self.training.steps + 1
-        if number in self.looks or (self.every and number % self.every == 0):
+    def _begin_step(self, *, after_skip: bool = False) -> None:
+        number, again = self.training.steps + 1, after_skip and self._after_skips > 0
+        self._after_skips -= again
+        if again or number in self.looks or (self.every and number % self.every == 0):
             if has_modes():
                 self.training.unseen[f"step {number}: another dispatch mode was on"] = None
             else:
                 self.training.looked_at.append(number)
-                self._look = Operations(self.training, self._places, self._tell)
+                self._look = Operations(self.training, self._places, self._tell, self._heard)
                 self._look.__enter__()
         self._began = time.perf_counter()
 
-    def _end_step(self) -> None:
+    def _end_step(self, *, skipped: bool = False) -> None:
         self._end_look()
+        self._others.clear()
         self.training.steps += 1
         self.seconds[self.training.steps] = time.perf_counter() - self._began
+        draw_sketches(self.training)
         if self.training.steps == self.stop_after:
             raise StepsAreOver
-        self._begin_step()
+        self._begin_step(after_skip=skipped)
 
     def _end_look(self) -> None:
         if self._look is not None:
@@ -143,49 +152,66 @@ class Audit:
             self._look = None
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
         self.training.optimizers.add(optimizer)
-        self._lead = self._lead or optimizer
+        self.training.updates += 1
         if self._look is None:
             return None
         self._look.updates += 1
-        self._quietly(lambda watcher: watcher.updating(optimizer))
-        given = [self._outside_of_update(self._look, one) for one in args]
-        return tuple(given), {name: self._outside_of_update(self._look, one) for name, one in kwargs.items()}
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self.training.by_closure = closure is not None
+        if closure is None:
+            self._updating(optimizer)
+            return None
+        calls = 0
 
-    def _outside_of_update(self, look: Operations, given: Any) -> Any:
-        """Return a closure as one whose operations are no part of the update; anything else as it is."""
-        if not callable(given) or isinstance(given, Optimizer):
-            return given
+        def told() -> Any:
+            nonlocal calls
+            loss, calls = closure(), calls + 1
+            if calls == 1:  # LBFGS calls it again and again
+                self._updating(optimizer)
+            return loss
 
-        @functools.wraps(given)
-        def closure() -> Any:
-            look.updates -= 1
-            try:
-                return given()
-            finally:
-                look.updates += 1
+        return args[:1], {**kwargs, "closure": told}
 
-        return closure
+    def _updating(self, optimizer: Optimizer) -> None:
+        """Note the dtypes of the gradients of an update that is looked at, and tell of it."""
+        self.training.gradients |= {
+            id(p): (str(p.grad.dtype).removeprefix("torch."), p.grad.numel() * p.grad.element_size())
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        }
+        assert self._look is not None, "an update that is looked at"
+        with self._look.watching():
+            self._quietly(lambda watcher: watcher.updating(optimizer))
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
-            self.training.gradients |= {
-                id(p): (str(p.grad.dtype).removeprefix("torch."), p.grad.numel() * p.grad.element_size())
-                for group in optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            }
-            self._quietly(lambda watcher: watcher.updated(optimizer))
+            with self._look.watching():
+                self._quietly(lambda watcher: watcher.updated(optimizer))
             self._look.updates -= 1
-        if optimizer is self._lead:
+        if self._leads(optimizer):
             self._end_step()
+
+    def _leads(self, optimizer: Optimizer) -> bool:
+        """Say whether the update of ``optimizer`` ends a step: of the first one, or of one that steps twice in it."""
+        if self._lead is None or optimizer in self._others:
+            self._lead = weakref.ref(optimizer)
+        self._others.add(optimizer)
+        return self._lead() is optimizer
 
     # -- what happens ---------------------------------------------------------------------------------
 
     def _heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         place = self._places.of(caller)
-        if name == "autocast.enter" and is_after:
-            self._enter_region(arguments["self"], place)
+        if name == "autocast.made" and not is_after:
+            asked = bool(arguments.get("enabled", True))
+            self._made[arguments["self"]] = (NOWHERE if _is_of_torch(caller) else place, asked)
+        elif name == "autocast.enter" and is_after:
+            made, asked = self._made.get(arguments["self"], (place, True))
+            # A decorated function enters its region wherever it is called.
+            self._enter_region(arguments["self"], made if made.file and _is_of_torch(caller) else place, made, asked)
         elif name == "autocast.exit" and not is_after and self.training.open:
             self.training.open.pop()
         elif name == "backward" and not is_after and self._look is not None:
@@ -202,21 +228,20 @@ class Audit:
 
     def _scaled_step(self, optimizer: Optimizer, is_after: bool) -> None:
         """End the step also where the scaler left the update out, as gradients were infinite."""
-        self._lead = self._lead or optimizer
         if not is_after:
             self._ended = self.training.steps
-        elif optimizer is self._lead and self._ended == self.training.steps:
-            self._end_step()
+        elif optimizer not in self._others and self._ended == self.training.steps and self._leads(optimizer):
+            self._end_step(skipped=True)
 
-    def _enter_region(self, region: torch.autocast, place: Any) -> None:
+    def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1
-        made = Region(
+        entered = Region(
             place, region.device, str(torch.get_autocast_dtype(region.device)).removeprefix("torch."),
-            torch.is_autocast_enabled(region.device), outer,
+            torch.is_autocast_enabled(region.device), outer, made=made, asked=asked,
         )  # fmt: skip
-        known = [i for i, r in enumerate(self.training.regions) if r.key == made.key]
+        known = [i for i, r in enumerate(self.training.regions) if r.key == entered.key]
         if not known:
-            self.training.regions.append(made)
+            self.training.regions.append(entered)
         number = known[0] if known else len(self.training.regions) - 1
         self.training.open.append(number)
         self.training.regions[number].entered += 1
@@ -247,6 +272,17 @@ def _other_ranks() -> Iterator[str]:
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if size != "1":
         yield f"this is rank {rank} of {size}: what others do alone"
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    """Say whether torch called for itself; not a class of its own that the user called."""
+
+    def is_torchs(one: FrameType) -> bool:
+        return str(one.f_globals.get("__name__", "")).partition(".")[0] == "torch"
+
+    while is_torchs(frame) and frame.f_code.co_name == "__init__" and frame.f_back is not None:
+        frame = frame.f_back
+    return is_torchs(frame)
 
 
 audit = Audit  # what users call

@@ -329,6 +329,8 @@ class Conversion:
             self.plain.learn(mode, result)
             self._report_parts(mode)
         captured.notes_reads = False
+        if self.policy.keep_ops:
+            self.diagnostics.unkept(graph.rewritten for graph in self.graphs)
         if captured.runs_left_alone - alone == captured.runs - before:
             self._leave_alone(args, kwargs)
         elif not is_new and captured.frames is not None:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from amp_graph.errors import CaptureError, warn
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import first_line
+from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.torch_compat.autograd import add_hook
@@ -30,6 +31,7 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
 from amp_graph.passes.torch_compat.optimizers import living
 from amp_graph.policy_words import word_of
+from amp_graph.rewrite import Rewritten, unkept
 from amp_graph.scaling.loss_scale import LossScale
 
 TORCH = os.path.dirname(torch.__file__)
@@ -51,6 +53,7 @@ FIXES = (
     (r"tracing failed", "mend the error, or convert the submodules that can be captured"),
 )
 ELSE = "amp_graph.report(model).text() shows what was not captured; convert the submodules that can be"
+UNKEPT_KEY = "keep_ops={} matches no operation that was captured, so it keeps nothing in fp32"
 CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 WARNS = True  # whether missing kernels are reported; tests that remove the compiler turn it off
 _warned: set[str] = set()  # reasons, once per process
@@ -135,6 +138,12 @@ class Diagnostics(CaptureListener):
         if what not in self.notes:
             self.note(what)
             warn_of_full_precision(type(self.model).__name__, gm, dtype)
+
+    def unkept(self, found: Iterable[Rewritten]) -> None:
+        """Warn once of a key of ``keep_ops`` that no graph has, if one has operations of its module."""
+        for name, near in unkept(found).items():
+            if near:
+                self.warn(UNKEPT_KEY.format(name), fix=f"keep_ops={few(near)}")
 
     def uncaptured_call(self, forward: Callable[..., Any], how: str) -> None:
         """Report that no graph ran in a call of ``forward``, and ``how`` further ones run."""

@@ -48,7 +48,7 @@ NOT_AGREED = "the ranks do not agree on it, or not yet"
 AS_WRITTEN = "code that runs without a graph may read it in fp32"
 STAYS = "stays gathered after its forward (reshard_after_forward=False), where other code may read it in fp32"
 PARTLY = "code outside of converted parts may read it in fp32"
-OTHERS = "its tensors are not plain ones: of another mesh, with gathers of their own, or not sharded"
+OTHERS = "its tensors have gathers of their own, or are not sharded"
 
 
 class LowGathers:

@@ -17,9 +17,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.conversion import Conversion, conversion_of
-from amp_graph.cli.target import Target, load_target
+from amp_graph.cli.target import Target, load_target, named
 from amp_graph.convert import convert, revert
-from amp_graph.errors import AmpGraphWarning, CaptureError
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, CaptureError
+from amp_graph.lists.errors import Attempt
 from amp_graph.numerics.compare import projected
 from amp_graph.passes.torch_compat.dynamo_settings import errors_not_logged
 from amp_graph.policy import Policy
@@ -74,6 +75,34 @@ def captured_step(args: argparse.Namespace) -> str:
         step = TrainStep(target.model, any_loss, optimizer, target.policy)
         step(target.named_inputs())
     return step.graph_text()
+
+
+def target_and_batch(args: argparse.Namespace, command: str) -> tuple[Target, tuple[Any, ...], Any]:
+    """Return TARGET in the mode that was asked for, the batch of ``--batch`` or its own inputs, and a loss function."""
+    if args.loss is not None and args.batch is None:
+        raise AmpGraphError(
+            f"{command}: --loss needs targets, which only a batch in a file has\n  legal: --loss with --batch\n"
+            "  fix:   torch.save((x, y), 'batch.pt'), then --batch batch.pt"
+        )
+    target = load_target(args.target, args.input, has_batch=args.batch is not None)
+    target.model.train(args.training is not False)
+    if args.batch is None:
+        batch: tuple[Any, ...] = (target.named_inputs() if target.kwargs else target.args,)
+    else:
+        batch = read_batch(args.batch, command)
+    return target, batch, any_loss if args.loss is None and len(batch) == 1 else args.loss and named(args.loss)
+
+
+def read_batch(path: str, command: str) -> tuple[Any, ...]:
+    """Read a batch that ``torch.save`` wrote: tensors, tuples, lists and dicts of them; nothing else is unpickled."""
+    with Attempt() as tried:
+        batch = torch.load(path, map_location="cpu", weights_only=True)
+        return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    raise AmpGraphError(
+        f"{command}: --batch {path} is not a batch of tensors: {tried.reason}\n"
+        "  legal: what torch.save((inputs, *targets), path) wrote: tensors, in tuples, lists and dicts\n"
+        "  fix:   torch.save((x, y), 'batch.pt'), then --batch batch.pt"
+    ) from tried.error
 
 
 def any_loss(out: Any) -> torch.Tensor:

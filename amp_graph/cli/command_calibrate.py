@@ -22,12 +22,12 @@ from amp_graph.passes.precision.machine_rates import (
     DTYPES,
     FAMILIES,
     PRODUCT_CALL,
+    SIZES,
     Machine,
     class_of,
     machine_text,
     place_of_own_file,
 )
-from amp_graph.passes.precision.op_cost import SIZES
 
 COLUMNS = ("rate", "dtype", "measured", "class")
 ROUNDS, SECONDS = 2, 0.08  # rounds of about 25 measurements, and the least time of each

@@ -71,6 +71,10 @@ TAKES_TARGET = (
     [flag("--train", "model.train() first", dest="training", default=None),
      flag("--eval", "model.eval() first", dest="training", action="store_false")],
 )  # fmt: skip
+TAKES_BATCH = (
+    arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
+    arg("--loss", metavar="LOSS", help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+)
 JSON = flag("--json", "print JSON")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
@@ -112,11 +116,20 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
             help=f"also predict the plans of a list of error budgets (default: {BUDGETS})"),
         JSON,
     ), {}),
+    "search": ("find the fastest policy that is exact enough, by measuring", (
+        *TAKES_TARGET,
+        *TAKES_BATCH,
+        arg("--held-out", metavar="FILE", help="another batch, on which the answer must be as exact"),
+        arg("--budget", metavar="B", type=float, default=1.0,
+            help="the largest error, as a multiple of torch.autocast's (default: 1)"),
+        arg("--absolute", metavar="E", type=float, help="the largest relative error itself, instead of --budget"),
+        arg("--runs", metavar="N", type=int, default=25, help="the most policies to measure (default: 25)"),
+        arg("--seconds", metavar="S", type=float, default=float("inf"), help="the most time"),
+        arg("--state", metavar="FILE", help="keep what was measured in FILE, and go on from there"), JSON,
+    ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
         *TAKES_TARGET,
-        arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
-        arg("--loss", metavar="LOSS",
-            help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
+        *TAKES_BATCH,
         arg("--scale", metavar="S", type=float, help="the loss scale (default: 1)"), JSON,
     ), {"epilog": FOUND}),
     "export": ("write a model in mixed precision for other programs", (

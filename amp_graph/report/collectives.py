@@ -1,17 +1,24 @@
-"""The collectives of a sharded model: what each unit of ``fully_shard`` gathers and reduces, in which dtype, and why.
+"""The collectives of a sharded model or its step: what each unit gathers and reduces, in which dtype, and why.
 
 ``Collective("layers.0", "gather", "bf16 and f32", 16960, 2, "4 of 6 parameters low, ...")``
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from torch.fx import Node
 from torch.nn import Module
 
 from amp_graph.capture.low_gathers import unit_of, why_full
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import SHORT
+from amp_graph.passes.graph.meta_keys import SENT
+from amp_graph.passes.graph.node_info import is_collective
+from amp_graph.passes.sharding.shard_parameters import Sent
 from amp_graph.passes.torch_compat.fully_sharded import (
     dtype_of,
     every_group,
@@ -22,6 +29,7 @@ from amp_graph.passes.torch_compat.fully_sharded import (
     unit_name,
 )
 from amp_graph.report.records import Collective
+from amp_graph.step.train_step import TrainStep
 
 LATER = "not converted, or not called yet"
 
@@ -55,7 +63,40 @@ def _reason(group: Any, records: dict[str, Any]) -> str:
     unit = unit_of(group)
     if unit is None:
         return LATER
+    return _grouped({name: unit.why(name) for name in records}, unit_name(group))
+
+
+def _grouped(why: dict[str, str], unit: str) -> str:
+    """Return why each parameter of a unit is sent as it is; equal reasons once."""
     names: dict[str, list[str]] = {}
-    for name in records:
-        names.setdefault(unit.why(name), []).append(name.removeprefix(f"{unit_name(group)}."))
-    return "; ".join(f"{', '.join(some) if len(some) < len(records) else 'all'}: {why}" for why, some in names.items())
+    for name, reason in why.items():
+        names.setdefault(reason, []).append(name.removeprefix(f"{unit}."))
+    return "; ".join(f"{', '.join(some) if len(some) < len(why) else 'all'}: {one}" for one, some in names.items())
+
+
+# -- of a step -----------------------------------------------------------------------------------------
+
+
+def collectives_of_step(step: TrainStep) -> Iterator[Collective]:
+    """Yield what the step that was traced last sends; nothing if its model is not sharded."""
+    last = next((captured.step for captured in reversed(step.captured) if captured.step is not None), None)
+    if last is None:
+        return
+    graphs = [(last.gm, step.micro_batches), *((update.gm, 1) for update in step.updates[-1:] if not last.update)]
+    nodes = [(node, times) for gm, times in graphs for node in gm.graph.nodes if is_collective(node)]
+    found = Counter[Collective]()
+    for node, times in nodes if any(SENT in node.meta for node, _ in nodes) else ():
+        found[_sent(node)] += times
+    yield from (replace(one, times=times) for one, times in found.items())
+
+
+def _sent(node: Node) -> Collective:
+    """Return what one collective of a graph sends, in whole."""
+    sent: Sent = node.meta.get(SENT, Sent("", "sum", "gradients of what no unit shards"))
+    given = value(node.all_input_nodes[0])
+    if sent.direction != "gather":
+        return Collective(sent.unit, sent.direction, SHORT[given.dtype], given.nbytes, 1, sent.what)
+    low = {dtype: f"{SHORT[dtype]}, as all that reads it does so" for _, dtype, _ in sent.parts}
+    why = {name: low[dtype] if cast else "read as it is" for name, dtype, cast in sent.parts}
+    dtypes = _words(dtype for _, dtype, _ in sent.parts)
+    return Collective(sent.unit, "gather", dtypes, value(node).nbytes, 1, sent.what + _grouped(why, sent.unit))

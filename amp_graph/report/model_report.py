@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.diagnostics import UNKEPT_KEY
 from amp_graph.capture.dynamo_backend import Captured, Compile, graphs_of
 from amp_graph.compiler_options import Options, options_text
 from amp_graph.errors import CaptureError
@@ -21,7 +22,7 @@ from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.torch_compat.modules import behind_compile
 from amp_graph.policy import Policy
 from amp_graph.report.collect_records import read_graph
-from amp_graph.report.collectives import collectives_of
+from amp_graph.report.collectives import collectives_of, collectives_of_step
 from amp_graph.report.metrics import memory_of
 from amp_graph.report.networkx_graph import digraph
 from amp_graph.report.page_summary import checked_times, summary_of
@@ -36,6 +37,7 @@ from amp_graph.report.report_notes import (
     precision_lines,
 )
 from amp_graph.report.report_text import WIDTH, report_text
+from amp_graph.rewrite import unkept
 from amp_graph.step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -200,6 +202,7 @@ def _of_step(step: TrainStep) -> Report:
         memory_of(step.model, step.optimizer, step.weight_copies()),
         step,
         status="" if graphs else NOT_CAPTURED.replace("model", "step"),
+        collectives=tuple(collectives_of_step(step)),
     )
     return replace(found, model=f"TrainStep of {found.model}")
 
@@ -221,6 +224,7 @@ def _made(
 
     def all_notes() -> Iterator[str]:
         yield from notes
+        yield from (UNKEPT_KEY.format(name) for name in unkept(record.rewritten for record in records))
         yield from notes_of_emulation(policy, [record.rewritten for record in records])
         yield from notes_of_scale(scaled)
         yield from notes_of_kernels(model)

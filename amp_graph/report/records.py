@@ -75,9 +75,9 @@ class Predicted:
 class Collective:
     """What a unit of ``fully_shard`` sends in one collective.
 
-    ``direction``: "gather" of parameters, or "reduce" of gradients. ``dtype``: "bf16 and f32" where a gather has both.
-    ``bytes``: of the whole that it gathers or reduces. ``times``: in a step of forward and backward. ``reason``: of its
-    dtypes.
+    ``direction``: "gather" of parameters, "reduce" of gradients to shards, or "sum" of what is no shard. ``dtype``:
+    "bf16 and f32" where a gather has both. ``bytes``: of the whole that is gathered, reduced or summed. ``times``: in a
+    step of forward and backward. ``reason``: of its dtypes.
     """
 
     unit: str

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.conversion import TRIED_AGAIN, Conversion, conversion_of
@@ -18,8 +19,9 @@ from amp_graph.capture.diagnostics import Diagnostics, break_at
 from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.capture.recapture_limits import NoGraph, Variants
 from amp_graph.errors import AmpGraphError, CaptureError, warn
-from amp_graph.lists.errors import Undo
+from amp_graph.lists.errors import Undo, first_line
 from amp_graph.model_state import ModelState
+from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, capture_with_dynamo, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, own_code_object, weakly
 from amp_graph.passes.torch_compat.dynamo_settings import NO_LIMIT
@@ -97,7 +99,7 @@ class StepRuns:
         except NOT_CAPTURED as error:
             failed = error
         else:
-            self._warn_of_recaptures(known)
+            self._look_at_captures(known)
             return result
         if failed is None or mode in self._failed:  # outside of the handler: the user's errors have no other's context
             return self._converted(batch)
@@ -110,8 +112,10 @@ class StepRuns:
         self._failed[mode] += 1
         return self._failed[mode] != TRIED_AGAIN
 
-    def _warn_of_recaptures(self, known: int) -> None:
+    def _look_at_captures(self, known: int) -> None:
         count = len(self.steps.captured)
+        if count > known and self.policy.keep_ops:
+            self._diagnostics.unkept(one.rewritten for one in self.steps.captured)
         if count > known and count == WARNED_AT:
             warn(
                 f"TrainStep: captured {count} times; each takes as long as the first, and all graphs are kept\n"
@@ -124,6 +128,7 @@ class StepRuns:
         if isinstance(inner, AmpGraphError):
             raise inner from None
         if self.builder.sharded.units:  # a rank that runs the model alone would wait for gathers of the others
+            self._refuse_batch(failed, batch)
             self._refuse_several_graphs(failed)
         before = ModelState(self.model, list(batch))
         if not self.alone:
@@ -146,6 +151,22 @@ class StepRuns:
         finally:
             before.restore()
         self._refuse_several_graphs(failed)
+
+    def _refuse_batch(self, failed: Exception, batch: Sequence[Any]) -> None:
+        """Raise CaptureError with what an operation says of the batch, if one has failed in the capture."""
+        own: BaseException = failed
+        while isinstance(own, dynamo_errors.TorchDynamoException) and (inner := own.__cause__ or own.__context__):
+            own = inner
+        if own is failed or not isinstance(failed, dynamo_errors.TorchRuntimeError):
+            return
+        place = break_at("", getattr(failed, "real_stack", None)).where
+        given = ", ".join(type_text(one) for one in tree_leaves(list(batch)) if isinstance(one, Tensor))
+        raise CaptureError(
+            f"TrainStep: {type(self.model).__name__} or its loss fails for this batch{f': {place}' * bool(place)}: "
+            f"{type(own).__name__}: {first_line(own)}\n"
+            f"  legal: shapes and dtypes that they take; the batch has {given or 'no tensors'}\n"
+            "  fix:   that batch, or that line"
+        ) from own
 
     def _refuse_several_graphs(self, failed: Exception) -> NoReturn:
         raise CaptureError(

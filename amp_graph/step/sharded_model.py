@@ -7,26 +7,22 @@ this rank's shards in their place.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule, Node
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Compile
 from amp_graph.errors import CaptureError
-from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.sharding.shard_parameters import Unit
 from amp_graph.passes.torch_compat.fully_sharded import (
     ShardedUnit,
-    every_group,
-    is_reduced,
     reshard,
+    told_of_reductions,
     units_of,
     without_hooks_of_fsdp,
 )
@@ -47,18 +43,17 @@ class ShardedModel:
         self._sharded: dict[int, Any] = {}  # by id of its stand-in
         self._unit: dict[int, int] = {}  # the numbers of units, by id of the stand-in
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        self._groups: list[Any] = []
+        self._every: list[ShardedUnit] = []  # units, those without parameters, too
         self.units: list[Unit] = []
-        self._agreed: dict[Any, int] = {}  # digests of collectives, by what they depend on
         if any(is_sharded(module) for module in model.modules()):
             self._read()
 
     def _read(self) -> None:
         """Read the units, and where modules hold their parameters; known ones keep their stand-ins."""
-        found = units_of(self.model)
-        self._groups = every_group(self.model)
-        self.units = [_unit(one, self._reduce_dtype) for one in found if one.parameters]
-        owners = {id(p): n for n, one in enumerate(o for o in found if o.parameters) for p in one.parameters}
+        self._every = units_of(self.model)
+        filled = [one for one in self._every if one.parameters]
+        self.units = [_unit(one, self._reduce_dtype) for one in filled]
+        owners = {id(p): n for n, one in enumerate(filled) for p in one.parameters}
         held = [(m._parameters, name, p) for m in self.model.modules() for name, p in m._parameters.items()]
         self._places = [place for place in held if id(place[2]) in owners]
         known = self._stand_ins
@@ -73,11 +68,7 @@ class ShardedModel:
         if not self.units:
             yield
             return
-        if not all(map(is_reduced, self._groups)):
-            raise CaptureError(
-                "TrainStep: set_requires_gradient_sync(False) asks a sharded model to keep gradients unreduced\n"
-                "  legal: reductions in each step\n  fix:   micro_batches=, which updates once for all of them"
-            )
+        _refuse_reductions(self._every)
         self._follow()
         with without_hooks_of_fsdp(self.model):
             try:
@@ -137,37 +128,6 @@ class ShardedModel:
         """Return the inputs of a captured graph with shards in the place of stand-ins."""
         return [self.local(a) for a in args] if self.units else list(args)
 
-    def agree(self, gm: GraphModule, *what: Any) -> None:
-        """Raise CaptureError if this graph has other collectives than those of the ranks, or than others of this rank.
-
-        The first graph of a kind, ``what`` and the modes of modules and parameters, is compared over the ranks, which
-        all trace one: a collective. A later one, for another batch, is compared with that: a rank may be alone in it.
-        A wrong pair would hang, or gather bytes of one weight for another.
-        """
-        if not self.units:
-            return
-        sent = [(n.target, value(n.all_input_nodes[0])) for n in gm.graph.nodes if _is_collective(n)]
-        text = "; ".join(f"{target} {tensor.dtype} {tuple(tensor.shape)}" for target, tensor in sent)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-        trained = tuple(p.requires_grad for p in self.model.parameters())
-        kind = (*what, trained, tuple(module.training for module in self.model.modules()))
-        if kind not in self._agreed:
-            others = self._digests(digest)
-            if unlike := [rank for rank, other in enumerate(others) if other != digest]:
-                named = ", ".join(map(str, unlike))
-                _refuse_plan(f"the steps of ranks {named} have other collectives than this rank's")
-            self._agreed[kind] = digest
-        elif self._agreed[kind] != digest:
-            _refuse_plan("the step for this batch has other collectives than the first one, which other ranks may run")
-
-    def _digests(self, digest: int) -> list[int]:
-        first: Any = next(iter(self._sharded.values()))
-        mine = torch.tensor([digest], device=first.device)
-        group = first.device_mesh.get_group() if first.device_mesh.ndim == 1 else dist.group.WORLD
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, mine, group=group)
-        return [int(one.item()) for one in found]
-
     def whole(self, shard: Tensor, parameter: Tensor) -> Tensor:
         """Return a gradient as the optimizer reads it: a DTensor for a parameter that is one."""
         owner: Any = self.parameter(parameter)
@@ -179,18 +139,6 @@ class ShardedModel:
         return found
 
 
-def _is_collective(node: Node) -> bool:
-    return str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
-
-
-def _refuse_plan(what: str) -> NoReturn:
-    raise CaptureError(
-        f"TrainStep: {what}\n"
-        "  legal: batches for which every rank reads the same parameters, and plans their weights in the same dtypes\n"
-        "  fix:   layers that all ranks run, batches of one shape, or 'skip_unprofitable=false' in the policy"
-    )
-
-
 def _stand_in(parameter: Tensor) -> torch.nn.Parameter:
     """Return a parameter without memory, as FSDP's own gathered parameters are between two gathers."""
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -198,9 +146,13 @@ def _stand_in(parameter: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(whole, parameter.requires_grad)
 
 
-def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
+def _mesh_of(one: ShardedUnit) -> Any:
     first: Any = one.parameters[0]
-    mesh = first.device_mesh
+    return first.device_mesh
+
+
+def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
+    mesh = _mesh_of(one)
     inner = mesh.ndim - 1
     return Unit(
         name=one.path,
@@ -209,7 +161,7 @@ def _unit(one: ShardedUnit, reduce_dtype: torch.dtype | None) -> Unit:
         ranks=mesh.size(),
         replicas=mesh.get_group(0).group_name if inner else "",
         reshards=one.reshards,
-        reduce_dtype=reduce_dtype or one.policy.reduce_dtype,
+        reduce_dtype=reduce_dtype or one.group.mp_policy.reduce_dtype,
     )
 
 
@@ -235,10 +187,12 @@ def refuse_other_sharding(model: torch.nn.Module, policy: Policy, compile: Compi
             _refuse_placement(names.get(id(p), one.path), p)
         if why := _told_otherwise(one):
             _refuse(f"{_named(one.path)}: {why[0]}", why[1])
+    _refuse_reductions(units)
     if not units:
         return
-    if len({one.parameters[0].device_mesh for one in units if one.parameters}) > 1:  # type: ignore[attr-defined]
-        _refuse("units of the model are sharded over several meshes", "one mesh for all units")
+    meshes = {_mesh_of(one): _named(one.path) for one in units if one.parameters}
+    if len(meshes) > 1:
+        _refuse(f"{' and '.join(meshes.values())} are sharded over different meshes", "one mesh for all units")
     converted = next((name for name, module in every.items() if conversion_of(module) is not None), None)
     if converted is not None:
         raise CaptureError(
@@ -262,7 +216,7 @@ def _refuse_options(
             f"TrainStep: compile={compile!r}, and {type(model).__name__} is sharded by fully_shard\n"
             "  legal: compile='eager'\n  fix:   leave compile out"
         )
-    mesh: Any = next(one.parameters[0].device_mesh for one in units if one.parameters)  # type: ignore[attr-defined]
+    mesh = next(_mesh_of(one) for one in units if one.parameters)
     whole: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     if mesh.ndim > 1 and mesh.size() != dist.get_world_size():
         _refuse("the model is sharded over a part of the ranks in two dimensions", "a mesh of all ranks")
@@ -292,7 +246,7 @@ def _refuse_placement(name: str, parameter: Any) -> None:
 
 def _told_otherwise(one: ShardedUnit) -> tuple[str, str] | None:
     """Return what a unit was told that a step does not do, and what it does."""
-    policy = one.policy
+    policy = one.group.mp_policy
     if policy.param_dtype is not None or policy.output_dtype is not None:
         return (
             "its MixedPrecisionPolicy has a dtype of parameters or outputs, and a TrainStep chooses those of weights",
@@ -300,6 +254,12 @@ def _told_otherwise(one: ShardedUnit) -> tuple[str, str] | None:
         )
     if one.offloads:
         return "its parameters are offloaded to the CPU", "fully_shard without offload_policy"
-    if one.divides is not None:
-        return "set_gradient_divide_factor was called", "gradients divided by the number of ranks"
     return None
+
+
+def _refuse_reductions(units: Sequence[ShardedUnit]) -> None:
+    """Raise CaptureError if a unit was told to reduce gradients otherwise; between two steps it may have been."""
+    for one in units:
+        if call := told_of_reductions(one.group):
+            what = f"{_named(one.path)}: {call} was called, and each step averages gradients over all ranks"
+            _refuse(what, "averages alone; micro_batches= adds up gradients of several batches")

@@ -1,4 +1,4 @@
-"""Reads and checks the arguments of a ``TrainStep``: model, optimizer, batch, loss scale, and its ranks.
+"""Reads and checks the arguments of a ``TrainStep``: model, optimizer, batch, loss scale.
 
 Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called with its arguments, and its loss.
 """
@@ -6,12 +6,10 @@ Before: ``step({"input_ids": ids, "labels": ids})``. After: the model called wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -19,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.convert import refuse_what_cannot_be_converted
-from amp_graph.errors import AmpGraphError, CaptureError, RankError
-from amp_graph.lists.errors import Attempt, first_line, shortened
+from amp_graph.errors import AmpGraphError, CaptureError
+from amp_graph.lists.errors import shortened
 from amp_graph.optim.check_optimizer import refuse_closures
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.torch_compat.dispatch import mode_without_capture
@@ -199,79 +197,3 @@ def refuse_several_devices(parameters: Sequence[Tensor]) -> None:
             f"TrainStep: the model's parameters are on several devices: {', '.join(devices)}\n"
             "  legal: one device\n  fix:   model.to(device), or amp_graph.convert(model) with amp_graph.GradScaler"
         )
-
-
-# -- ranks ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that average gradients: a process group's name and size; ``dtype``: of the all-reduce."""
-
-    group: str
-    size: int
-    dtype: torch.dtype | None = None
-
-
-def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
-    """Return the ranks to average over: ``process_group``, all ranks for None, none for False or one process.
-
-    Of a sharded model, None stands for its mesh, even for one of one rank.
-    """
-    known = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-    if process_group is not None and process_group is not False and not known:
-        raise CaptureError(
-            f"TrainStep: process_group={process_group!r}\n  legal: a torch.distributed.ProcessGroup; None for all "
-            "ranks; False for none\n  fix:   process_group=None"
-        )
-    every = default_group()
-    if process_group is False or every is None:
-        return None
-    sharded: Any = next((p for p in model.parameters() if hasattr(p, "to_local")), None)
-    mesh = None if sharded is None else sharded.device_mesh
-    group: Any = process_group or (mesh.get_group() if mesh is not None and mesh.ndim == 1 else every)
-    size = dist.get_world_size(group)
-    return Ranks(group.group_name, size, dtype) if size > 1 or mesh is not None else None
-
-
-class Failures:
-    """What failed on which rank, in the store of their process group: collectives of others end without a reason."""
-
-    KEY = "amp_graph: a step failed"
-
-    def __init__(self, group: Any) -> None:
-        self._group, self._is_told = group, False
-
-    def tell(self, error: BaseException) -> None:
-        """Tell other ranks of ``error``; RankError instead if it is a collective's, and one told of its own before."""
-        with Attempt(RankError):  # the store ends with its rank
-            store = self._group.get_group_store()
-            of_a_collective = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            if of_a_collective and store.check([self.KEY]):
-                raise RankError(
-                    f"TrainStep: {store.get(self.KEY).decode()}\n  here: {first_line(error)}\n"
-                    "  fix:   mend that rank; then start all ranks again, from a checkpoint"
-                )
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            store.set(self.KEY, f"rank {dist.get_rank()} failed in its step: {reason}")
-            self._is_told = True
-
-    def forget(self) -> None:
-        """Take back what this rank told: it has gone on."""
-        if self._is_told:
-            self._is_told = False
-            self._group.get_group_store().delete_key(self.KEY)
-
-
-def default_group() -> Any:
-    """Return the group of all ranks, or None."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
-def make_equal(model: torch.nn.Module, process_group: Any) -> None:
-    """Broadcast parameters and buffers from the group's first rank, as DDP does, but for sharded ones."""
-    group: Any = process_group or default_group()
-    first = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in [p for p in (*model.parameters(), *model.buffers()) if not hasattr(p, "to_local")]:
-            dist.broadcast(tensor.detach(), first, group=group)

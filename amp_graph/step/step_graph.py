@@ -56,6 +56,7 @@ class StepGraph:
     outputs: int  # how many the captured graph has; gradients, found_inf and skips follow if "after" needs them
     updates: Sequence[GroupUpdate] = ()
     passes: tuple[Timed, ...] = ()  # over the whole step, and of those that append its parts what failed
+    come: Callable[[], None] | None = None  # called before its collectives, if it has some
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" if it does not
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
@@ -64,6 +65,8 @@ class StepGraph:
 
     def __call__(self, *args: Tensor) -> Any:
         """Run the step on the captured graph's inputs and return what the captured graph returned."""
+        if self.come is not None:
+            self.come()
         with torch.no_grad():
             found = self.run(*self.sharded.given(args), *self.state)
             if self.after is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ from amp_graph.rewrite import rewrite_in_place
 from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.sharded_model import ShardedModel
-from amp_graph.step.step_arguments import Ranks, refuse_gradients_beyond, refuse_several_devices
+from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
 from amp_graph.step.step_graph import CapturedStep, StepGraph, names_of, take_loss_mark, trace_step
 from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
+from amp_graph.step.step_ranks import Ranks
 from amp_graph.step.step_state import StepState
 
 
@@ -111,7 +113,7 @@ class StepBuilder:
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):
             passes = pipeline(Phase.STEP, self.policy.pipeline_options(device_of(gm))) if in_step else []
             step = trace_step(parts, self._lower, passes)
-        self.sharded.agree(step.gm, updates, len(self.parameters()))
+        step.come = self._coming(step.gm, updates)
         if self.cuda_graph:
             step.run = Replayed(step.run, self._batch_in(args), step.outputs)
         step.copies = list(copies.values())
@@ -151,9 +153,15 @@ class StepBuilder:
         all_names = [*names, *(f"gradient of {name}" for name in names), "loss"]
         with one_capture_at_a_time():
             step = trace_step(replace(parts, args=args, names=all_names, absent=absent), plain._lower)
-        self.sharded.agree(step.gm, len(self.parameters()))
+        step.come = self._coming(step.gm, None)
         self._set_update(step, "eager")
         return step
+
+    def _coming(self, gm: GraphModule, part: Any) -> Callable[[], None] | None:
+        """Return what is to be called before a graph with collectives; ``part``: which of a step's graphs it is."""
+        notes = None if self.ranks is None else self.ranks.notes
+        plan = None if notes is None else notes.plan_of(gm, part, len(self.parameters()))
+        return None if notes is None or plan is None else partial(notes.come, plan)
 
     def _set_update(self, step: StepGraph, compile: Compile) -> None:
         how = "torch's fused kernels" if compile == "eager" else "pointwise operations, for the compiler"

@@ -35,20 +35,16 @@ from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
 from amp_graph.step.sharded_model import ShardedModel, refuse_other_sharding
 from amp_graph.step.step_arguments import (
-    Failures,
-    Ranks,
-    default_group,
-    make_equal,
     make_loss_scale,
     policy_of,
-    ranks_of,
     refuse,
     refuse_options,
     refuse_surroundings,
     split_batch,
 )
 from amp_graph.step.step_cache import CapturedSteps
-from amp_graph.step.step_graph import CapturedStep
+from amp_graph.step.step_graph import CapturedStep, StepGraph
+from amp_graph.step.step_ranks import Ranks, default_group, ranks_of
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
 
@@ -135,9 +131,7 @@ class TrainStep:
         refuse_other_sharding(model, self.policy, compile, process_group)
         ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, ranks)
-        self._failures = None if ranks is None else Failures(process_group or default_group())
-        if ranks is not None:
-            make_equal(model, process_group)
+        self._notes = None if ranks is None else ranks.notes
         self._sharded = ShardedModel(model, reduce_dtype)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Optimizer = optimizer
@@ -214,11 +208,11 @@ class TrainStep:
         except BaseException as error:
             if scale is not None:
                 scale.records.undo()
-            if self._failures is not None:
-                self._failures.tell(error)
+            if self._notes is not None:
+                self._notes.tell(error)
             raise
-        if self._failures is not None:
-            self._failures.forget()
+        if self._notes is not None:
+            self._notes.end_step()
         for watch in self._watches:
             watch.after()
         return result
@@ -307,6 +301,11 @@ class TrainStep:
         return self._steps.captured
 
     @property
+    def updates(self) -> list[StepGraph]:
+        """The graphs of an update alone, behind those of micro-batches."""
+        return list(self._steps.updates.values())
+
+    @property
     def graphs(self) -> list[Captured]:
         """The captured forwards of steps, and those of the model where steps are not traced."""
         return self._runs.graphs
@@ -348,4 +347,4 @@ class TrainStep:
     def graph_text(self) -> str:
         """Return the traced steps as text: forward, backward, unscale, update and scale, one line per node."""
         traced = [captured.step for captured in self.captured if captured.step is not None]
-        return "\n\n".join(graph_text(step.gm) for step in (*traced, *self._steps.updates.values()))
+        return "\n\n".join(graph_text(step.gm) for step in (*traced, *self.updates))

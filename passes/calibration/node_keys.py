@@ -7,6 +7,8 @@ branch of a ``torch.cond`` in ``layers.3``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of
@@ -41,6 +43,16 @@ def operation_name(node: Node) -> str:
 def module_of(key: str) -> str:
     """Return the module path of a key; "" for the model itself."""
     return key.rpartition(":")[0]
+
+
+def unmatched_keys(names: Collection[str], keys: Collection[str]) -> dict[str, list[str]]:
+    """Return which of ``names`` are none of the ``keys`` of a graph, each with the keys of its module and body."""
+    return {name: [key for key in keys if _place(key) == _place(name)] for name in names if name not in keys}
+
+
+def _place(key: str) -> tuple[str, str]:
+    """Return the module path of a key, and where its operation is in the bodies of that module."""
+    return module_of(key), key.rpartition(":")[2].rpartition("/")[0]
 
 
 def few(names: list[str]) -> str:

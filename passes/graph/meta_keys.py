@@ -44,6 +44,8 @@ WRITTEN_OUT = "amp_written_out"
 """This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass."""
 SPARED = "amp_spared"
 """The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports."""
+SENT = "amp_sent"
+"""What a collective sends for which unit, a ``Sent``. Written by the passes of sharding; read by reports."""
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
@@ -63,5 +65,7 @@ INSIDE = "amp_inside"
 """Where a body is in the graph around it, such as ``mixer.cond/0/``. Written by bodies; read by node_keys."""
 UNCALIBRATED = "amp_uncalibrated"
 """A warning of operations that a calibration lacks, or "". Written by plan_precision; read by rewrite."""
+UNKEPT = "amp_unkept"
+"""The keys of ``keep_ops`` that no operation has, with the operations of their modules. Written by plan_precision."""
 LEFT_ALONE = "amp_left_alone"
 """The prediction for which the whole graph stays fp32. Written by plan_precision; read by captures and reports."""

@@ -182,6 +182,11 @@ def clean_path(path: str) -> str:
     return re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", rest).strip(".")
 
 
+def is_collective(node: Node) -> bool:
+    """Say whether ``node`` starts a functional collective."""
+    return str(node.target).startswith("_c10d_functional.") and "wait_tensor" not in str(node.target)
+
+
 def is_view(op: OpOverload) -> bool:
     """Say whether ``op`` returns an alias of an argument without writing to it."""
     schema = op._schema

@@ -14,13 +14,14 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
+from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.precision.build_assignment import Formulation, formulate, low_of
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
 from amp_graph.passes.precision.machine_rates import Machine
 from amp_graph.passes.precision.min_cut_planner import choices
 from amp_graph.passes.precision.planning_problem import LOW, Choice, Problem
-from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, Term, cheapest
+from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term, cheapest
 from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from amp_graph.passes.torch_compat.fake import numel
@@ -33,7 +34,8 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
 
     A low operation rounds its result once for all its readers; a neutral operation does not round. A low gather
     copies exactly, but its backward sums the gradients of each element and rounds each sum. A full value that is cast
-    is rounded for each low reader, by the influence of that reader.
+    is rounded for each low reader, by the influence of that reader. What the model's own autocast regions lower is
+    rounded in every plan; its own casts are no error, as it makes them in fp32 too.
     """
     unit = WHOLE / (sum(influence.readings.values()) or 1.0)
     low = [0] * len(made.full)
@@ -44,7 +46,16 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
         Term((reader,), (made.holds[source],), round(unit * influence.readings.get((source, node), 0.0)))
         for source, node, reader in _lowered(made)
     ]
+    own = [
+        (source, node) for node in made.problem.classes if _is_low_by_region(node) for source in node.all_input_nodes
+    ]
+    always = sum(round(unit * influence.readings.get(pair, 0.0)) for pair in own)
+    casts.append(Term((LOW_ALWAYS,), (FULL_ALWAYS,), always))
     return Task((0,) * len(low), tuple(low), made.fixed, tuple(made.limits), tuple(casts))
+
+
+def _is_low_by_region(node: Node) -> bool:
+    return REGION in node.meta and any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors(captured(node)))
 
 
 def _roundings(node: Node, kind: Classification) -> float:

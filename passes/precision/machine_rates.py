@@ -24,6 +24,15 @@ VARIABLE = "AMP_GRAPH_MACHINE"  # the path of a machine file; "default" for the 
 FAMILIES = ("matmul", "matvec", "convolution", "attention", "elementwise", "activation", "normalization", "cast")
 COUNTED = ("matmul", "convolution", "attention")  # rates in FLOP/s
 DTYPES = ("float32", "bfloat16", "float16")
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BY_LIBRARY = ("matmul", "convolution")  # run by oneDNN, cuBLAS or cuDNN: these calls cost `product_call` more
+# Operations of ATen by family; what is in none of them is elementwise.
+PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
+ACTIVATIONS = frozenset({
+    "tanh", "sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "sqrt", "gelu", "silu", "elu",
+    "selu", "celu", "mish", "hardswish", "softplus", "log_sigmoid", "glu", "erf", "log", "log1p", "sin", "cos", "pow",
+    "rsqrt", "logsumexp", "cross_entropy_loss", "nll_loss", "expm1",
+})  # fmt: skip
 PRODUCT_CALL = "product_call"
 LEAST, MOST = 1e-30, 1e30  # bounds of seconds and rates, so that the arithmetic of the planners stays finite
 _NUMBERS = ("call", "graph", "kept")

@@ -19,25 +19,25 @@ from amp_graph.passes.graph.identify_ops import only_views
 from amp_graph.passes.native.gemm_thresholds import panels_are_profitable, small_linear_is_profitable
 from amp_graph.passes.native.kernel_table import is_available
 from amp_graph.passes.precision.classify import Classification
-from amp_graph.passes.precision.machine_rates import COUNTED, Machine
+from amp_graph.passes.precision.machine_rates import (
+    ACTIVATIONS,
+    BY_LIBRARY,
+    COUNTED,
+    PRODUCTS,
+    SIZES,
+    Machine,
+)
 from amp_graph.passes.torch_compat.fake import concrete_size, numel
 from amp_graph.passes.torch_compat.storage import storage_key
 
 PICOSECONDS = 1e12
 CALLS_OF_A_STEP = 5  # kernels per step of a recurrent layer
 OWN_CALL_THAT_TRAINS = 8e-6  # seconds of overhead per matmul of an autograd.Function
-BY_LIBRARY = ("matmul", "convolution")  # run by oneDNN, cuBLAS or cuDNN: these calls cost `product_call` more
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "lstm", "gru"})
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer"})
 KEEPS_OUTPUT = frozenset(
     {"relu", "tanh", "sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "exp", "sqrt"}
 )
 KEEPS_NOTHING = frozenset({"add", "sub", "rsub", "sum", "mean", "neg", "where", "dropout"})
-ACTIVATIONS = KEEPS_OUTPUT - {"relu"} | {
-    "gelu", "silu", "elu", "selu", "celu", "mish", "hardswish", "softplus", "log_sigmoid", "glu", "erf", "log", "log1p",
-    "sin", "cos", "pow", "rsqrt", "logsumexp", "cross_entropy_loss", "nll_loss", "expm1",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

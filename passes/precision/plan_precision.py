@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
 from amp_graph.passes.calibration.calibration import kept_full, unmatched
-from amp_graph.passes.calibration.node_keys import node_keys
+from amp_graph.passes.calibration.node_keys import node_keys, unmatched_keys
 from amp_graph.passes.graph import aliasing, node_info
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, is_eligible, tensors, value
 from amp_graph.passes.graph.identify_ops import is_tensor_call
@@ -29,6 +29,7 @@ from amp_graph.passes.graph.meta_keys import (
     PREDICTED,
     REGION,
     UNCALIBRATED,
+    UNKEPT,
     WISH,
 )
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -86,6 +87,7 @@ class PlanPrecision(Pass):
         gm.meta[LOW_DTYPE] = self.options.dtype
         changes: list[Change] = []
         keys = node_keys(gm)
+        gm.meta[UNKEPT] = unmatched_keys(self.options.keep_ops, list(keys.values()))
         for node, choice in self._worth_it(problem, self._choices(problem)).items():
             node.meta[MARK] = _mark(node, keys[node], choice, problem)
             changes.append(Change(self.name, choice.precision, node.name, choice.reason))

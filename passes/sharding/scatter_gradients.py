@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, PassResult
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.meta_keys import SENT
+from amp_graph.passes.graph.node_info import is_collective
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import (
     UPDATES,
@@ -32,7 +34,7 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     set_gradients,
     set_outputs,
 )
-from amp_graph.passes.sharding.shard_parameters import Shard, Unit, padded, rows_of
+from amp_graph.passes.sharding.shard_parameters import Sent, Shard, Unit, padded, rows_of
 from amp_graph.passes.step.lay_out_gradients import upcast
 from amp_graph.passes.torch_compat.operators import collectives, foreach_norm
 
@@ -85,18 +87,30 @@ class ScatterGradients(JointPass):
             own = [i for i, name in enumerate(names) if name in self.shards and self.shards[name].unit == number]
             if own:
                 last = max((grads[i] for i in own), key=place.__getitem__)
-                started.append((unit, own, append(gm, scatter, [grads[i] for i in own], unit, before=_behind(last))))
+                flat = append(gm, scatter, [grads[i] for i in own], unit, before=_behind(last))
+                asked = " as reduce_dtype says" if unit.reduce_dtype else ""
+                flat.meta[SENT] = Sent(unit.name, "reduce", f"gradients{asked}")
+                started.append((unit, own, flat))
         changes = []
         for unit, own, flat in started:
             shapes, shards = [value(grads[i]).shape for i in own], [self.shards[names[i]].local for i in own]
             fakes = [value(grads[i]).new_empty(one.shape, dtype=one.dtype) for i, one in zip(own, shards, strict=True)]
             for i, node in zip(own, append(gm, scattered, flat, shapes, fakes, unit), strict=True):
                 grads[i] = node
+            if unit.replicas:
+                _label(gm, Sent(unit.name, "sum", "gradients of replicas"))
             what = f"{len(own)} gradients of {unit.name or 'the whole model'}"
             changes.append(Change("reduce", "reduce gradients to shards", flat.name, what))
         set_gradients(gm, grads)
         record_done(gm, self.name)
         return PassResult(gm, tuple(changes))
+
+
+def _label(gm: GraphModule, sent: Sent) -> None:
+    """Note what the collectives send that are new in a graph."""
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            node.meta.setdefault(SENT, sent)
 
 
 def _behind(node: Node) -> Node:
@@ -152,6 +166,7 @@ class AgreeOnShards(JointPass):
         sharded = [grad for name, grad in named if name in self.sharded]
         equal = [grad for name, grad in named if name not in self.sharded]
         norm, agreed = append(gm, agree, sharded, equal, verdict, self.unit)
+        _label(gm, Sent(self.unit.name, "sum", "norm and verdict"))
         change_joint(gm, norm=norm.name)
         if verdict is not None and joint.found_inf is not None:
             outs = outputs(gm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, PassError, PassResult, Writes
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.liveness import Lifetimes
-from amp_graph.passes.graph.meta_keys import INPUT
+from amp_graph.passes.graph.meta_keys import INPUT, SENT
 from amp_graph.passes.graph.node_info import at_line, is_view
 from amp_graph.passes.loss_scaling.append import append, mode_of
 from amp_graph.passes.loss_scaling.joint_graph import JointPass, input_nodes, joint_of, like_in, node_named
@@ -51,6 +51,18 @@ class Shard:
 
     unit: int
     local: Tensor
+
+
+class Sent(NamedTuple):
+    """What a collective sends: for which unit, and "gather", "reduce" to shards, or "sum" over ranks; of what.
+
+    parts: the names of parameters, the dtype in which each is gathered, and whether it was cast for that.
+    """
+
+    unit: str
+    direction: str
+    what: str = ""
+    parts: tuple[tuple[str, torch.dtype, bool], ...] = ()
 
 
 Whole = tuple[torch.Size, torch.dtype]  # of what is gathered
@@ -89,10 +101,14 @@ def gathered(flat: Tensor, wholes: Sequence[Whole], unit: Unit) -> list[Tensor]:
 
 @dataclass
 class Gather:
-    """One gather of a unit: the first node that reads of it, and the readers of its inputs and of casts of them."""
+    """One gather of a unit: the first node that reads of it, and the readers of its inputs and of casts of them.
+
+    again: for backward, of what forward has freed.
+    """
 
     unit: int
     first: Node
+    again: bool
     readers: dict[Node, list[Node]] = field(default_factory=dict)
 
     def wanted(self, casts: Mapping[Node, Node]) -> list[Node]:
@@ -151,9 +167,8 @@ class ShardParameters(JointPass):
             for source in node.all_input_nodes if node not in casts else ():
                 shard = inputs.get(casts.get(source, source))
                 if shard is not None:
-                    unit = shard.unit
-                    key = unit, backward and self.units[unit].reshards
-                    found.setdefault(key, Gather(unit, node)).readers.setdefault(source, []).append(node)
+                    key = shard.unit, backward and self.units[shard.unit].reshards
+                    found.setdefault(key, Gather(shard.unit, node, key[1])).readers.setdefault(source, []).append(node)
         return list(found.values())
 
     def _derive_again(self, gm: GraphModule, inputs: Mapping[Node, Shard]) -> None:
@@ -208,6 +223,9 @@ def _put_in(
     """Start a gather of ``own`` before a node, wait for it where it is read, and let its readers read it."""
     told = [wholes[node] for node in own]
     flat = append(gm, gather, [casts.get(node, node) for node in own], told, unit, before=before)
+    names = [casts.get(node, node).meta.get(INPUT, node.name) for node in own]
+    parts = zip(names, (dtype for _, dtype in told), (node in casts for node in own), strict=True)
+    flat.meta[SENT] = Sent(unit.name, "gather", "for backward: " * one.again, tuple(parts))
     found = append(gm, gathered, flat, told, unit, before=one.first)
     whole = {(casts.get(node, node), wholes[node][1]): made for node, made in zip(own, found, strict=True)}
     for node, readers in one.readers.items():

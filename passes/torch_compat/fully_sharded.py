@@ -81,17 +81,21 @@ def shard_group(group: Any) -> Any:
     return group.mesh_info.shard_process_group
 
 
-def is_reduced(group: Any) -> bool:
-    """Say whether backward reduces gradients: not behind ``set_requires_gradient_sync(False)``."""
-    return bool(group.reduce_grads)
+def told_of_reductions(group: Any) -> str:
+    """Return the call by which a group was told not to average gradients over all ranks, or not that alone; or ""."""
+    told = {
+        "set_requires_gradient_sync(False)": not group.reduce_grads,
+        "set_requires_all_reduce(False)": not group.all_reduce_grads,
+        "set_all_reduce_hook": group._all_reduce_hook is not None,
+        "set_gradient_divide_factor": group.gradient_divide_factor is not None,
+    }
+    return next((call for call, was_called in told.items() if was_called), "")
 
 
 def is_plain(group: Any) -> bool:
-    """Say whether a group is sharded over one mesh alone, without tensors that bring gathers of their own."""
+    """Say whether a group is sharded, and has no tensors that bring gathers of their own."""
     own = any(hasattr(record._sharded_local_tensor, "fsdp_pre_all_gather") for record in group.fsdp_params)
-    return (
-        hasattr(group.mesh_info, "shard_process_group") and not own and not any(r.is_dtensor for r in group.fsdp_params)
-    )
+    return hasattr(group.mesh_info, "shard_process_group") and not own
 
 
 def is_resharded(group: Any) -> bool:
@@ -217,11 +221,10 @@ class ShardedUnit(NamedTuple):
     """One group of a unit: path of its module, sharded parameters, and what ``fully_shard`` was told of it."""
 
     path: str
+    group: Any
     parameters: tuple[torch.Tensor, ...]
     reshards: bool
-    policy: Any
     offloads: bool
-    divides: float | None
 
 
 def units_of(model: Module) -> list[ShardedUnit]:
@@ -240,9 +243,8 @@ def units_of(model: Module) -> list[ShardedUnit]:
             if id(group) not in known:
                 known.add(id(group))
                 own = tuple(record.sharded_param for record in group.fsdp_params)
-                reshards, factor = is_resharded(group), group.gradient_divide_factor
                 offloads = any(record.offload_to_cpu for record in group.fsdp_params)
-                found.append(ShardedUnit(path, own, reshards and not keeps, group.mp_policy, offloads, factor))
+                found.append(ShardedUnit(path, group, own, is_resharded(group) and not keeps, offloads))
     return found
 
 

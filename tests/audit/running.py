@@ -10,6 +10,7 @@ import os
 import random
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,12 @@ def run_script(path, *words, audited=True, **options):
     numpy.random.seed(0)
     audit, printed, failure = Audit(**options), io.StringIO(), ""
     try:
-        with contextlib.redirect_stdout(printed), audit if audited else contextlib.nullcontext():
+        with (
+            warnings.catch_warnings(record=True),
+            contextlib.redirect_stdout(printed),
+            audit if audited else contextlib.nullcontext(),
+        ):
+            warnings.simplefilter("always")
             execute(script_target(os.path.relpath(path)), list(words))
     except StepsAreOver:
         pass

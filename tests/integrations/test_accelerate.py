@@ -9,6 +9,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import PolicyError, ScaleError
 from tests.integrations import training
 from tests.integrations.test_transformers import _alone
+from tests.step.test_distributed import ranks  # noqa: F401
 
 pytestmark = pytest.mark.needs("accelerate")
 assert _alone  # a fixture
@@ -108,3 +109,69 @@ def test_what_cannot_work_is_refused():
     AcceleratorState._reset_state(True)
     with pytest.raises(PolicyError, match=r"mixed_precision='bf16'\).*\n.*\n.*prepare\(Accelerator\(\)"):
         prepare(Accelerator(cpu=True, mixed_precision="bf16"), training.net(), policy="bf16")
+
+
+# -- FSDP2, on two ranks -------------------------------------------------------------------------------
+
+
+def _sharded(rank, size, path, policy, with_accelerate):
+    """Train a model that accelerate shards and converts, or the loop by hand; keep losses, weights, collectives."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from torch.distributed.fsdp import fully_shard
+
+    from amp_graph.integrations.accelerate import prepare
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(3)))
+    scaler = amp_graph.GradScaler(growth_interval=8, init_scale=2.0**10, enabled=policy == "fp16")
+    if with_accelerate:
+        AcceleratorState._reset_state(True)
+        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
+        plugin.transformer_cls_names_to_wrap, plugin.cpu_ram_efficient_loading = ["Sequential"], False
+        accelerator = training.as_fsdp2(Accelerator(cpu=True), plugin)
+        given = scaler if policy == "fp16" else None
+        model, optimizer = prepare(accelerator, model, training.adamw(model.parameters()), policy=policy, scaler=given)
+    else:
+        for part in (*amp_graph.convert(model, policy), model):
+            fully_shard(part)
+        optimizer = training.adamw(model.parameters())
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for i in range(8):
+        x = torch.randn(8, 16, generator=generator) * (1e38 if i == 5 and rank and policy == "fp16" else 1.0)
+        loss = model(x).square().mean()
+        if with_accelerate:
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if with_accelerate:
+        before = [p.to_local().clone() for p in model.parameters()]
+        accelerator.save_state(path + "/state")
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        accelerator.load_state(path + "/state")
+        assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    weights = [p.full_tensor().detach() for p in model.parameters()]
+    told = amp_graph.report(model).to_dict()["collectives"]
+    torch.save((losses[:5], weights, int(scaler.skipped_steps), told), f"{path}/{rank}")
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_model_that_accelerate_shards_trains_as_the_loop_by_hand(ranks, tmp_path, policy):  # noqa: F811
+    for found, expected in zip(*(ranks(_sharded, 2, tmp_path, policy, how) for how in (True, False)), strict=True):
+        assert found[0] == expected[0]
+        assert all(map(torch.equal, found[1], expected[1]))
+        assert found[2] == (policy == "fp16")
+        assert found[3] == expected[3]
+        low = [row for row in found[3] if row["direction"] == "gather" and row["unit"]]
+        assert [row["dtype"] for row in low] == [policy.replace("fp", "f")] * 3

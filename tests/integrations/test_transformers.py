@@ -1,5 +1,7 @@
 """transformers' Trainer: training with the callback is the loop written by hand, and a resumed one the whole one."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, PolicyError
 from tests.integrations import training
+from tests.step.test_distributed import ranks  # noqa: F401
 
 pytestmark = pytest.mark.needs("transformers", "accelerate")
 STEPS = 50
@@ -116,10 +119,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
         assert second.scaler.get_scale() == 2.0**12, "it grew before and after"
 
 
-@pytest.mark.parametrize("ranks", [0, 1])
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("policy", ["bf16,widen=true", "bf16-O2,widen=true", "fp16-O2,widen=true"])
-def test_a_model_that_comes_in_bf16_resumes_exactly(policy, ranks, tmp_path, monkeypatch, request):
-    if ranks:  # as under torchrun: DDP writes the values that it broadcasts over those that were loaded
+def test_a_model_that_comes_in_bf16_resumes_exactly(policy, many, tmp_path, monkeypatch, request):
+    if many:  # as under torchrun: DDP writes the values that it broadcasts over those that were loaded
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
         monkeypatch.setenv("LOCAL_RANK", "0")
         request.addfinalizer(torch.distributed.destroy_process_group)
@@ -220,3 +223,37 @@ def test_the_trainers_own_autocast_is_refused(flag, tmp_path):
 def test_fp16_without_a_scaler_is_refused(tmp_path):
     with pytest.raises(PolicyError, match=r"has no scaler\n.*\n.*AmpGraphCallback\('fp16-O1'\).add_to\(trainer\)"):
         trainer(gpt2(), tmp_path, None, callback("fp16"), max_steps=1).train()
+
+
+# -- FSDP2, on two ranks -------------------------------------------------------------------------------
+
+
+def _sharded(rank, size, path, shards):
+    """Train with the Trainer, whose model accelerate shards or replicates; keep losses, collectives, what it has."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    os.environ["LOCAL_RANK"] = str(rank)
+    model, given = gpt2(), callback("bf16", keep_converted=True)
+    one = trainer(model, f"{path}/{rank}-out", None, given, max_steps=6, logging_steps=1)
+    if shards:
+        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap")
+        plugin.transformer_cls_names_to_wrap, plugin.cpu_ram_efficient_loading = ["GPT2Block"], False
+        training.as_fsdp2(one.accelerator, plugin)
+        one.is_fsdp_enabled = True
+    one.train()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    told = amp_graph.report(model).to_dict()["collectives"]
+    torch.save((losses, told, type(next(model.parameters())).__name__), f"{path}/{rank}")
+
+
+def test_the_trainer_with_sharded_blocks_gathers_them_low(ranks, tmp_path):  # noqa: F811
+    for ours, ddp in zip(*(ranks(_sharded, 2, tmp_path, shards) for shards in (True, False)), strict=True):
+        assert len(ours[0]) == 6
+        assert ours[0] == pytest.approx(ddp[0], rel=1e-3)
+        assert (ours[2], ddp[2]) == ("DTensor", "Parameter")
+        blocks = [row for row in ours[1] if row["direction"] == "gather" and ".h." in row["unit"]]
+        assert [(row["dtype"], row["times"]) for row in blocks] == [("bf16 and f32", 2)] * len(blocks)
+        assert blocks
+        assert ddp[1] == []

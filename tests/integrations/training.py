@@ -56,3 +56,21 @@ def train(model, policy, data, *, clip_norm=None, clip_value=None, scaler=None, 
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def as_fsdp2(accelerator, plugin):
+    """Let accelerate shard by ``fully_shard`` on a CPU, as on other devices.
+
+    accelerate 1.15 makes DDP of several processes on a CPU, whatever its plugin, ACCELERATE_USE_FSDP and ``accelerate
+    launch`` say: ``AcceleratorState.__init__`` (state.py) asks for them only in a branch that lists the
+    ``distributed_type`` of several GPUs, XPUs and others, without MULTI_CPU.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    assert accelerator.distributed_type is DistributedType.MULTI_CPU, "this helper is no longer needed"
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    assert accelerator.is_fsdp2
+    return accelerator

@@ -1,5 +1,6 @@
 """A calibration finds what fp16 cannot hold, keeps exactly that in fp32, and says so; its file is read as promised."""
 
+import collections
 import copy
 import json
 import warnings
@@ -239,6 +240,46 @@ def test_operations_stay_full_by_name():
     full = {name for name, mark in marks.items() if "kept by keep_ops" in mark.reason}
     assert len(full) == 2
     assert [m.precision for name, m in marks.items() if name not in full and "linear" in m.ops[0]] == ["low"]
+
+
+@layers(lambda: dict(layer=nn.Sequential(nn.Linear(8, 8))))
+def _BreaksBetween(self, x):
+    x = torch.relu(self.layer(x))
+    torch._dynamo.graph_break()
+    return torch.tanh(x)
+
+
+UNMATCHED = "matches no operation that was captured"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("key", ["layer.0:aten.nosuch", "layer.0:relu", "layer.0:linear.1"])
+def test_a_key_of_no_operation_of_its_module_is_told(whole, key):
+    model = nn.Sequential(collections.OrderedDict(layer=nn.Sequential(nn.Linear(8, 8))))
+    policy, batch = f"bf16,keep_ops={key}|layer.0:linear", (torch.randn(4, 8), torch.randn(4, 8))
+    if whole:
+        model = amp_graph.TrainStep(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01), policy)
+    else:
+        amp_graph.convert(model, policy)
+    with pytest.warns(AmpGraphWarning, match=UNMATCHED) as told:
+        model(*batch[: 1 + whole])
+    assert [f"keep_ops={key} {UNMATCHED}" in str(one.message) for one in told] == [True]
+    assert "fix:   keep_ops=layer.0:linear" in str(told[0].message)
+    assert [note for note in amp_graph.report(model).notes if UNMATCHED in note] == [
+        f"keep_ops={key} {UNMATCHED}, so it keeps nothing in fp32"
+    ]
+
+
+@pytest.mark.filterwarnings("error:.*keep_ops")
+@pytest.mark.parametrize(("key", "count"), [(":relu|:tanh", 0), ("layer:linear", 1)])
+def test_keys_are_looked_for_in_all_graphs_of_a_call(key, count):
+    """Of two graphs of one module each has one of the operations; a container has none of its own."""
+    model = amp_graph.convert(_BreaksBetween(), f"bf16,keep_ops={key}")
+    for _ in range(2):
+        model(torch.randn(4, 8))
+    report = amp_graph.report(model)
+    assert len(report.graphs) == 2
+    assert sum(UNMATCHED in note for note in report.notes) == count
 
 
 def test_keys_do_not_depend_on_what_surrounds_an_operation():

@@ -17,7 +17,9 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import amp_graph
+from amp_graph.capture import low_gathers
 from amp_graph.capture.conversion import conversion_of
+from amp_graph.errors import RankError
 from amp_graph.passes.loss_scaling import average
 from amp_graph.step.trace_step import StepBuilder
 from tests.layers import layers
@@ -47,8 +49,8 @@ def _group(rank, size, port, timeout=120):
         torch.distributed.destroy_process_group()
 
 
-def _as_rank(function, rank, size, port, *args):
-    with _group(rank, size, port):
+def _as_rank(function, rank, size, port, *args, timeout=120):
+    with _group(rank, size, port, timeout):
         return function(rank, size, *args)
 
 
@@ -57,9 +59,9 @@ def ranks():
     """Run a function on so many ranks, and return what it kept on each; importing torch, they would spend most time."""
     with ProcessPoolExecutor(4, mp.get_context("spawn")) as pool:
 
-        def run(function, size, path, *args):
-            port = _port()
-            started = [pool.submit(_as_rank, function, rank, size, port, str(path), *args) for rank in range(size)]
+        def run(function, size, path, *args, timeout=120):
+            given = _port(), str(path), *args
+            started = [pool.submit(_as_rank, function, r, size, *given, timeout=timeout) for r in range(size)]
             for one in started:
                 one.result()
             return [torch.load(path / str(rank)) for rank in range(size)]
@@ -521,6 +523,57 @@ def test_parts_that_are_split_over_ranks_compute_low_and_are_summed_in_fp32(rank
         assert 0 < (grads - exact).norm() <= 1.2 * (first["autocast"][0] - exact).norm()
 
 
+def _train_split_and_sharded(rank, size, path):
+    """Train parts that are split over ranks and sharded over others, gathered low or not; two backwards an update."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = torch.distributed.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    found = []
+    for is_low in (True, False):
+        model = _stack()
+        for part in model[:2]:
+            parallelize_module(part, mesh["tensor"], {"net.0": ColwiseParallel(), "net.2": RowwiseParallel()})
+        for part in (*model[:2], model):
+            fully_shard(part, mesh=mesh["data"])
+        amp_graph.convert(model, "fp16")
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        scaler = amp_graph.GradScaler("cpu", 2.0**10)
+        late = mock.patch.object(low_gathers, "is_plain", return_value=False)
+        with contextlib.nullcontext() if is_low else late:
+            for i in range(6):
+                model.set_requires_gradient_sync(i % 2 == 1)
+                x, y = _batch(mesh["data"].get_local_rank(), i)
+                if i == 3 and rank >= size // 2:
+                    x[0, 0] = float("inf")
+                with _collectives() as collectives:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    scaler.scale(loss).backward()
+                losses.append(loss.item())
+                if i % 2:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        weights = [p.to_local().detach() for p in model.parameters()]
+        gathers, reductions = ([one for one in collectives if one[0] == kind] for kind in ("all", "red"))
+        found.append((losses, weights, scaler.get_scale(), gathers, reductions))
+    torch.save(found, f"{path}/{rank}")
+
+
+@pytest.mark.slow
+def test_parts_that_are_split_and_sharded_are_gathered_low_and_train_as_if_cast_behind(ranks, tmp_path):
+    """In fp16, where ranks of both dimensions skip the update of an infinite gradient together."""
+    for ours, (expected, others, _, late, _) in ranks(_train_split_and_sharded, 4, tmp_path):
+        losses, weights, scale, low, reduced = ours
+        assert losses == pytest.approx(expected, rel=0.0, abs=0.0, nan_ok=True)
+        assert all(map(torch.equal, weights, others))
+        assert all(t.isfinite().all() for t in weights)
+        assert scale == 2.0**9
+        assert len(low) == len(late) == 5  # the whole, two parts, and these again
+        assert all(one[2] <= 0.6 * other[2] for one, other in zip(low[1:], late[1:], strict=True))
+        assert [dtype for _, dtype, _ in reduced] == [torch.float32] * 3
+
+
 def _train_pipeline(rank, size, path):
     """Losses of two micro-batches over two stages, of which each is converted, and of the model in one process."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -785,22 +838,114 @@ def test_a_rank_that_raises_is_named_by_the_others(tmp_path, kind, error):
     assert time.monotonic() - begun < 60
 
 
-def _die_on_the_way(rank, size, port):
-    model = _model()
+def _step_of(model, kind):
+    """Return a step of a model, which ``kind`` shards."""
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (*model.children(), model) if kind == "sharded" else ():
+        if next(part.parameters(), None) is not None:
+            fully_shard(part)
+    return amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+
+
+def _die_on_the_way(rank, size, port, path):
     with _group(rank, size, port, timeout=20):
-        step = amp_graph.TrainStep(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "bf16")
+        step = _step_of(_model(), "whole")
         for i in range(10):
             if i == 5 and rank == size - 1:
                 os._exit(1)
-            step(*_batch(rank, i))
+            try:
+                step(*_batch(rank, i))
+            except RankError as error:
+                torch.save(str(error), f"{path}/{rank}")
+                os._exit(2)
 
 
 @pytest.mark.sampled(2)
-def test_a_killed_rank_ends_the_others_with_an_error():
+def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
     begun = time.monotonic()
-    context = mp.spawn(_die_on_the_way, (2, _port()), nprocs=2, join=False)
+    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     assert not any(process.is_alive() for process in context.processes), "a rank hangs"
-    assert [process.exitcode for process in context.processes] == [1, 1]
+    assert [process.exitcode for process in context.processes] == [2, 1]
+    assert "rank 1, last in step 5, did not come to step 6, in which rank 0 waited" in torch.load(tmp_path / "0")
     assert time.monotonic() - begun < 90
+
+
+LIMIT = 10  # seconds of a process group; a rank that starts under load takes some to connect
+
+
+def _come_late(rank, size, path, kind, at):
+    """Train; the last rank does other things, longer than the others wait, and then comes all the same."""
+    step = _step_of(_model(), kind)
+    begun = time.monotonic()
+    for i in range(4):
+        if i == at and rank == size - 1:
+            time.sleep(LIMIT + 4)
+        before = [t.clone() for t in _locals(step.model)]
+        begun = time.monotonic()
+        try:
+            step(*_batch(rank, i))
+        except RankError as error:
+            kept = all(map(torch.equal, before, _locals(step.model)))
+            torch.save((i, str(error), kept, time.monotonic() - begun), f"{path}/{rank}")
+            break
+    while not os.path.exists(f"{path}/{size - 1}"):  # else the first rank's store would have ended
+        time.sleep(0.1)
+
+
+def _locals(model):
+    return [p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "at"), [("sharded", 2, 3), *(pytest.param("whole", 3, i, marks=SLOW) for i in (0, 3))]
+)
+def test_a_rank_that_does_not_come_is_named_within_the_time_limit(ranks, tmp_path, kind, size, at):
+    for rank, (i, told, kept, seconds) in enumerate(ranks(_come_late, size, tmp_path, kind, at, timeout=LIMIT)):
+        assert (i, kept) == (at, True)
+        waited = "rank 0" if size == 2 else "ranks 0, 1"
+        assert f"rank {size - 1}, last in step {at}, did not come to step {at + 1}, in which {waited} waited" in told
+        assert "fix:" in told
+        assert seconds < LIMIT + 5, rank
+
+
+def _change_alone(rank, size, path, kind, how):
+    """Train, and change the modes or what is trained on all ranks, then on one rank alone."""
+    model = _model()
+    model.append(nn.Dropout(0.5))
+    step = _step_of(model, kind)
+    change = {
+        "eval": lambda on: model.train(not on),
+        "frozen": lambda on: model[2].weight.requires_grad_(not on),
+    }[how]
+    for i in range(3):
+        change(i == 1)
+        step(*_batch(rank, i))
+    if rank == size - 1:
+        change(True)
+    before, begun = [t.clone() for t in _locals(model)], time.monotonic()
+    with pytest.raises(RankError) as error:
+        step(*_batch(rank, 3))
+    kept = all(map(torch.equal, before, _locals(model)))
+    torch.save((str(error.value), kept, time.monotonic() - begun), f"{path}/{rank}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "flag"),
+    [
+        ("sharded", "eval", "model.training=False, model.0.training=False"),
+        ("sharded", "frozen", "model.2.weight.requires_grad=False"),
+        ("whole", "frozen", "model.2.weight.requires_grad=False"),
+    ],
+)
+def test_a_rank_that_changes_its_model_alone_is_told_before_its_collectives_differ(ranks, tmp_path, kind, how, flag):
+    others, changed = ranks(_change_alone, 2, tmp_path, kind, how, timeout=LIMIT)
+    for told, kept, seconds in (others, changed):
+        assert f"rank 1 has {flag}" in told
+        assert "unlike rank 0" in told
+        assert kept
+        assert seconds < LIMIT + 5
+    assert changed[0].startswith("TrainStep: rank 1 has")
+    assert "rank 1 failed in its step: RankError" in others[0]

@@ -147,8 +147,9 @@ class MeanSquare(nn.Linear):
 
 
 # The loss of an autoencoder is small beside its outputs: the direction of its gradient says 0.3, and 0.8 is measured.
-LONG = (pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "module_repeated", "conv3d"))
-PREDICTED = ("autoencoder", "interpolate", *LONG)
+LONG = (pytest.param(name, 1.3, marks=pytest.mark.slow) for name in ("vit", "module_repeated", "conv3d"))
+# A region of autocast inside of a model is low whatever the plan is: it was not counted, and 0 was predicted.
+PREDICTED = (("autoencoder", 1.3), ("interpolate", 1.3), ("autocast_enabled_inside", 1.0), *LONG)
 
 
 @pytest.fixture
@@ -158,10 +159,10 @@ def _every_call_pays(monkeypatch):
 
 
 @pytest.mark.usefixtures("_every_call_pays")
-@pytest.mark.parametrize("name", PREDICTED)
-def test_a_measured_prediction_is_within_two_of_the_outputs_error(name):
-    predicted, error = predicted_and_measured(name, 1.3)
-    assert 0 < predicted < 1.3
+@pytest.mark.parametrize(("name", "multiple"), PREDICTED)
+def test_a_measured_prediction_is_within_two_of_the_outputs_error(name, multiple):
+    predicted, error = predicted_and_measured(name, multiple)
+    assert 0 < predicted < multiple
     assert predicted / 2 <= error <= predicted * 2
 
 

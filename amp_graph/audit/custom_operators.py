@@ -1,0 +1,201 @@
+"""AMP8xx: operators and functions of one's own whose dtypes no rule chose, and low products that fell back.
+
+Before: ``mylib::attend`` under autocast, with queries in bfloat16 and a bias in float32. After: AMP801 at its line, and
+``torch.library.register_autocast`` as the fix.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher
+from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, is_product
+from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+
+# Namespaces of torch's own packages, whose operators have rules where they need some.
+KNOWN = frozenset({
+    "aten", "prim", "prims", "rngprims", "quantized", "quantized_decomposed", "mkldnn", "onednn", "c10d",
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp", "symm_mem", "inductor", "profiler", "streams",
+    "torchvision", "torchaudio", "amp_graph",
+})  # fmt: skip
+AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+MOST_UNPACKED = 2  # values of four bits in a byte
+QUANTIZED = ("int8", "uint8")
+OWN = ("torch", "amp_graph")  # packages whose functions are not the user's
+TEXTS = {
+    "AMP801": (
+        "{name} got {dtypes} under autocast, and has no rule there",
+        "torch.library.register_autocast({name!r}, {device!r}, dtype): autocast then casts all its inputs",
+    ),
+    "AMP802": (
+        "{name} ran in {dtypes}, as what came before it did, and has no rule under autocast",
+        "torch.library.register_autocast({name!r}, {device!r}, dtype) says in which dtype it is to run",
+    ),
+    "AMP803": (
+        "{name} has a rule under autocast for {other} alone; on {device} it got {dtypes}",
+        "torch.library.register_autocast({name!r}, {missing!r}, dtype), as for {there}",
+    ),
+    "AMP804": (
+        "{name} got {dtypes} under autocast, and its forward has no custom_fwd: its backward runs outside of autocast "
+        "on what it saved",
+        "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=dtype) on forward, and custom_bwd on backward",
+    ),
+    "AMP805": (
+        "{name} ran in {dtypes} on a value that is held in {other}: it was cast up before",
+        "a kernel that takes {other} (torch._scaled_mm, torchao's tensors), or hold it in the dtype of the product",
+    ),
+}
+
+
+@dataclass
+class Use:
+    """The calls of one operator at one line, with one fault."""
+
+    values: Mapping[str, str]
+    level: str
+    calls: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+
+class Held(NamedTuple):
+    """Memory that has a quantized value, or one that was cast up from it; and the quantized dtype."""
+
+    memory: StorageWeakRef
+    dtype: str
+
+
+class CustomOperators(Watcher):
+    """Looks at operators outside of ATen, at autograd functions in Python, and at what quantized values become."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self.uses: dict[tuple[str, Place, str], Use] = {}
+        self._places = Places()
+        self._step = self._models = -1
+        self._context = 0  # the id of the last autograd function's
+        self._quantized: dict[int, Held] = {}  # weights and buffers
+        self._up: dict[int, Held] = {}  # what was cast up from quantized values, in this step
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Look at one operation of the forward."""
+        if call.phase != "forward":
+            return
+        self._follow(call, (args, kwargs), result)
+        region = self.training.regions[call.region] if call.region >= 0 else None
+        if region is None or not region.enabled:
+            return
+        self._in_function(call, sys._getframe(1), region.device)
+        if isinstance(operator, OpOverload) and operator.namespace not in KNOWN and call.inputs:
+            self._own_operator(call, operator, region.device)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was found."""
+        looks = max(1, len(self.training.looked_at))
+        for (code, place, name), use in self.uses.items():
+            what, fix = TEXTS[code]
+            values = {"name": name, **use.values}
+            yield Finding(
+                code, use.level, place, f"{what.format(**values)} (calls a step: {use.calls / looks:g})",
+                fix.format(**values), {**values, "calls": use.calls}, sorted(filter(None, use.modules)),
+            )  # fmt: skip
+
+    def _use(self, code: str, place: Place, name: str, call: Call, level: str, **values: str) -> None:
+        use = self.uses.setdefault((code, place, name), Use(values, level))
+        use.calls += 1
+        use.modules[call.module] = None
+
+    # -- operators ------------------------------------------------------------------------------------
+
+    def _own_operator(self, call: Call, operator: OpOverload, device: str) -> None:
+        name, dtypes = str(operator._schema.name), dict.fromkeys(call.inputs)
+        ruled = [one for one, key in AUTOCAST.items() if dispatch_has_kernel(operator, key)]
+        values = {"dtypes": " and ".join(dtypes), "device": device}
+        is_low = not dtypes.keys().isdisjoint(LOW)
+        if len(ruled) == 1:
+            missing = next(one for one in AUTOCAST if one not in ruled)
+            if device == missing or _runs_on(operator, missing):
+                level = "warning" if device == missing and is_low else "note"
+                self._use(
+                    "AMP803", call.place, name, call, level, **values, other=ruled[0], there=ruled[0], missing=missing
+                )
+        elif not ruled and is_low:
+            code, level = ("AMP801", "warning") if len(dtypes) > 1 else ("AMP802", "note")
+            self._use(code, call.place, name, call, level, **values)
+
+    def _in_function(self, call: Call, frame: FrameType | None, device: str) -> None:
+        """Look at the innermost forward of an autograd function in Python that is running."""
+        while frame is not None:
+            code = frame.f_code
+            may_be = code.co_name == "forward" and code.co_argcount > 1 and code.co_varnames[0] != "self"
+            if may_be and _is_users(frame):  # its locals are read then, which takes time
+                context = frame.f_locals.get(code.co_varnames[0])
+                if isinstance(context, FunctionCtx):
+                    break
+            frame = frame.f_back
+        if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") == "torch.amp.autocast_mode":
+            return
+        given = [frame.f_locals.get(one) for one in frame.f_code.co_varnames[1 : frame.f_code.co_argcount]]
+        dtypes = {_dtype(t): None for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point()}
+        if len(dtypes) > 1 and not dtypes.keys().isdisjoint(LOW) and self._context != id(context):
+            self._context = id(context)
+            name = type(context).__name__.removesuffix("Backward")
+            place = self._places.of(frame.f_back)
+            self._use("AMP804", place, name, call, "warning", dtypes=" and ".join(dtypes), device=device)
+
+    # -- quantized values -----------------------------------------------------------------------------
+
+    def _follow(self, call: Call, given: Any, result: Any) -> None:
+        """Follow values from where they are cast up to the product that reads them."""
+        if (self._step, self._models) != (self.training.steps, len(self.training.models)):
+            self._step, self._models = self.training.steps, len(self.training.models)
+            self._up.clear()
+            named = (t for m in list(self.training.models) for t in (*m.parameters(), *m.buffers()))
+            self._quantized = {storage_key(t) or 0: _held(t) for t in named if _dtype(t) in QUANTIZED}
+        if not self._quantized and not self._up and not (call.inputs and call.inputs[0].startswith("float8")):
+            return
+        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
+        found = next(((h, t) for t in tensors if (h := self._held_by(t)) is not None), None)
+        if found is None and call.operator == CONVERSION and call.inputs[:1] and call.inputs[0].startswith("float8"):
+            found = _held(tensors[0]), tensors[0]
+        if found is None:
+            return
+        held, source = found
+        if is_product(call):
+            if "scaled" not in call.operator and not call.inputs[0].startswith("float8"):
+                name = ".".join(call.operator.split(".")[:2])
+                self._use("AMP805", call.place, name, call, "note", dtypes=call.inputs[0], other=held.dtype)
+            return
+        for t in tree_leaves(result):
+            is_same_value = isinstance(t, Tensor) and t.numel() <= MOST_UNPACKED * source.numel()
+            if is_same_value and (key := storage_key(t)) is not None and key not in self._quantized:
+                self._up[key] = Held(StorageWeakRef(storage_of(t)), held.dtype)
+
+    def _held_by(self, tensor: Tensor) -> Held | None:
+        key = storage_key(tensor)
+        return None if key is None else self._quantized.get(key) or self._up.get(key)
+
+
+def _held(tensor: Tensor) -> Held:
+    return Held(StorageWeakRef(storage_of(tensor)), _dtype(tensor))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _runs_on(operator: OpOverload, device: str) -> bool:
+    return any(dispatch_has_kernel(operator, key) for key in (device.upper(), "CompositeExplicitAutograd"))
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in OWN

@@ -1,0 +1,232 @@
+"""AMP5xx: low values that overflowed or came near the end of their dtype, and float16 values that underflowed.
+
+Before: ``scores`` of 9,000 in float16. After: "a value of 9,000: 7 times as large is infinite in float16".
+
+Values at the negative end are masks where an input held such values already, and no finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.operations import CONVERSION
+from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.samples import sample
+from amp_graph.numerics.differences import first_of
+from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
+from amp_graph.passes.graph.node_info import FLOATS, HALVES, is_view
+
+NEAR = 8.0  # the factor to the end of a dtype
+MOST = 1 << 14  # elements of a sample
+MANY = 0.1  # the share of values that underflowed, beyond which it is told
+SOME = 0.01  # the share of subnormal values, beyond which zeros beside them count as underflowed
+# Makes memory without values, or writes what was asked for.
+CONSTANTS = frozenset(
+    "empty empty_like empty_strided new_empty new_empty_strided resize full full_like fill new_full zeros ones "
+    "scalar_tensor masked_fill index_fill zero lift_fresh clone detach".split()
+)
+# Between 0 and 1, where what is tiny beside 1 is as good as 0.
+PROBABILITIES = frozenset("_softmax _safe_softmax sigmoid exp _scaled_dot_product_flash_attention_for_cpu".split())
+# A sum of products is exactly 0 by chance only.
+PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward _log_softmax_backward_data".split())
+
+
+@dataclass
+class Reached:
+    """What values at one place reached: the largest magnitude, the operation and module that made it, and how often."""
+
+    dtype: str
+    operation: str
+    phase: str
+    largest: float = 0.0
+    times: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
+class Tiny:
+    """The float16 values at one place: how many of those that are not 0 lost bits, or became 0."""
+
+    operation: str
+    elements: int = 0
+    subnormal: int = 0
+    zeros: int = 0
+    modules: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The part of the values that underflowed."""
+        if self.subnormal < SOME * self.elements:
+            return self.subnormal / self.elements if self.elements else 0.0
+        return (self.subnormal + self.zeros) / (self.elements + self.zeros)
+
+
+class Ranges(Watcher):
+    """Looks at the largest and the smallest values of results in low precision."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._is_scaled = False
+        self._infinite: dict[Place, Reached] = {}
+        self._near: dict[Place, Reached] = {}
+        self._tiny: dict[str, dict[Place, Tiny]] = {"forward": {}, "backward": {}}
+        self._overwritten: list[Ends] = []  # of what the operation that runs now will write to, before that
+
+    def heard(self, event: Event) -> None:
+        """Take note of a loss scale."""
+        self._is_scaled |= event.name == "scaler.scale" and event.arguments["self"].is_enabled()
+
+    def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take the ends of what will be overwritten; those of a copy's target do not matter."""
+        self._overwritten.clear()
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.dtype in HALVES and call.operator != "aten.copy_.default":
+            self._overwritten.append(_ends(target))
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Take the result of an operation."""
+        name = call.operator.split(".")[1].rstrip("_")
+        out = first_of(result)
+        if out is None or out.dtype not in HALVES or not out.numel() or call.phase == "update":
+            return
+        if name in CONSTANTS or is_view(operator):
+            return
+        ends, near = _ends(out), LIMITS[call.output] / NEAR
+        if not -near < ends.low <= ends.high < near:
+            read = (leaf for leaf in tree_leaves((args, kwargs)) if leaf is not out)
+            self._take_large(call, name, out, [*map(_ends, read), *self._overwritten])
+        elif out.dtype == torch.float16 and name not in PROBABILITIES:
+            self._take_tiny(call, name, args, out)
+        self._overwritten.clear()
+
+    def _take_large(self, call: Call, name: str, out: Tensor, inputs: Sequence[Ends]) -> None:
+        """Take a result that is infinite or near the end, unless it is a mask, or an input was so already."""
+        near, (low, high, _) = LIMITS[call.output] / NEAR, _ends(out)
+        if not all(abs(end) < math.inf for ends in inputs for end in ends[:2]):
+            return
+        is_mask = any(ends.low <= (-near if ends.is_low else MASK) for ends in inputs)
+        if call.operator == CONVERSION and low <= -near:
+            most = out[out <= -near]
+            is_mask = is_mask or (most.numel() > 1 and bool((most == low).all()))
+        largest = high if is_mask else max(high, -low)
+        if math.isnan(high) or math.isinf(largest):
+            into, largest = self._infinite, math.inf
+        elif largest >= near and not any(max(ends.high, -ends.low) >= near for ends in inputs if ends.is_low):
+            into = self._near
+        else:
+            return
+        found = into.setdefault(call.place, Reached(call.output, name, call.phase))
+        found.modules[call.module] = None
+        found.largest, found.times = max(found.largest, largest), found.times + 1
+
+    def _take_tiny(self, call: Call, name: str, args: Sequence[Any], out: Tensor) -> None:
+        part = _part(out)
+        measured = range_of([part.float()])
+        if measured is None:
+            return
+        found = self._tiny[call.phase].setdefault(call.place, Tiny(name))
+        nonzero = measured.elements - measured.zeros
+        found.elements += nonzero
+        found.subnormal += round(measured.fractions("float16")["subnormal"] * nonzero)
+        found.zeros += _made_zero(name, args, part, out)
+        found.modules[call.module] = None
+
+    # -- findings -------------------------------------------------------------------------------------
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield overflows by their place, and of near ends and underflows the worst place, with the others."""
+        for place, found in self._infinite.items():
+            by_scale = self._is_scaled and found.phase == "backward"
+            yield Finding(
+                "AMP501", "note" if by_scale else "warning", place,
+                f"{found.operation}{_where(found)} of finite inputs was infinite or NaN in {found.dtype} {found.times} "
+                f"times in {found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
+                _FIX_LARGE, _evidence(found), list(found.modules)[1:],
+            )  # fmt: skip
+        near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
+        for place, found in list(near.items())[:1]:  # what reads it is near the end, too
+            yield Finding(
+                "AMP502", "warning", place,
+                f"{found.operation}{_where(found)} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
+                f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
+                _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
+            )  # fmt: skip
+        for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
+            tiny = sorted(self._tiny[phase].items(), key=lambda one: -one[1].share)
+            tiny = [one for one in tiny if one[1].share >= MANY]
+            for place, small in tiny[:1]:
+                level = "warning" if phase == "backward" and not self._is_scaled else "note"
+                what = "gradients" if phase == "backward" else "values"
+                yield Finding(
+                    code, level, place,
+                    f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
+                    "subnormal, which is below 6e-5"
+                    + _others(len(tiny) - 1),
+                    "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,
+                    {"share": small.share, "values": small.elements, "operation": small.operation},
+                    [str(p) for p, _ in tiny[1:]],
+                )  # fmt: skip
+
+
+_FIX_LARGE = "compute it in bfloat16 or float32, or scale its inputs down"
+_FIX_SMALL = "compute it in bfloat16 or float32, or scale its inputs up"
+
+
+def _others(count: int) -> str:
+    return f"; and at {count} other places" if count else ""
+
+
+def _where(found: Reached | Tiny) -> str:
+    first = next(iter(found.modules), "")
+    return f" in {first}" if first else ""
+
+
+def _evidence(found: Reached) -> dict[str, Any]:
+    return {
+        "dtype": found.dtype, "operation": found.operation, "phase": found.phase, "largest": found.largest,
+        "times": found.times,
+    }  # fmt: skip
+
+
+class Ends(NamedTuple):
+    """The least and the largest number of a tensor, or a number twice; and whether it is one of low precision."""
+
+    low: float
+    high: float
+    is_low: bool = True
+
+
+def _ends(leaf: Any) -> Ends:
+    """Return the ends of an argument; a positive whole number may be a size, and counts as 0."""
+    if isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.numel():
+        low, high = torch.stack(torch.aminmax(leaf)).tolist()
+        return Ends(low, high, leaf.dtype in HALVES)
+    if isinstance(leaf, float):
+        return Ends(leaf, leaf)
+    return Ends(min(leaf, 0), 0.0) if isinstance(leaf, int) else Ends(0.0, 0.0)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return a sample in the order of memory, so that no tensor is copied to be read in another."""
+    return sample(tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)), MOST)
+
+
+def _made_zero(name: str, args: Sequence[Any], part: Tensor, out: Tensor) -> int:
+    """Return how many zeros of a sample are of values that were not 0."""
+    if name in PRODUCTS:
+        return int((part == 0).sum())
+    if name not in ("_to_copy", "mul", "div"):
+        return 0
+    zero, layout = part == 0, (out.shape, out.stride())
+    factors = [_part(t) for t in args[:2] if isinstance(t, Tensor) and (t.shape, t.stride()) == layout]
+    for factor in factors:
+        zero &= factor != 0
+    return int(zero.sum()) if factors else 0

@@ -1,0 +1,168 @@
+"""AMP9xx: gradients that ranks add up in low precision, and layers of a model over ranks that differ in dtype.
+
+Before: ``fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))``. After: AMP904, as gradients
+are then reduced in bfloat16, too.
+
+The reductions of DDP and FSDP are operators of c10d, and are seen as any others. The line is that of DDP, or of its
+hook; of FSDP it is that of backward: to hear its calls would import it, which takes a second.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.records import NOWHERE, Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.speed.predicted_time import LOW
+from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
+
+NAMESPACES = ("c10d.", "_c10d_functional.")
+BITS = {"bfloat16": 8, "float16": 11}  # of a significand
+FIX_OF_SHARDED = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+TEXTS = {
+    "AMP901": ("by a collective of the script", "reduce in float32, and cast the result"),
+    "AMP902": (
+        "by the communication hook {hook} of DistributedDataParallel",
+        "leave the hook out, where the network allows it",
+    ),
+    "AMP903": (
+        "by DistributedDataParallel, as the parameters are",
+        "keep parameters in float32 under autocast, or a hook that reduces in float32",
+    ),
+    "AMP904": ("by fully_shard, whose policy {policy}", FIX_OF_SHARDED),
+}
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """How a model was spread over ranks, and the user's line of that; ``hook``: that was registered, with its line."""
+
+    place: Place
+    hook: str = ""
+    policy: str = ""
+
+
+class Reductions(Watcher):
+    """Looks at collectives, and at the models that DDP and FSDP wrapped."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._models: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
+        self._reduced: Counter[tuple[str, Wrapped, str]] = Counter()
+        self._bytes: Counter[tuple[str, Wrapped, str]] = Counter()
+        self._backward = NOWHERE  # the line of this step's
+        self._sharded = NOWHERE  # the line of the last
+        self._ranks = 1
+
+    def heard(self, event: Event) -> None:
+        """Remember where models were wrapped, and where backward began."""
+        if event.name == "backward":
+            self._backward = self._sharded = event.place
+        elif event.name == "ddp" and event.is_after:
+            self._models[event.arguments["self"]] = Wrapped(event.place)
+        elif event.name == "ddp.hook" and event.is_after:
+            name = getattr(event.arguments["hook"], "__name__", "of its own")
+            self._hooks[event.arguments["self"]] = Wrapped(event.place, hook=name)
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count a reduction of gradients."""
+        if not call.operator.startswith(NAMESPACES) or "reduce" not in call.operator or not call.inputs:
+            return
+        self._ranks = torch.distributed.get_world_size()
+        low = next((d for d in call.inputs if d in LOW), "")
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        numbers = max(t.numel() for t in tensors)
+        by_hand = call.phase == "forward" and call.module == "" and self._backward != NOWHERE and numbers > 1
+        if low and (call.phase == "backward" or by_hand):
+            key = *self._cause(call), low
+            self._reduced[key] += 1
+            self._bytes[key] += numbers * tensors[0].element_size()
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step: what is reduced before its backward is no gradient."""
+        self._backward = NOWHERE
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the low reductions, and sisters in different dtypes."""
+        looks = max(1, len(self.training.looked_at))
+        for (code, wrapped, dtype), count in self._reduced.items():
+            if self._ranks < 2:
+                continue
+            who, fix = TEXTS[code]
+            asked = code == "AMP902" or "reduces in" in wrapped.policy
+            megabytes = self._bytes[code, wrapped, dtype] / looks / 1e6
+            yield Finding(
+                code, "note" if asked else "warning", wrapped.place,
+                f"gradients are added up over {self._ranks} ranks in {dtype}, "
+                f"{who.format(hook=wrapped.hook, policy=wrapped.policy)}: {count / looks:g} reductions a step, "
+                f"{megabytes:.3g} MB; each addition rounds to {BITS[dtype]} bits",
+                fix,
+                {"ranks": self._ranks, "dtype": dtype, "reductions": count / looks, "bytes": megabytes * 1e6},
+            )  # fmt: skip
+        for model in list(self.training.models):
+            yield from self._sisters(model)
+
+    def _cause(self, call: Call) -> tuple[str, Wrapped]:
+        """Return what reduces: in backward, a hook of DDP, DDP itself or FSDP; else the script."""
+        if call.phase == "backward":
+            models = list(self.training.models)
+            parallel = [m for m in models if isinstance(m, DistributedDataParallel)]
+            if "scatter" not in call.operator and parallel:
+                hook = next((self._hooks[m] for m in parallel if m in self._hooks), None)
+                known = next((self._models[m] for m in parallel if m in self._models), Wrapped(self._backward))
+                return ("AMP903", known) if hook is None else ("AMP902", hook)
+            if groups := [group for m in models for group in every_group(m)]:
+                return "AMP904", Wrapped(self._backward, policy=_words(groups[0].mp_policy))
+        return "AMP901", Wrapped(call.place if call.place != NOWHERE else self._backward)
+
+    def _sisters(self, model: Module) -> Iterator[Finding]:
+        """Yield the parameters of a model over ranks whose dtype is not that of the same one in other layers."""
+        dtypes, what = _dtypes_over_ranks(model)
+        groups: dict[str, dict[str, list[str]]] = {}
+        for name, dtype in dtypes.items():
+            groups.setdefault(re.sub(r"\b\d+\b", "*", name), {}).setdefault(dtype, []).append(name)
+        place = self._models[model].place if model in self._models else self._sharded
+        for name, found in groups.items():
+            if len(found) > 1:
+                most, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
+                odd = [one for dtype in others for one in found[dtype]]
+                yield Finding(
+                    "AMP905", "warning", place,
+                    f"{', '.join(odd[:3])}{' and others' if len(odd) > 3 else ''}: {what} {' and '.join(others)}, and "
+                    f"the other {len(found[most])} of {name} {most}",
+                    "give all layers of a kind one dtype, and one policy",
+                    {"name": name, "dtypes": {dtype: len(names) for dtype, names in found.items()}},
+                    odd,
+                )  # fmt: skip
+
+
+def _dtypes_over_ranks(model: Module) -> tuple[dict[str, str], str]:
+    """Return the dtype of each parameter of a model that is spread over ranks; none of any other."""
+    if groups := every_group(model):
+        found = {name: dtype_of(record) for group in groups for name, record in records_of(group).items()}
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}, "gathered in"
+    if isinstance(model, DistributedDataParallel):
+        named = model.module.named_parameters()
+        return {name: str(p.dtype).removeprefix("torch.") for name, p in named}, "held in"
+    return {}, ""
+
+
+def _words(policy: Any) -> str:
+    """Say what a MixedPrecisionPolicy does about reductions."""
+    reduced, gathered = getattr(policy, "reduce_dtype", None), getattr(policy, "param_dtype", None)
+    if reduced is not None:
+        return f"reduces in {str(reduced).removeprefix('torch.')}"
+    if gathered is not None:
+        return f"names param_dtype={str(gathered).removeprefix('torch.')} and no reduce_dtype"
+    return "names no dtype, so it reduces in that of the parameters"

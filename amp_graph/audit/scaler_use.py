@@ -1,0 +1,221 @@
+"""AMP201 to AMP205: the protocol of a loss scale: which losses are scaled, and the order of the scaler's calls.
+
+Between two calls of ``update``: ``scale`` and backward, as often as one likes, ``unscale_`` once, clipping, ``step``.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.autocast_regions import class_of
+from amp_graph.audit.codes import finding
+from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.lists import OpClass
+from amp_graph.passes.torch_compat.autograd import in_backward
+
+STATIC = 8  # a loss that is multiplied by as much is scaled by hand
+
+
+def steps_text(steps: Sequence[int], most: int = 5) -> str:
+    """Return the numbers of steps as a text."""
+    shown = ", ".join(map(str, steps[:most])) + (", ..." if len(steps) > most else "")
+    return f"{'step' if len(steps) == 1 else 'steps'} {shown}"
+
+
+@dataclass
+class Iteration:
+    """What was called of one scaler since its last ``update``.
+
+    ``waiting``: scaled losses without a backward so far; ``scaled``: whether one had its backward. ``clips``: places,
+    and the norms before, where clipping met scaled gradients. ``inside``: ``step`` runs, which unscales by itself.
+    """
+
+    waiting: int = 0
+    scaled: bool = False
+    inside: bool = False
+    clips: list[tuple[Place, float]] = field(default_factory=list)
+    unscaled: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+
+
+class ScalerUse(Watcher):
+    """Follows each scaler from ``scale`` to ``update``."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
+        self._faults: dict[tuple[str, Place], list[int]] = defaultdict(list)  # the steps in which each was seen
+        self._norms: dict[Place, float] = {}
+        self._scaled: dict[int, weakref.ref[Tensor]] = {}  # losses, by id
+        self._scales: Counter[Place] = Counter()  # where losses were scaled in looked-at steps
+        self._scalers: Counter[Place] = Counter()  # new ones
+        self._backward: Place | None = None  # of the backward that runs, of a loss that was not scaled
+        self._half: Counter[Place] = Counter()  # float16 operations in such backwards
+        self._products = 0
+        self._compiled = False
+
+    # -- hearing --------------------------------------------------------------------------------------
+
+    def heard(self, event: Event) -> None:
+        """Take a call of a scaler, a backward, or a clipping."""
+        scaler: Any = event.arguments.get("self")
+        if event.name.startswith("scaler.") and scaler.is_enabled():
+            iteration = self._iterations.get(scaler)
+            if iteration is None:
+                iteration = self._iterations[scaler] = Iteration()
+                self._scalers[event.place] += event.name == "scaler.scale"
+            take = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
+            take.get(event.name.partition(".")[2], _pass)(iteration, event)
+        elif event.name == "backward" and not in_backward():
+            self._take_backward(event)
+        elif event.name == "clip" and event.is_after:
+            self._take_clip(event)
+        self._compiled |= event.name == "compile"
+
+    def _scale(self, iteration: Iteration, event: Event) -> None:
+        iteration.inside = False
+        if event.is_after:
+            losses = [t for t in tree_leaves(event.result) if isinstance(t, Tensor)]
+            iteration.waiting += len(losses)
+            self._scaled |= {id(t): weakref.ref(t) for t in losses}
+            self._scales[event.place] += event.step + 1 in self.training.looked_at
+
+    def _unscale(self, iteration: Iteration, event: Event) -> None:
+        if event.is_after or iteration.inside:
+            return
+        optimizer = event.arguments["optimizer"]
+        if optimizer in iteration.unscaled or optimizer in iteration.stepped:
+            self._fault("AMP204", event.place, event.step)
+        self._check_clips(iteration, optimizer, event.step)
+        iteration.unscaled.add(optimizer)
+
+    def _step(self, iteration: Iteration, event: Event) -> None:
+        iteration.inside = not event.is_after
+        optimizer = event.arguments["optimizer"]
+        if event.is_after:
+            iteration.stepped.add(optimizer)
+            return
+        if optimizer in iteration.stepped:
+            self._fault("AMP205", event.place, event.step)
+        self._check_clips(iteration, optimizer, event.step)
+
+    def _update(self, iteration: Iteration, event: Event) -> None:
+        if event.is_after:
+            self._iterations[event.arguments["self"]] = Iteration()
+
+    def _check_clips(self, iteration: Iteration, optimizer: Optimizer, step: int) -> None:
+        if optimizer not in iteration.unscaled:
+            for place, norm in iteration.clips:
+                self._fault("AMP203", place, step)
+                if math.isfinite(norm):
+                    self._norms[place] = norm
+        iteration.clips.clear()
+
+    def _take_backward(self, event: Event) -> None:
+        if event.is_after:
+            self._backward = None
+            return
+        losses = [t for t in tree_leaves(event.arguments["tensors"]) if isinstance(t, Tensor)]
+        known = any((kept := self._scaled.get(id(t))) is not None and kept() is t for t in losses)
+        waiting = [one for one in self._iterations.values() if one.waiting]
+        self._backward = None if known or waiting else event.place
+        for one in waiting[:1]:
+            one.waiting, one.scaled = one.waiting - 1, True
+        self._scaled = {i: kept for i, kept in self._scaled.items() if kept() is not None}
+
+    def _take_clip(self, event: Event) -> None:
+        """Keep a clipping of scaled gradients; which ones it clips is not known where it is given an iterator."""
+        seen = event.step + 1 in self.training.looked_at
+        norm = float(event.result) if seen and isinstance(event.result, Tensor) else math.nan
+        for iteration in self._iterations.values():
+            if iteration.scaled and not iteration.unscaled:
+                iteration.clips.append((event.place, norm))
+
+    def _fault(self, code: str, place: Place, step: int) -> None:
+        self._faults[code, place].append(step + 1)
+
+    # -- operations -----------------------------------------------------------------------------------
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Count float16 in backwards without a scale, and note losses that are scaled by hand."""
+        if call.phase == "forward":
+            self._products += class_of(operator) is OpClass.ALLOW
+            if call.operator.startswith("aten.mul.") and isinstance(result, Tensor) and result.numel() == 1:
+                factor = args[1]
+                if isinstance(factor, (int, float)) and STATIC <= abs(factor) < math.inf:
+                    self._scaled[id(result)] = weakref.ref(result)
+        elif self._backward is not None and call.phase == "backward" and call.output == "float16":
+            self._half[self._backward] += 1
+
+    # -- findings -------------------------------------------------------------------------------------
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was called in a wrong order, and losses that have no scale or need none."""
+        for place, operations in self._half.items():
+            others = f"; losses at {', '.join(map(str, self._scales))} are scaled" if self._scales else ""
+            yield finding(
+                "AMP201", place, f"the backward of this loss computed {operations} values in float16, and no "
+                f"GradScaler scaled it{others}: gradients below 6e-8 are 0, and those below 6e-5 lose digits",
+                "scaler.scale(loss).backward(), then scaler.step(optimizer) and scaler.update()", operations=operations,
+            )  # fmt: skip
+        yield from self._needless()
+        for (code, place), steps in self._faults.items():
+            text, fix = self._words(code, place)
+            yield finding(code, place, f"{text} ({steps_text(steps)})", fix, steps=len(steps))
+        for place, made in self._scalers.items():
+            if made >= max(3, self.training.steps - 1):
+                yield finding(
+                    "AMP205", place, f"{made} GradScalers scaled a loss here in {self.training.steps} steps: each "
+                    "begins with the first scale, whatever the one before has found",
+                    "create one GradScaler before the loop", level="warning", scalers=made,
+                )  # fmt: skip
+
+    def _needless(self) -> Iterator[Finding]:
+        dtypes = dtypes_seen(self.training)
+        if "float16" in dtypes or not self._products or self._compiled:
+            return
+        ran = "bfloat16" if "bfloat16" in dtypes else "float32"
+        for place, times in self._scales.items():
+            if times:
+                yield finding(
+                    "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
+                    f"convolutions seen ran in float16: what would underflow there does not in {ran}",
+                    "GradScaler(enabled=dtype == torch.float16), or none", dtype=ran, products=self._products,
+                )  # fmt: skip
+
+    def _words(self, code: str, place: Place) -> tuple[str, str]:
+        if code == "AMP203":
+            norm = self._norms.get(place)
+            size = f"a norm of {norm:.3g} was clipped here" if norm is not None else "gradients were clipped here"
+            return (
+                f"{size} while they were multiplied by the loss scale: they are cut to nearly nothing",
+                "scaler.unscale_(optimizer) before it, after the last backward",
+            )
+        if code == "AMP204":
+            return (
+                "unscale_ was called again for an optimizer whose gradients are unscaled: it raises",
+                "call scaler.unscale_(optimizer) once, after the last backward of the step",
+            )
+        return (
+            "scaler.step was called again for this optimizer, without scaler.update() in between: it raises",
+            "scaler.update() after scaler.step(optimizer), in each step",
+        )
+
+
+def _pass(iteration: Iteration, event: Event) -> None:
+    """Take what this watcher does not follow."""
+
+
+def dtypes_seen(training: Training) -> set[str]:
+    """Return the dtypes that operations of forwards and backwards read or returned."""
+    return {d for call in training.calls if call.phase != "update" for d in (*call.inputs, call.output)}

@@ -1,0 +1,270 @@
+"""AMP7xx: casts that are made again, undone, or needed only because of what runs between them.
+
+Before: a weight is cast to bfloat16 in each of ten steps of a loop, as each enters a region of its own. After: AMP701
+at the region, with the bytes, and their part of what the step moves.
+
+A value is its memory, its version and its layout. Of the memory only a weak reference is held: nothing is kept alive,
+and no other memory gets its number meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.records import Call, Event, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, family_of, seconds_of, seconds_of_steps
+from amp_graph.passes.precision.machine_rates import machine_for
+from amp_graph.passes.torch_compat.autograd import in_backward
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+
+FULL = ("float32", "float64")
+LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: such casts are worth a warning
+LEAST_SHARE = 0.002  # of both: less is not worth a line
+ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward
+TEXTS = {
+    "AMP701": (
+        "weights are cast to low precision again, as autocast is entered anew {times} a step before one backward",
+        "enter the region once around all of these calls: what autocast has cast is kept until it ends",
+    ),
+    "AMP702": ("a value that was cast already is cast to the same dtype again", "cast it once, and keep the result"),
+    "AMP703": (
+        "a low value is cast up here, and then back to what it was",
+        "drop both casts: the value before them is the same",
+    ),
+    "AMP704": (
+        "low values are cast up for an operation that runs in full precision under autocast, and its result down again",
+        "if the operation may run low, write it so that it does; else keep its neighbors in full precision, too",
+    ),
+    "AMP705": (
+        "weights that did not change are cast again for each micro-batch",
+        "amp_graph.TrainStep keeps low copies of weights, and writes them in its update",
+    ),
+    "AMP706": (
+        "autocast casts one activation once for each product that reads it",
+        "one product in place of several (a fused query-key-value), or amp_graph.convert: one cast for each value",
+    ),
+    "AMP707": (
+        "weights that are never trained are cast again in every step",
+        "keep them low: module.to(torch.bfloat16), or amp_graph.freeze(module)",
+    ),
+}
+
+
+@dataclass
+class Cast:
+    """The last cast of a value to a dtype: when it was, and the memory of the value."""
+
+    held: StorageWeakRef
+    backwards: int  # that had run before
+    entry: tuple[int, int]  # the outermost region that was open, and how often it had been entered
+
+
+class Widened(NamedTuple):
+    """Memory that a cast up wrote, or what ran in full precision on it: the cast's place, source and call of torch."""
+
+    held: StorageWeakRef
+    version: int
+    dtype: str  # low, before the cast
+    place: Place
+    group: int
+    operation: Place | None  # that autocast cast up for; None of the cast's own result
+
+
+@dataclass
+class Repeat:
+    """Casts with one fault at one line."""
+
+    casts: int = 0
+    totals: Totals = field(default_factory=Totals)
+    modules: dict[str, None] = field(default_factory=dict)
+    call: Call | None = None
+
+    def add(self, call: Call, moved: int) -> None:
+        """Count one more."""
+        self.call = self.call or call
+        self.casts += 1
+        self.totals.calls, self.totals.bytes = self.totals.calls + 1, self.totals.bytes + moved
+        self.modules[call.module] = None
+
+
+class CastCounts(Watcher):
+    """Follows each cast value through a step."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self.repeats: dict[tuple[str, Place], Repeat] = {}
+        self._step = -1
+        self._backwards = 0
+        self._device = "cpu"
+        self._models = 0  # whose weights are listed
+        self._weights: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether each is trained, by its memory
+        self._casts: dict[tuple[Any, ...], Cast] = {}
+        self._widened: dict[int, Widened] = {}
+        self._again: list[tuple[Call, int, int, bool]] = []  # cast again, and by whom is not known yet
+        self._frozen: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # in all steps; bytes not yet counted
+
+    def heard(self, event: Event) -> None:
+        """Count the backward passes."""
+        self._backwards += event.name == "backward" and not event.is_after
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Follow a cast, or an operation on what was cast."""
+        if self._step != self.training.steps:
+            self._begin_step()
+        if self._models != len(self.training.models):
+            self._list_weights()
+        if call.phase != "forward" or in_backward():  # a checkpoint computes again what it did not keep
+            return
+        if call.operator == CONVERSION and call.inputs and call.output not in ("", call.inputs[0]):
+            self._cast(call, args[0], result)
+        else:
+            self._decide(by_autocast=True)
+            self._computed(call, _tensors((args, kwargs)), _tensors(result))
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the casts that could be left out, by line."""
+        self._decide(by_autocast=False)
+        machine = machine_for(self._device)
+        counted = {c: t for c, t in self.training.calls.items() if c.phase != "update" and family_of(c.operator)}
+        all_bytes = max(1, sum(t.bytes for t in counted.values()))
+        all_seconds = max(seconds_of_steps(counted, machine), 1e-30)
+        looks = max(1, len(self.training.looked_at))
+        for (code, place), repeat in self.repeats.items():
+            assert repeat.call is not None, "each was counted once at least"
+            seconds = seconds_of(repeat.call, repeat.totals, machine)
+            share, of_time = repeat.totals.bytes / all_bytes, seconds / all_seconds
+            if max(share, of_time) < LEAST_SHARE:
+                continue
+            large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES
+            what, fix = TEXTS[code]
+            count = repeat.casts / looks
+            yield Finding(
+                code, "warning" if large else "note", place,
+                f"{what.format(times=self._entered(place))}: casts a step beyond what is needed: {count:g}, "
+                f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that its operations move, "
+                f"predicted {of_time:.1%} of its time on {machine.name}",
+                fix,
+                {"casts": count, "bytes": repeat.totals.bytes / looks, "share_of_bytes": share,
+                 "share_of_time": of_time, "machine": machine.name},
+                sorted(filter(None, repeat.modules)),
+            )  # fmt: skip
+
+    def _entered(self, place: Place) -> str:
+        entered = sum(r.looked_at for r in self.training.regions if r.place == place)
+        return f"{entered / max(1, len(self.training.looked_at)):g} times"
+
+    def _begin_step(self) -> None:
+        self._decide(by_autocast=False)
+        self._step = self.training.steps
+        self._casts.clear()
+        self._widened.clear()
+        self._models = 0
+
+    def _list_weights(self) -> None:
+        self._models = len(self.training.models)
+        updated = {
+            id(p) for one in list(self.training.optimizers) for group in one.param_groups for p in group["params"]
+        }
+        self._weights = {
+            key: (StorageWeakRef(storage_of(t)), t.requires_grad and (not updated or id(t) in updated))
+            for model in list(self.training.models)
+            for t in (*model.parameters(), *model.buffers())
+            if (key := storage_key(t)) is not None
+        }
+
+    # -- casts ----------------------------------------------------------------------------------------
+
+    def _cast(self, call: Call, value: Tensor, result: Tensor) -> None:
+        key = storage_key(value)
+        if key is None or value.is_inference():
+            return
+        self._device = value.device.type
+        moved = value.numel() * value.element_size() + result.numel() * result.element_size()
+        if call.output in LOW:
+            self._undone(call, value, moved, key)
+        elif call.inputs[0] in LOW and call.output in FULL:
+            self._widen(result, call, None, call.inputs[0])
+        made = Cast(StorageWeakRef(storage_of(value)), self._backwards, self._entry())
+        known = (key, value._version, value.storage_offset(), *value.shape, *value.stride(), call.output)
+        last = self._casts.get(known)
+        self._casts[known] = made
+        is_weight, is_trained = key in self._weights, self._weights.get(key, (None, True))[1]
+        if is_weight and not is_trained:
+            self._cast_frozen(known, made.held, call, moved)
+        elif last is None:
+            return
+        elif is_weight and last.backwards != made.backwards:
+            self._repeat("AMP705", self._place(call), call, moved)
+        elif is_weight and last.entry != made.entry and made.entry[0] >= 0:
+            self._repeat("AMP701", self._place(call), call, moved)
+        else:
+            self._again.append((call, moved, self.training.group, is_weight))
+
+    def _cast_frozen(self, known: tuple[Any, ...], held: StorageWeakRef, call: Call, moved: int) -> None:
+        """Count all casts of a weight that is never trained, once there are several."""
+        before = self._frozen.get(known)
+        self._frozen[known] = held, moved if before is None else 0
+        if before is not None:
+            if before[1]:
+                self._repeat("AMP707", call.place, call, before[1])
+            self._repeat("AMP707", call.place, call, moved)
+
+    def _entry(self) -> tuple[int, int]:
+        """Return which region holds autocast's casts of weights now, the outermost, and which entry of it."""
+        if not self.training.open:
+            return -1, 0
+        return self.training.open[0], self.training.regions[self.training.open[0]].entered
+
+    def _place(self, call: Call) -> Place:
+        return self.training.regions[self.training.open[0]].place if self.training.open else call.place
+
+    def _decide(self, *, by_autocast: bool) -> None:
+        """Count what was cast again: the present operation reads it, if they are of one call of torch."""
+        for call, moved, group, is_weight in self._again:
+            mine = by_autocast and group == self.training.group and call.region >= 0 and not is_weight
+            self._repeat("AMP706" if mine else "AMP702", call.place, call, moved)
+        self._again.clear()
+
+    def _repeat(self, code: str, place: Place, call: Call, moved: int) -> None:
+        self.repeats.setdefault((code, place), Repeat()).add(call, moved)
+
+    # -- between casts --------------------------------------------------------------------------------
+
+    def _widen(self, wide: Tensor, call: Call, operation: Place | None, dtype: str) -> None:
+        key = storage_key(wide)
+        if key is not None and not wide.is_inference():
+            self._widened[key] = Widened(
+                StorageWeakRef(storage_of(wide)), wide._version, dtype, call.place, self.training.group, operation
+            )
+
+    def _undone(self, call: Call, value: Tensor, moved: int, key: int) -> None:
+        """Count a cast down of what was cast up: of the same value, or of what autocast cast it up for."""
+        wide = self._widened.get(key)
+        if wide is None or wide.dtype != call.output:
+            return
+        if wide.operation is not None:
+            self._repeat("AMP704", wide.operation, call, 2 * moved)
+        elif wide.version == value._version:
+            self._repeat("AMP703", wide.place, call, 2 * moved)
+
+    def _computed(self, call: Call, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Mark what an operation makes of values that autocast cast up for it, and what else is made of that alone."""
+        if not self._widened or call.output != "float32":
+            return
+        wide = {key: self._widened[key] for t in given if (key := storage_key(t)) in self._widened and key is not None}
+        alone = len(call.inputs) == 1
+        for one in wide.values():
+            first = one.operation is None and one.group == self.training.group and call.region >= 0
+            if first or (one.operation is not None and alone):
+                for t in made:
+                    if t.is_floating_point() and storage_key(t) not in wide:  # no view, and not in place
+                        self._widen(t, call, one.operation or call.place, one.dtype)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]

@@ -1,0 +1,244 @@
+"""AMP6xx: matrix products, convolutions and attention that ran in full precision, though a list allows them lower.
+
+Before: ``aten.addmm`` in float32 at ``train.py:42``, outside of the region that covers the rest of the model. After:
+AMP601, with the seconds that low precision is predicted to save on this machine, or that it saves none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.audit.records import NOWHERE, Call, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.speed.predicted_time import (
+    CONVERSION,
+    LOW,
+    dtype_of,
+    family_of,
+    is_product,
+    seconds_of,
+    seconds_of_casts,
+    seconds_of_steps,
+)
+from amp_graph.lists import OpClass, load
+from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+
+FULL = ("float32", "float64")
+LEAST_SHARE = 0.01  # of the FLOPs of all products: what has less is not worth a line
+LARGE_SHARE = 0.05  # of the predicted time of the looked-at steps: what could be saved of it is worth a warning
+CASTS_OF_TRAINING = 2  # what forward casts down, backward casts up: gradients
+IN_FULL_PRECISION = {
+    "AMP601": ("outside of every autocast region", "call it inside of the region that covers the rest"),
+    "AMP602": (
+        "in a region with enabled=False",
+        "leave only what needs full precision, a loss or a norm, in the disabled region",
+    ),
+    "AMP603": (
+        "which autocast leaves as it is",
+        "make what it reads in float32: NumPy's arrays and Python's numbers are float64",
+    ),
+    "AMP604": (
+        "because an operand is cast up at this line",
+        "cast its result instead, in the region if there is one: head(x).float()",
+    ),
+    "AMP605": (
+        "inside of an autocast region, which has no rule for this form of it",
+        "cast the operands yourself, or call a form that autocast knows: torch.matmul, not in place and without out=",
+    ),
+    "AMP607": (
+        "as torch casts the operands up inside of one call",
+        "for an attention: no dropout and no mask but is_causal, so that its fused kernel runs",
+    ),
+}
+LISTED_AS = {  # what torch makes of them has names of its own
+    "attention": "aten.scaled_dot_product_attention",
+    "convolution": "aten.convolution",
+    "aten._grouped_mm": "transformers.grouped_mm_fallback",
+}
+ALWAYS_NOTES = ("AMP602", "AMP607")  # it was asked for, or torch itself does it
+
+
+@dataclass
+class Missed:
+    """Products in full precision with one cause at one line."""
+
+    forward: list[tuple[Call, Totals]] = field(default_factory=list)
+    backward: list[tuple[Call, Totals]] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[tuple[Call, Totals]]:
+        """Those of forward, then those of backward."""
+        return [*self.forward, *self.backward]
+
+
+class CastUp(NamedTuple):
+    """The memory of what was cast up, held weakly, the line of the cast, and the call of torch that it was in."""
+
+    held: StorageWeakRef
+    place: Place
+    group: int
+
+
+class MissedOperations(Watcher):
+    """Looks at the dtype of each product, and at what cast its operands up."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._step = self._group = -1  # the group of the last cast up
+        self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
+        self._cast_up: dict[Call, Place] = {}  # products that read it
+        self._inside: set[Call] = set()  # those for which torch itself cast it
+        self._devices: Counter[str] = Counter()
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Remember what was cast up, and which product reads it."""
+        if self._step != self.training.steps:
+            self._step = self.training.steps
+            self._up.clear()
+        if call.operator == CONVERSION:
+            if call.phase == "forward" and call.output in FULL and call.inputs[:1] in _LOWS:
+                self._mark(result, call.place)
+        elif is_product(call):
+            self._devices[result.device.type if isinstance(result, Tensor) else "cpu"] += 1
+            for given in self._marked((args, kwargs)):
+                self._cast_up.setdefault(call, given.place)
+                if given.group == self.training.group:
+                    self._inside.add(call)
+        elif self._group == self.training.group and self._marked((args, kwargs)):
+            for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
+                self._mark(t, call.place)
+
+    def _mark(self, wide: Any, place: Place) -> None:
+        if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
+            self._group = self.training.group
+            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self._group))
+
+    def _marked(self, values: Any) -> list[CastUp]:
+        if not self._up:
+            return []
+        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor))
+        return [self._up[key] for key in keys if key in self._up]
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what ran in full precision and need not."""
+        calls = self.training.calls
+        products = {c: t for c, t in calls.items() if c.phase != "update" and is_product(c) and self._is_allowed(c)}
+        if not products:
+            return
+        machine = machine_for(self._device)
+        count: Counter[str] = Counter()
+        for call, totals in products.items():
+            count[dtype_of(call)] += totals.calls
+        lowest = max((d for d in count if d in LOW), key=count.__getitem__, default="")
+        for (code, place), missed in self._grouped(products).items():
+            if lowest or (code == "AMP603" and "float32" in count):
+                yield from self._told(code, place, missed, machine, lowest or "float32")
+        if not lowest and not any(one.enabled and one.device == self._device for one in self.training.regions):
+            yield self._unused(products, machine)
+
+    @property
+    def _device(self) -> str:
+        return self._devices.most_common(1)[0][0] if self._devices else "cpu"
+
+    def _is_allowed(self, call: Call) -> bool:
+        """Say whether the list for the device allows this product in bfloat16; backward's follow from forward's."""
+        rules = load(
+            "default", dtype="bfloat16", device=self._device if self._device in ("cpu", "cuda") else "cpu"
+        ).rules
+        packet = ".".join(call.operator.split(".")[:2]).rstrip("_")
+        name = LISTED_AS.get(packet) or LISTED_AS.get(family_of(call.operator), packet)
+        return any(rule.cls is OpClass.ALLOW for rule in rules.get(name, ()))
+
+    def _grouped(self, products: Mapping[Call, Totals]) -> dict[tuple[str, Place], Missed]:
+        """Return the products in full precision by cause and line; a backward is with its forward."""
+        found: dict[tuple[str, Place], Missed] = {}
+        of_forward: dict[tuple[str, Place], Missed] = {}
+        full = [(call, totals) for call, totals in products.items() if dtype_of(call) in FULL]
+        for call, totals in full:
+            if call.phase == "forward":
+                missed = found.setdefault(self._cause(call), Missed())
+                missed.forward.append((call, totals))
+                of_forward[call.module, call.place] = missed
+        for call, totals in full:
+            if call.phase == "backward" and (call.module, call.place) in of_forward:
+                of_forward[call.module, call.place].backward.append((call, totals))
+        return found
+
+    def _cause(self, call: Call) -> tuple[str, Place]:
+        if "float64" in call.inputs:
+            return "AMP603", call.place
+        around = self.training.regions[call.region] if call.region >= 0 else None
+        while around is not None and around.device != self._device:
+            around = self.training.regions[around.outer] if around.outer >= 0 else None
+        if around is not None:
+            inside = "AMP607" if call in self._inside else "AMP605"
+            return inside if around.enabled else "AMP602", call.place
+        if call in self._cast_up:
+            return "AMP604", self._cast_up[call]
+        return "AMP601", call.place
+
+    def _told(self, code: str, place: Place, missed: Missed, machine: Machine, dtype: str) -> Iterator[Finding]:
+        full, lower = _seconds(missed, machine, dtype)
+        steps = seconds_of_steps(self.training.calls, machine)
+        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
+        if flops <= LEAST_SHARE * sum(t.flops for t in self.training.calls.values()):
+            return
+        where, fix = IN_FULL_PRECISION[code]
+        wider = "float64" if code == "AMP603" else "float32"
+        gain, looks = full - lower, max(1, len(self.training.looked_at))
+        pays = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
+        if gain <= 0:
+            pays += ": it does not pay on this machine"
+        else:
+            pays += f", which saves {gain / steps:.1%} of the step"
+        large = gain > LARGE_SHARE * steps and code not in ALWAYS_NOTES
+        yield Finding(
+            code, "warning" if large else "note", place,
+            f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
+            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {pays}",
+            fix,
+            {"calls": count, "flops": flops, "seconds": full, "seconds_low": lower, "share": gain / steps,
+             "dtype": wider, "machine": machine.name},
+            sorted({call.module for call, _ in missed.forward if call.module}),
+        )  # fmt: skip
+
+    def _unused(self, products: Mapping[Call, Totals], machine: Machine) -> Finding:
+        everything = Missed(
+            [(c, t) for c, t in products.items() if c.phase == "forward"],
+            [(c, t) for c, t in products.items() if c.phase == "backward"],
+        )
+        full, lower = _seconds(everything, machine, "bfloat16")
+        steps = seconds_of_steps(self.training.calls, machine)
+        speed = steps / max(steps - full + lower, 1e-30)
+        place = max(everything.all, key=lambda one: one[1].flops)[0].place
+        fix = "with torch.autocast(device, torch.bfloat16) around the forward, or amp_graph.convert(model)"
+        return Finding(
+            "AMP606", "note", place or NOWHERE,
+            f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
+            f"speed on {machine.name}",
+            fix if speed > 1 else "none: low precision does not pay on this machine for these sizes",
+            {"speed": speed, "flops": sum(t.flops for _, t in everything.all), "machine": machine.name},
+        )  # fmt: skip
+
+
+_LOWS = tuple((dtype,) for dtype in LOW)
+
+
+def _seconds(missed: Missed, machine: Machine, dtype: str) -> tuple[float, float]:
+    """Return the predicted time of products as they ran, and in ``dtype``, with casts of all that forward touches."""
+    full = sum(seconds_of(call, totals, machine) for call, totals in missed.all)
+    lower = sum(seconds_of(call, totals, machine, dtype) for call, totals in missed.all)
+    size = sum(t.bytes / (2 if "float64" in call.inputs else 1) for call, t in missed.forward)
+    count = sum(2 * t.calls for _, t in missed.forward)
+    times = CASTS_OF_TRAINING if missed.backward else 1
+    return full, lower + times * seconds_of_casts(size, count, machine, dtype)
+
+
+def _names(missed: Missed) -> str:
+    return ", ".join(sorted({".".join(call.operator.split(".")[:2]) for call, _ in missed.forward}))

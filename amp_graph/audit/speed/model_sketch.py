@@ -1,0 +1,150 @@
+"""A model without its memory: fake tensors for its parameters and inputs, so that it can be planned after a training.
+
+Before: a model of 7 GB, and one call of it. After: a ``Sketch`` of a few MB that does the same on fake tensors; neither
+reads a value of the model, nor writes to any object of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_graph.errors import AmpGraphError
+from amp_graph.passes.torch_compat.dispatch import is_wrapper
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.modules import behind_compile, is_compiled, is_fsdp
+
+CONTAINERS = (dict, OrderedDict, list, tuple, set)  # that a module may hold modules and tensors in
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments that are no tensors
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor of a call, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An argument of another kind, by the name of its class."""
+
+    name: str
+
+
+@dataclass
+class ModelCall:
+    """A call of a model: its arguments, tensors as ``Given``, and how often the model was called so."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    calls: int = 1
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A model on fake tensors, with the arguments of one call, in their mode."""
+
+    name: str
+    model: Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    mode: FakeTensorMode
+    call: ModelCall
+
+
+def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
+    """Return a call that holds nothing of the user's: no tensor, and no object that may have some."""
+    args, kwargs = tree_map(_given, (args, kwargs))
+    return ModelCall(args, kwargs)
+
+
+def _given(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not is_wrapper(leaf) and leaf.layout == torch.strided:
+        return Given(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
+
+
+def sketch_of(model: Module, call: ModelCall) -> Sketch:
+    """Return a sketch of a model that is not sharded; AmpGraphError says why there is none."""
+    model = behind_compile(model)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    name = type(inner).__name__
+    for what, is_so in (("sharded", is_fsdp), ("compiled", is_compiled)):
+        if any(map(is_so, inner.modules())):
+            raise AmpGraphError(f"{name} is {what}")
+    for leaf in tree_leaves((call.args, call.kwargs)):
+        if isinstance(leaf, Unknown):
+            raise AmpGraphError(f"{name} is called with a {leaf.name}")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        args, kwargs = tree_map(lambda one: _fake(one) if isinstance(one, Given) else one, (call.args, call.kwargs))
+    return Sketch(name, _Copy(mode).of(inner), args, kwargs, mode, call)
+
+
+def _fake(given: Given) -> Tensor:
+    found = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+    return found.requires_grad_(given.requires_grad)
+
+
+class _Copy:
+    """Copies modules, the containers in them and their tensors, these as fakes; what else they hold is copied flat."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._made: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return the copy of ``value``, the same one for the same object."""
+        if id(value) not in self._made:
+            self._made[id(value)] = self._copy(value)
+        return self._made[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Module):
+            return self._module(value)
+        if isinstance(value, Tensor):
+            with torch.no_grad():
+                return self.mode.from_tensor(value)
+        if type(value) is defaultdict:
+            return defaultdict(value.default_factory, {key: self.of(one) for key, one in value.items()})
+        if isinstance(value, dict) and type(value) in CONTAINERS:
+            return type(value)((key, self.of(one)) for key, one in value.items())
+        if isinstance(value, (list, tuple, set)) and type(value) in CONTAINERS:
+            return type(value)(map(self.of, value))
+        if isinstance(value, (weakref.ReferenceType, type)) or callable(value) or hasattr(value, "__array__"):
+            return value
+        return copy.copy(value)
+
+    def _module(self, module: Module) -> Module:
+        if "forward" in module.__dict__:
+            raise AmpGraphError(f"the forward of {type(module).__name__} was replaced")
+        made: Module = object.__new__(type(module))
+        self._made[id(module)] = made  # before its parts, which may hold it
+        for name, value in module.__dict__.items():
+            made.__dict__[name] = self._hooks(value) if name in HOOKS else self.of(value)
+        return made
+
+    def _hooks(self, hooks: Mapping[Any, Any]) -> Any:
+        """Return torch's own hooks, such as those of weight norms; the user's may do anything."""
+        kept = ((key, one) for key, one in hooks.items() if _module_of(one).partition(".")[0] == "torch")
+        return OrderedDict(kept)
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__

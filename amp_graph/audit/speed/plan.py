@@ -1,0 +1,133 @@
+"""What amp_graph would do with the models of a training, in five lines: casts, bytes, time, error, and what to type.
+
+Before: a training under autocast, with 41 casts a call. After: "casts in a forward: 13, 0.4 MB; as it ran: 41, 1.9 MB".
+
+The plan is the real one, of the model on fake tensors of the sizes that were seen. It is made when it is first read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
+
+from amp_graph.audit.records import Training
+from amp_graph.audit.speed.model_sketch import Sketch, sketch_of
+from amp_graph.audit.speed.predicted_time import LOW, dtype_of, is_product
+from amp_graph.errors import AmpGraphError
+from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.passes.torch_compat.dispatch import has_modes
+from amp_graph.policy import Policy
+
+if TYPE_CHECKING:
+    from amp_graph.audit.speed.planned_call import Planned
+
+BY_HAND = "to see it: amp-graph plan model.py:build, of a function that builds the model"
+
+
+def draw_sketches(training: Training) -> None:
+    """Draw the models that were called with gradients since this was last done, while they are there."""
+    if has_modes():
+        return
+    for model, call in list(training.model_calls.items()):
+        if id(model) not in training.sketches and any(p.requires_grad for p in model.parameters()):
+            with Attempt() as tried:
+                training.sketches[id(model)] = sketch_of(model, call)
+            if tried.error is not None:
+                training.sketches[id(model)] = _why(tried)
+
+
+def plan_lines(training: Training) -> Sequence[str]:
+    """Return what amp_graph would do with the models that were trained: lines for a report."""
+    return PlanLines(training)
+
+
+class PlanLines(Sequence[str]):
+    """The lines, made when they are first read: to capture a model takes seconds."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        self._training = training
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return list(_lines(self._training))
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[str]: ...
+    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
+        """Return a line, or several."""
+        return self._lines[at]
+
+    def __len__(self) -> int:
+        """Return how many lines there are."""
+        return len(self._lines)
+
+
+def _lines(training: Training) -> Iterator[str]:
+    products: Counter[str] = Counter()
+    for call, totals in training.calls.items():
+        products[dtype_of(call)] += totals.calls if is_product(call) else 0
+    dtype = "fp16" if products["float16"] > products["bfloat16"] else "bf16"
+    if products.total() and not any(products[name] for name in ("float32", *LOW)):
+        yield f"amp_graph leaves {', '.join(products)} as it is: there is nothing to plan"
+        return
+    sketches = [one for one in training.sketches.values() if isinstance(one, Sketch)]
+    reasons = [one for one in training.sketches.values() if isinstance(one, str)]
+    found: list[Planned] = []
+    for sketch in sketches:
+        with Attempt() as tried:
+            found.append(_planned_call().planned(sketch, Policy.parse(dtype)))
+        if tried.error is not None:
+            reasons.append(f"{sketch.name}: {_why(tried)}")
+    for reason in dict.fromkeys(reasons or () if found else reasons or ["no call of a model recorded gradients"]):
+        yield f"not planned: {reason}"
+    if found:
+        yield from _of_plans(found, sketches, training, dtype)
+    else:
+        yield f"casts as it ran: {_casts_as_it_ran(training, max(1, len(training.looked_at)))} a step"
+        yield BY_HAND
+
+
+def _of_plans(found: Sequence[Planned], sketches: Sequence[Sketch], training: Training, dtype: str) -> Iterator[str]:
+    total, *others = found
+    for other in others:
+        total += other
+    calls = max(1, sum(one.call.calls for one in sketches) // len(sketches))
+    names = ", ".join(dict.fromkeys(one.name for one in sketches))
+    yield f"amp_graph.convert would run {names} in {dtype}, planned for {total.machine}:"
+    yield f"casts in a forward: {_sized(total.casts, total.bytes)}; as it ran: {_casts_as_it_ran(training, calls)}"
+    seconds = max(total.seconds, 1e-30)
+    of_full, of_autocast = total.full / seconds, total.autocast / seconds
+    yield f"predicted speed: {of_full:.2f} times float32's, {of_autocast:.2f} times torch.autocast's"
+    yield "predicted error: about torch.autocast's; amp-graph plan measures it"
+    regions = any(region.enabled for region in training.regions)
+    if regions and total.autocast < total.seconds:
+        yield f"keep torch.autocast on {total.machine}: at these sizes a plan is not faster"
+    elif total.is_worth_it:
+        yield f'to have it: model = amp_graph.convert(model, "{dtype}")'
+    else:
+        yield f"keep float32 on {total.machine}: at these sizes {dtype} does not pay"
+
+
+def _casts_as_it_ran(training: Training, calls: int) -> str:
+    cast = [totals for call, totals in training.calls.items() if call.cast]
+    return _sized(round(sum(t.calls for t in cast) / calls), sum(t.bytes for t in cast) / calls)
+
+
+def _why(tried: Attempt) -> str:
+    """Return the message of an error of ours, the kind and the message of any other."""
+    return first_line(tried.error) if isinstance(tried.error, AmpGraphError) else tried.reason
+
+
+def _sized(count: int, size: float) -> str:
+    return f"{count}, {size / 1e6:.3g} MB"
+
+
+def _planned_call() -> Any:
+    """Return the module that plans; it imports Dynamo, which takes as long as torch."""
+    return importlib.import_module("amp_graph.audit.speed.planned_call")

@@ -1,0 +1,370 @@
+"""AMP3xx: updates of parameters, of their averages and of optimizer states that round to nothing in their dtype.
+
+Before: ``1.0 - 1e-4`` in bfloat16, which is 1.0. After: "82 % of the updates of 14 parameters round to nothing".
+
+What an update would be is found by an optimizer of the same class over a copy of one parameter after the other in
+float32, with copies of its gradient and state: that holds for all of torch's. Of others, and where a closure computes
+the gradients, an element counts as lost whose gradient is not 0 and that the update left as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher
+from amp_graph.audit.samples import local, sample
+from amp_graph.lists.errors import Attempt
+from amp_graph.passes.graph.node_info import HALVES
+
+MANY, STILL, FEW = 0.1, 0.9, 0.01  # shares of lost updates: a warning, a parameter that stands still, a note
+MOST = 1 << 16  # elements of a parameter that are looked at, where an optimizer treats each by itself
+AVERAGED = 1 << 12  # elements of an average
+ELEMENTWISE = frozenset(
+    ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+)
+# Words in the names of options and states of optimizers that round otherwise, or keep what they could not add.
+KEEPS = ("stochastic", "kahan", "compensation", "master")
+STEPS = 4  # of a histogram of factors, in each octave
+OCTAVES = 32
+
+
+@dataclass
+class Lost:
+    """How many elements change, and how many of these changes round to nothing, over looked-at steps.
+
+    ``factors``: how many lost changes there are by the logarithm of the factor with which they would not be lost.
+    """
+
+    changes: int = 0
+    lost: int = 0
+    factors: list[int] = field(default_factory=lambda: [0] * (STEPS * OCTAVES))
+
+    @property
+    def share(self) -> float:
+        """The part of the changes that is lost."""
+        return self.lost / self.changes if self.changes else 0.0
+
+    def add(self, counts: Sequence[int], weight: float = 1.0) -> None:
+        """Add the counts of one step: changes, lost ones, and these by factors; each is of ``weight`` elements."""
+        changes, lost, *factors = (round(weight * count) for count in counts)
+        self.changes, self.lost = self.changes + changes, self.lost + lost
+        self.factors = [a + b for a, b in zip(self.factors, factors or [0] * len(self.factors), strict=True)]
+
+    def factor(self) -> float:
+        """Return by how much larger changes would save half of the lost ones; 0 if that is not known."""
+        seen, half = 0, sum(self.factors) / 2
+        for number, count in enumerate(self.factors):
+            seen += count
+            if seen >= half > 0:
+                return float(2.0 ** ((number + 1) / STEPS))
+        return 0.0
+
+
+def lost_changes(old: Tensor, new: Tensor) -> Tensor:
+    """Return the counts that ``Lost.add`` takes of a change of ``old``, in low precision, to ``new``, in float32."""
+    change = new - old.float()
+    moves = change != 0
+    lost = moves & (new.to(old.dtype) == old)
+    size, start = change[lost].abs(), old[lost]
+    needed = (_next(start, grows=(change[lost] > 0) == (start > 0)).float() - start.float()).abs() / 2
+    octave = (needed / size).log2().mul_(STEPS).long().clamp_(0, STEPS * OCTAVES - 1)
+    return torch.cat((torch.stack((moves.sum(), lost.sum())), torch.bincount(octave, minlength=STEPS * OCTAVES)))
+
+
+def _next(values: Tensor, *, grows: Tensor) -> Tensor:
+    """Return the neighbours of low-precision values: of larger magnitude where it ``grows``, else of smaller."""
+    step = torch.where(grows | (values == 0), 1, -1).to(torch.int16)
+    return (values.view(torch.int16) + step).view(values.dtype)
+
+
+# -- a step of one parameter in float32 -----------------------------------------------------------------------
+
+
+class Alone(NamedTuple):
+    """A parameter, its value after a step in float32, its state and that state after it: all of sampled elements."""
+
+    old: Tensor
+    new: Tensor
+    state: Mapping[str, Tensor]
+    new_state: Mapping[str, Tensor]
+
+
+def keeps_more(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> bool:
+    """Say whether an optimizer keeps what rounding takes away: masters in its state, or a rounding of another kind."""
+    state = optimizer.state.get(p, {})
+    options = {**vars(optimizer), **group}
+    on = [*state, *(name for name, value in options.items() if value is not None and value is not False)]
+    if any(word in name for word in KEEPS for name in on):
+        return True
+    return any(isinstance(t, Tensor) and _is_master(local(t), local(p.detach())) for t in state.values())
+
+
+def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Alone:
+    """Return what a step would do to ``p`` in float32.
+
+    Raises ValueError for an optimizer of others: its step may draw numbers, print, or change more than its parameters.
+    """
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks, which would see a copy
+    parts = step, getattr(type(optimizer), "_init_group", step)
+    if any(not part.__module__.startswith("torch.optim.") for part in parts):
+        raise ValueError(f"the step of {type(optimizer).__name__} is not torch's")
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    own |= {name: OrderedDict() for name in own if name.endswith("_hooks")}
+    options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+    def part(t: Tensor) -> Tensor:
+        t = local(t)
+        return sample(t, MOST) if type(optimizer).__name__ in ELEMENTWISE and t.shape == local(p).shape else t
+
+    def widened(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        value = part(value)
+        return value.to(torch.float32 if value.dtype in HALVES else value.dtype, copy=True)
+
+    before = {name: part(value) for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
+    alone = object.__new__(type(optimizer))
+    alone.__dict__.update(own)
+    copied = widened(p.detach())
+    copied.grad = widened(p.grad)
+    alone.param_groups = [{**{name: widened(value) for name, value in options.items()}, "params": [copied]}]
+    alone.state = defaultdict(dict, {copied: {n: widened(value) for n, value in optimizer.state.get(p, {}).items()}})
+    step(alone)
+    return Alone(part(p.detach()), copied, before, alone.state[copied])
+
+
+def _is_master(state: Tensor, p: Tensor) -> bool:
+    is_like = state.dtype == torch.float32 and state.shape == p.shape and p.dim() > 0
+    return is_like and torch.equal(state.to(p.dtype), p) and bool(p.any())
+
+
+# -- what was lost ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stepped:
+    """What the steps of optimizers at one place lost: of each parameter, by its ``id``, and of each kind of state.
+
+    ``why``: why there was no copy of it, if so.
+    """
+
+    dtype: str
+    optimizer: str
+    parameters: dict[int, Lost] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    states: dict[str, Lost] = field(default_factory=dict)
+    why: str = ""
+
+    def total(self) -> Lost:
+        """Return the sum over the parameters."""
+        total = Lost()
+        for one in self.parameters.values():
+            total.add([one.changes, one.lost, *one.factors])
+        return total
+
+
+class Updates(Watcher):
+    """Counts the updates that round to nothing."""
+
+    def __init__(self, training: Training) -> None:
+        """Begin."""
+        super().__init__(training)
+        self._places = Places()
+        self._stepped: dict[Place, Stepped] = {}
+        self._running: Stepped | None = None  # what the update that runs is counted in
+        self._before: list[tuple[Tensor, Tensor]] = []  # parameters, and samples of their values before an update
+        self._averages: dict[Place, tuple[str, Lost]] = {}
+        self._decayed: dict[int, tuple[Tensor, float]] = {}  # by address: values before, and what part of them is kept
+
+    # -- optimizers -----------------------------------------------------------------------------------
+
+    def updating(self, optimizer: Optimizer) -> None:
+        """Step each low parameter alone, in float32."""
+        self._decayed.clear()
+        self._running = None
+        low = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.dtype in HALVES]
+        if not low:
+            return
+        place = self._places.of(sys._getframe())
+        dtype = str(low[0][1].dtype).removeprefix("torch.")
+        found = self._running = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
+        counts: list[tuple[Lost, Tensor, float]] = []
+        for group, p in low:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                self.training.unseen["updates by sparse gradients"] = None
+            elif (p.grad is not None or self.training.by_closure) and not keeps_more(optimizer, group, p):
+                counts += self._step_of(optimizer, group, p, found)
+        if counts:
+            numbers = torch.stack([of_one.cpu() for _, of_one, _ in counts]).tolist()
+            for (lost, _, weight), of_one in zip(counts, numbers, strict=True):
+                lost.add(of_one, weight)
+
+    def _step_of(
+        self, optimizer: Optimizer, group: Mapping[str, Any], p: Tensor, found: Stepped
+    ) -> list[tuple[Lost, Tensor, float]]:
+        """Return what the step of one parameter will lose, and where it counts; or keep what the parameter was."""
+        with Attempt() as tried:
+            if self.training.by_closure:
+                raise ValueError("a closure computes its gradients")
+            alone = stepped_alone(optimizer, group, p)
+            weight = local(p).numel() / max(1, alone.old.numel())
+            counts = [(found.parameters.setdefault(id(p), Lost()), lost_changes(alone.old, alone.new), weight)]
+            for kind, state in alone.state.items():
+                if state.dtype in HALVES:
+                    lost = lost_changes(state, alone.new_state[kind])
+                    counts.append((found.states.setdefault(kind, Lost()), lost, weight))
+            return counts
+        found.why = str(tried.error)
+        self._before.append((p, sample(local(p.detach()), AVERAGED).clone()))
+        return []
+
+    def updated(self, optimizer: Optimizer) -> None:
+        """Compare the parameters that could not be stepped alone with what they were."""
+        found = self._running
+        if found is None:
+            return
+        found.names |= self.training.parameter_names()
+        for p, old in self._before:
+            if p.grad is not None:
+                moves = sample(local(p.grad), AVERAGED) != 0
+                stays = moves & (sample(local(p.detach()), AVERAGED) == old)
+                lost = found.parameters.setdefault(id(p), Lost())
+                lost.add([int(moves.sum()), int(stays.sum())], local(p).numel() / max(1, old.numel()))
+        self._before.clear()
+
+    # -- averages -------------------------------------------------------------------------------------
+
+    def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take what an average was before it decays: ``mul_`` by 0.9 to 1, or ``lerp_``."""
+        kept = _kept_part(call, args)
+        if kept is not None and 0.9 <= kept < 1:
+            for t in _listed(args[0]):
+                if t.dtype in HALVES and t.numel():
+                    self._decayed[t.data_ptr()] = sample(t, AVERAGED).clone(), kept
+
+    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Compare an average with what it was, once a new value is added."""
+        change = _ADDS.get(_name(call))
+        if change is None or not self._decayed or call.phase != "forward" or not _listed(args[1]):
+            return
+        alpha = kwargs.get("alpha", 1)
+        for target, new in zip(_listed(args[0]), _listed(args[1]), strict=False):
+            found = self._decayed.pop(target.data_ptr(), None)
+            if found is None or new.numel() != target.numel():
+                continue
+            old, kept = found
+            moves = change(old.float(), sample(new, AVERAGED).float(), kept, alpha) != 0
+            stays = moves & (sample(target, AVERAGED) == old)
+            _, lost = self._averages.setdefault(call.place, (str(target.dtype).removeprefix("torch."), Lost()))
+            lost.add([int(moves.sum()), int(stays.sum())], target.numel() / old.numel())
+
+    # -- findings -------------------------------------------------------------------------------------
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what was lost, by the line of ``step()`` or of the average."""
+        for place, found in self._stepped.items():
+            yield from _of_parameters(place, found)
+            yield from _of_states(place, found)
+        for place, (dtype, lost) in self._averages.items():
+            if lost.share >= MANY:
+                yield Finding(
+                    "AMP303", "warning" if lost.share >= 0.5 else "note", place,
+                    f"{lost.share:.0%} of the elements of an average in {dtype} stay as they are where it should move",
+                    "keep the average in float32: ema = [p.detach().float().clone() for p in model.parameters()]",
+                    {"dtype": dtype, "share": lost.share, "elements": lost.changes},
+                )  # fmt: skip
+
+
+def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
+    total = found.total()
+    shares = {
+        found.names.get(key, f"parameter {n}"): one.share for n, (key, one) in enumerate(found.parameters.items())
+    }
+    worst = sorted(shares, key=lambda name: -shares[name])
+    evidence = {
+        "optimizer": found.optimizer, "dtype": found.dtype, "share": total.share, "elements": total.changes,
+        "learning_rate_factor": total.factor(), "parameters": {name: shares[name] for name in worst[:20]},
+        "estimated_as": found.why,
+    }  # fmt: skip
+    factor = f"; a learning rate {total.factor():.0f} times as large would keep half of these" if total.factor() else ""
+    how = f"; estimated from elements that stay as they are, as {found.why}" if found.why else ""
+    fix = (
+        f"keep the parameters in float32 and compute under torch.autocast, or give {found.optimizer} float32 copies of "
+        "them"
+    )
+    if total.share >= FEW:
+        yield Finding(
+            "AMP301", "warning" if total.share >= MANY else "note", place,
+            f"{total.share:.0%} of the updates of {len(worst)} parameters in {found.dtype} round to nothing (most of "
+            f"{worst[0]}: {shares[worst[0]]:.0%}){factor}{how}",
+            fix, evidence, worst[1:],
+        )  # fmt: skip
+    still = [name for name in worst if shares[name] >= STILL]
+    if 0 < len(still) < len(worst):
+        yield Finding(
+            "AMP302", "warning", place,
+            f"{len(still)} of {len(worst)} parameters in {found.dtype} stand still: "
+            f"{shares[still[0]]:.0%} of the updates of {still[0]} round to nothing, of all "
+            f"{total.share:.0%}{how}",
+            fix, evidence, still[1:],
+        )  # fmt: skip
+
+
+def _of_states(place: Place, found: Stepped) -> Iterator[Finding]:
+    kinds = sorted(found.states, key=lambda kind: -found.states[kind].share)
+    if kinds and (share := found.states[kinds[0]].share) >= FEW:
+        lost = ", ".join(f"{found.states[kind].share:.0%} of {kind}" for kind in kinds)
+        yield Finding(
+            "AMP304", "warning" if share >= 0.5 else "note", place,
+            f"the state of {found.optimizer} is in {found.dtype}, and changes of it round to nothing: {lost}",
+            f"keep the parameters that {found.optimizer} gets in float32: its state has their dtype",
+            {"optimizer": found.optimizer, "dtype": found.dtype, "states": {k: found.states[k].share for k in kinds}},
+        )  # fmt: skip
+
+
+# -- operations of averages -----------------------------------------------------------------------------------
+
+
+def _added(old: Tensor, new: Tensor, kept: float, alpha: float) -> Tensor:
+    return alpha * new - (1 - kept) * old
+
+
+def _drawn(old: Tensor, new: Tensor, kept: float, alpha: float) -> Tensor:
+    return new - old
+
+
+_ADDS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "add_": _added, "_foreach_add_": _added, "lerp_": _drawn, "_foreach_lerp_": _drawn,
+}  # fmt: skip
+
+
+def _kept_part(call: Call, args: Sequence[Any]) -> float | None:
+    """Return which part of its target an operation keeps; None if it is none of an average."""
+    given: Any = {"mul_": 1, "_foreach_mul_": 1, "lerp_": 2, "_foreach_lerp_": 2}.get(_name(call))
+    if given is None or call.phase != "forward" or len(args) <= given:
+        return None
+    number = args[given]
+    if isinstance(number, Tensor) and number.dim() == 0:
+        number = float(number)
+    if not isinstance(number, float) or math.isnan(number):
+        return None
+    return number if given == 1 else 1 - number
+
+
+def _name(call: Call) -> str:
+    return call.operator.split(".")[1]
+
+
+def _listed(given: Any) -> list[Tensor]:
+    return [t for t in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(t, Tensor)]

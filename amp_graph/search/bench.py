@@ -1,0 +1,184 @@
+"""Measures one policy: the time of a step beside fp32's, its error, the user's metric, and the peak of memory.
+
+Each policy runs on a copy of the model, forward and, if the step's result has gradients, backward. Times are taken in
+turns with fp32's, so that what else the machine does slows both.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from amp_graph.convert import convert
+from amp_graph.devices import device_of_model
+from amp_graph.errors import AmpGraphError
+from amp_graph.freeze import freeze
+from amp_graph.lists.errors import Attempt
+from amp_graph.model_state import same_random_numbers, unchanged
+from amp_graph.numerics.differences import Sums, scale_for_fp16
+from amp_graph.policy import Policy
+from amp_graph.search.space import Step, mixture
+from amp_graph.search.trials import FULL, Trial
+
+WARM_UP, ROUNDS = 2, 7
+TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
+ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
+Values = dict[str, Tensor]
+
+
+class Bench:
+    """Measures policies for one model and one step; ``metric`` is called with a converted copy of the model."""
+
+    def __init__(self, model: torch.nn.Module, step: Step, metric: Callable[[torch.nn.Module], float] | None) -> None:
+        self.model, self.step, self.metric = model, step, metric
+        self.plain = copy.deepcopy(model)
+        self.device = device_of_model(model) or "cpu"
+        self.reference = values_of(self.plain, step)
+        self.trains = any(name.startswith("gradient of ") for name in self.reference)
+
+    @cached_property
+    def noise(self) -> float:
+        """The share of a step's time that two measurements of the same step differ by; at least 1 %."""
+        ratios = self._ratios(copy.deepcopy(self.plain))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        return max(0.01, abs(middle - 1), (high - low) / 2)
+
+    def trial(self, policy: str, why: str) -> Trial:
+        """Return what is measured of ``policy``; of one that fails, an infinite error and the reason."""
+        if policy == FULL:
+            return Trial(FULL, 1.0, 0.0, self._metric(self.plain), why=why)
+        with Attempt() as tried:  # whatever a plan, a kernel or the user's step raises
+            made = self.made(policy)
+            error = self.error(made, self.step, self.reference, policy)
+            if math.isfinite(error):
+                memory = self._peak(made)
+                return Trial(policy, statistics.median(self._ratios(made)), error, self._metric(made), memory, why)
+        reason = tried.reason if tried.error is not None else "a value is not finite"
+        return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}: fails: {reason}")
+
+    def made(self, policy: str) -> torch.nn.Module:
+        """Return a copy of the model, converted; frozen if the step is no training."""
+        made = convert(copy.deepcopy(self.model), policy)
+        return made if self.trains or policy == FULL else freeze(made)
+
+    def of_autocast(self) -> float:
+        """Return the error of ``torch.autocast`` in the low dtype, NaN if it fails: the unit of relative budgets."""
+        dtype = Policy().torch_dtype(self.device)
+        own = copy.deepcopy(self.model)
+        with Attempt() as tried, torch.autocast(self.device, dtype):
+            return self.error(own, self.step, self.reference, "")
+        del tried
+        return math.nan
+
+    def error(self, model: torch.nn.Module, step: Step, reference: Values, policy: str) -> float:
+        """Return the relative L2 error of a step's outputs or, if larger, of its gradients."""
+        grads = [float(t.abs().max()) for name, t in reference.items() if name.startswith("gradient") and t.numel()]
+        scale = scale_for_fp16(max(grads, default=0.0), ROOM) if policy.startswith("fp16") else 1.0
+        found = values_of(model, step, scale)
+        sums = {"gradient": Sums(), "output": Sums()}
+        for name, expected in reference.items():
+            got = found.get(name, torch.zeros_like(expected))
+            sums[name.partition(" ")[0]].add(got, expected)
+        return max(one.error for one in sums.values())
+
+    def _metric(self, model: torch.nn.Module) -> float:
+        if self.metric is None:
+            return math.nan
+        with same_random_numbers():
+            found = float(self.metric(model))
+        if math.isnan(found) and model is self.plain:
+            raise AmpGraphError(
+                "search: the metric of the model in fp32 is NaN\n  legal: a number, of which less is better\n"
+                "  fix:   metric=lambda model: 1.0 - accuracy(model, batches)"
+            )
+        return math.inf if math.isnan(found) else found
+
+    def _peak(self, model: torch.nn.Module) -> int:
+        if self.device != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        self._once(model)
+        return torch.cuda.max_memory_allocated()
+
+    def _ratios(self, model: torch.nn.Module) -> list[float]:
+        """Return the times of a step of ``model`` over those of fp32, in turns."""
+        for _ in range(WARM_UP):
+            taken = [self._seconds(one, 1) for one in (self.plain, model)]
+        calls = max(1, int(TURN / max(min(taken), 1e-9)))
+        return [
+            self._seconds(model, calls) / self._seconds(self.plain, calls)
+            if turn % 2
+            else 1 / (self._seconds(self.plain, calls) / self._seconds(model, calls))
+            for turn in range(ROUNDS)
+        ]
+
+    def _seconds(self, model: torch.nn.Module, calls: int) -> float:
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._once(model)
+        self._wait()
+        return (time.perf_counter() - start) / calls
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _once(self, model: torch.nn.Module) -> None:
+        model.zero_grad(set_to_none=True)
+        out = self.step(model)
+        if self.trains:
+            mixture(out).backward()
+
+
+def values_of(model: torch.nn.Module, step: Step, scale: float = 1.0) -> Values:
+    """Return the outputs of ``model`` in one step, its loss, and the gradients of parameters, in fp64.
+
+    The model, its buffers and the state of random number generators are as before.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, out: outputs.append(out))
+    try:
+        with unchanged(model):
+            model.zero_grad(set_to_none=True)
+            out = step(model)
+            if not isinstance(out, Tensor):
+                raise AmpGraphError(
+                    f"search: step returned a {type(out).__name__}\n  legal: a tensor: a loss, or the model's output\n"
+                    "  fix:   step=lambda model: loss_fn(model(x), y)"
+                )
+            if out.requires_grad:
+                (mixture(out) * scale).backward()
+            leaves = [t for t in tree_leaves([*map(_plain, outputs), out]) if isinstance(t, Tensor)]
+            found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
+            named = ((name, p.grad) for name, p in model.named_parameters())
+            found |= {f"gradient of {n}": g.detach().double() / scale for n, g in named if g is not None}
+    finally:
+        hook.remove()
+    return found
+
+
+def _plain(out: Any) -> Any:
+    """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
+    return dict(out) if isinstance(out, dict) else out
+
+
+def refuse_random_steps(bench: Bench) -> None:
+    """Raise AmpGraphError for a step that returns something else when it runs again from the same random state."""
+    again = values_of(bench.plain, bench.step)
+    different = next((name for name, t in bench.reference.items() if not torch.equal(t, again.get(name, -t))), None)
+    if different is not None or not bench.reference:
+        raise AmpGraphError(
+            f"search: two runs of step on the same model differ, first in the {different}\n"
+            "  legal: a step that uses the same batch each time\n"
+            "  fix:   x, y = next(iter(loader)), and step=lambda model: loss_fn(model(x), y)"
+        )

@@ -1,0 +1,189 @@
+"""Finds the fastest policy whose measured error stays within a budget, on the machine at hand.
+
+Before: a model, and a step on one batch. After: ``search(model, step, budget=1.0).policy``, such as
+``"bf16,accuracy=1.5"``, with a table of all that was measured. A search that is killed goes on from its file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_graph.convert import refuse_converted, refuse_what_cannot_be_converted, refuse_what_is_no_model
+from amp_graph.devices import device_of_model
+from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.lists.errors import shortened
+from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.passes.precision.machine_rates import machine_for
+from amp_graph.policy import Policy
+from amp_graph.search.bench import Bench, refuse_random_steps, values_of
+from amp_graph.search.proposals import propose
+from amp_graph.search.result import SearchResult, result_of
+from amp_graph.search.space import Step, space_of
+from amp_graph.search.trials import FULL, Goal, Trial, best_of
+
+MOST = 25
+HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a search ends: after ``runs`` measured policies or ``seconds``; ``memory``: bytes of a step, on CUDA."""
+
+    runs: int = MOST
+    seconds: float = math.inf
+    memory: float = math.inf
+
+
+def search(
+    model: torch.nn.Module,
+    step: Step,
+    *,
+    budget: float = 1.0,
+    absolute: float | None = None,
+    metric: Callable[[torch.nn.Module], float] | None = None,
+    held_out: Step | None = None,
+    policy: Policy | str = "bf16",
+    limits: Limits = Limits(),
+    state: str | os.PathLike[str] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Return the fastest policy that was measured, of those that are exact enough.
+
+    model: as it was written; it is copied, and not changed. step: called with a copy; returns the loss of one batch,
+    the same one in each call; for inference the outputs, without gradients, and models are measured frozen. budget: the
+    largest error, as a multiple of that of ``torch.autocast``: the relative L2 error of outputs or, if larger, of
+    gradients, against fp32. absolute: that error itself, instead of a multiple. metric: instead of both, called as
+    ``metric(model)``; a number of which less is better, at most ``budget``. held_out: a step on another batch, on which
+    the answer must be as exact within a tenth. policy: what the search begins with; its words stay. limits: where it
+    ends. state: a file that holds what was measured; a search with the same one goes on. tell: gets a line for each
+    policy that was measured.
+
+    fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
+    policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
+    search), PolicyError, CaptureError.
+    """
+    asked, goal = _checked(model, budget, absolute, metric, policy)
+    bench = Bench(model, step, metric)
+    refuse_random_steps(bench)
+    unit = bench.of_autocast()
+    if metric is None and absolute is None:
+        goal = replace(goal, error=budget * (unit if math.isfinite(unit) else math.nan))
+        if math.isnan(goal.error):
+            raise AmpGraphError(
+                "search: torch.autocast fails on this step, so that its error is no budget\n"
+                "  legal: an absolute error\n  fix:   search(model, step, absolute=0.01)"
+            )
+    goal = replace(goal, memory=limits.memory)
+    device = device_of_model(model) or "cpu"
+    key = {
+        "model": type(model).__name__,
+        "policy": str(asked),
+        "budget": [budget, absolute],
+        "metric": metric is not None,
+    }
+    kept = _File(state, {**key, "machine": machine_for(device).name, "torch": torch.__version__})
+    trials, noise = kept.trials, kept.noise or bench.noise
+    space = space_of(model, step, asked, trains=bench.trains)
+    ended, began = "", time.monotonic()
+    try:
+        while not ended:
+            proposal = propose(space, trials, goal, noise, unit if math.isfinite(unit) else 1.0)
+            if proposal is None:
+                ended = "nothing is predicted to gain more than the noise"
+            elif len(trials) >= limits.runs or time.monotonic() - began > limits.seconds:
+                ended = f"its limit of {limits.runs} policies or {limits.seconds:g} seconds"
+            else:
+                trials.append(bench.trial(*proposal))
+                kept.write(trials, noise)
+                if tell is not None:
+                    tell(_line(trials, goal))
+    except KeyboardInterrupt:
+        ended = "interrupted; the best so far"
+    if not trials:
+        trials.append(Trial(FULL, 1.0, 0.0, why="nothing was measured"))
+    answer, error = _confirmed(bench, trials, goal, held_out)
+    facts = {"unit": unit, "noise": noise, "machine": machine_for(device).name, "ended": ended}
+    return replace(result_of(trials, goal, held_out=error, freeze=not bench.trains, **facts), policy=answer)
+
+
+def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy | str) -> tuple[Policy, Goal]:
+    refuse_what_is_no_model("search", model)
+    refuse_converted("search", model)
+    for name, one in (("budget", budget), ("absolute", absolute)):
+        if one is not None and (isinstance(one, bool) or not isinstance(one, (int, float)) or not one >= 0):
+            raise PolicyError(
+                f"search: {name}={shortened(one)} is no budget\n  legal: a number from 0\n  fix:   {name}=1.0"
+            )
+    if metric is not None and absolute is not None:
+        raise PolicyError(
+            "search: metric with absolute, which bounds the error instead\n  legal: one of them\n"
+            "  fix:   search(model, step, metric=metric, budget=0.05)"
+        )
+    asked = Policy.parse(policy)
+    refuse_what_cannot_be_converted(model, asked)
+    if metric is not None:
+        return asked, Goal(metric=budget)
+    return asked, Goal(error=math.inf if absolute is None else absolute)
+
+
+def _line(trials: list[Trial], goal: Goal) -> str:
+    last, best = trials[-1], best_of(trials, goal)
+    return (
+        f"{len(trials)}: {last.policy}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
+        f"best so far {best.policy}"
+    )
+
+
+def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, held_out: Step | None) -> tuple[str, float]:
+    """Return the fastest policy that is exact enough on held-out data too, with its error there."""
+    good = sorted((one for one in trials if goal.is_met(one)), key=lambda one: one.time)
+    if held_out is None or math.isinf(goal.error):
+        return good[0].policy, math.nan
+    reference = values_of(bench.plain, held_out)
+    for one in good:
+        if one.policy == FULL:
+            break
+        error = bench.error(bench.made(one.policy), held_out, reference, one.policy)
+        if error <= goal.error * HELD_OUT:
+            return one.policy, error
+    return FULL, 0.0
+
+
+class _File:
+    """What was measured, in a file; without a path, nowhere."""
+
+    def __init__(self, path: Any, key: dict[str, Any]) -> None:
+        self.path, self.key = path, key
+        self.trials: list[Trial] = []
+        self.noise = 0.0
+        if path is None or not Path(path).exists():
+            return
+        try:
+            found = json.loads(Path(path).read_text("utf-8"))
+            same = found["search"] == key
+            self.trials, self.noise = [Trial(**one) for one in found["trials"]], float(found["noise"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AmpGraphError(
+                f"search: {path} holds no search: {type(error).__name__}: {error}\n"
+                "  legal: a file that search(state=...) wrote\n  fix:   another file, or delete this one"
+            ) from error
+        if not same:
+            raise AmpGraphError(
+                f"search: {path} holds another search: {found['search']}, and this one is {key}\n"
+                "  legal: the same model, policy, budget, machine and torch\n  fix:   another file, or delete this one"
+            )
+
+    def write(self, trials: list[Trial], noise: float) -> None:
+        """Write all trials."""
+        if self.path is not None:
+            told = {"search": self.key, "noise": noise, "trials": [asdict(one) for one in trials]}
+            write_or_refuse(self.path, json.dumps(told, indent=1) + "\n", "search", "search(..., state='search.json')")

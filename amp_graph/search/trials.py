@@ -1,0 +1,62 @@
+"""What is tried, and what was measured of it: plain values, which a file of the search holds.
+
+Before: ``Candidate("bf16,accuracy=fast", time=0.61, error=1.4)``, predicted. After: ``Trial("bf16,accuracy=fast",
+time=0.66, error=1.2, ...)``, measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FULL = "bf16-O0"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A policy that may be tried; ``time`` over fp32's and ``error`` over autocast's, as predicted; NaN: not known."""
+
+    policy: str
+    time: float = math.nan
+    error: float = math.nan
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A policy that was measured.
+
+    ``time``: of a step, over fp32's, a median. ``error``: of the step, relative to fp32's; infinite if it failed or is
+    not finite. ``metric``: the user's; NaN without one. ``memory``: the peak in bytes, on CUDA; else 0. ``why``: why it
+    was tried, or how it failed.
+    """
+
+    policy: str
+    time: float
+    error: float
+    metric: float = math.nan
+    memory: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a trial must keep: the largest ``error``, relative to fp32's; or the largest ``metric``; and ``memory``."""
+
+    error: float = math.inf
+    metric: float = math.inf
+    memory: float = math.inf
+
+    def is_met(self, trial: Trial) -> bool:
+        """Say whether ``trial`` is good enough; fp32 always is."""
+        good = trial.error <= self.error and trial.memory <= self.memory
+        return trial.policy == FULL or (good and (math.isinf(self.metric) or trial.metric <= self.metric))
+
+    def excess(self, trial: Trial) -> float:
+        """Return by what factor the error of ``trial``, or its metric, is beyond the goal."""
+        found, most = (trial.error, self.error) if math.isinf(self.metric) else (trial.metric, self.metric)
+        return found / most if most else math.inf
+
+
+def best_of(trials: list[Trial], goal: Goal) -> Trial:
+    """Return the fastest trial that is good enough: fp32, the first one, at least."""
+    return min((one for one in trials if goal.is_met(one)), key=lambda one: one.time)

@@ -1,0 +1,35 @@
+"""float16 autocast with a scaler: a translator, batches that are accumulated, and gradients that are clipped."""
+
+import torch
+from torch import nn
+
+
+class Translator(nn.Module):
+    def __init__(self, words=50, width=32):
+        super().__init__()
+        self.source, self.target = nn.Embedding(words, width), nn.Embedding(words, width)
+        self.core = nn.Transformer(width, 2, 1, 1, 64, 0.1, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, source, target):
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.head(self.core(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
+
+
+torch.manual_seed(0)
+model = Translator()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+for step in range(8):
+    source, target = torch.randint(50, (4, 12)), torch.randint(50, (4, 11))
+    with torch.autocast("cpu", torch.float16):
+        logits = model(source, target[:, :-1])
+        loss = nn.functional.cross_entropy(logits.transpose(1, 2), target[:, 1:], label_smoothing=0.1) / 2
+    scaler.scale(loss).backward()
+    print(loss.item())
+    if step % 2:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

@@ -1,0 +1,38 @@
+"""A bf16 model whose loss is computed in fp32, in a region that disables autocast; blocks are checkpointed."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Encoder(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@torch.autocast("cpu", enabled=False)
+def similarity_loss(left, right, scale):
+    left, right = F.normalize(left.float(), dim=-1), F.normalize(right.float(), dim=-1)
+    scores = scale.exp() * left @ right.t()
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+torch.manual_seed(0)
+model = Encoder()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(4):
+    x = torch.randn(6, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = similarity_loss(model(x), model(x + 0.1 * torch.randn(6, 24)), model.scale)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())

@@ -1,0 +1,33 @@
+"""A contrastive loss is to be computed in fp32, and the region that disables autocast gets low values."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FAULTY = sys.argv[1] == "faulty"
+
+
+def contrastive(left, right, temperature=0.07):
+    with torch.autocast("cpu", enabled=False):  # expect: AMP104
+        if not FAULTY:
+            left, right = left.float(), right.float()
+        scores = left @ right.t() / temperature
+        return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def main():
+    torch.manual_seed(0)
+    towers = nn.ModuleDict({"image": nn.Linear(32, 16), "text": nn.Linear(24, 16)})
+    optimizer = torch.optim.Adam(towers.parameters(), lr=1e-3)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = contrastive(towers["image"](torch.randn(8, 32)), towers["text"](torch.randn(8, 24)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+
+
+main()

@@ -1,0 +1,32 @@
+"""Autocast is switched off for a run, and a model's own region switches it on again."""
+
+import sys
+
+import torch
+from torch import nn
+
+amp = sys.argv[1] != "faulty"
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        with torch.autocast("cpu", torch.bfloat16):  # expect: AMP104
+            return nn.functional.scaled_dot_product_attention(q, k, v).to(x.dtype)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(Attention(), nn.Linear(16, 16), Attention(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+region = torch.autocast("cpu", torch.bfloat16, enabled=amp)
+for _ in range(4):
+    with region:
+        loss = model(torch.randn(2, 6, 16)).float().pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())

@@ -1,0 +1,37 @@
+"""Queries, keys and values read one activation; autocast casts it for each of them."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, width, faulty):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.faulty = faulty
+
+    def forward(self, x):
+        y = self.norm(x)
+        if self.faulty:
+            q, k, v = (part(y) for part in self.parts)  # expect: AMP706
+        else:
+            q, k, v = self.query_key_value(y).chunk(3, dim=-1)
+        return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+
+torch.manual_seed(0)
+model = nn.Sequential(*(Attention(32, sys.argv[1] == "faulty") for _ in range(2)))
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(3):
+    x = torch.randn(4, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (model(x) - x.flip(1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())

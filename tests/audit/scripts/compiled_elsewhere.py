@@ -1,0 +1,38 @@
+"""The model is compiled by a compiler of one's own, outside of the region in which it is called."""
+
+import argparse
+
+import torch
+from torch import nn
+
+
+def compiler(graph, inputs):
+    return torch.compiler.disable(graph.forward)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def main(mode):
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend=compiler if mode == "faulty" else "eager", fullgraph=True)  # expect: AMP106
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.randint(2, (4,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("mode")
+main(parser.parse_args().mode)

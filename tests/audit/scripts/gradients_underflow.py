@@ -1,0 +1,31 @@
+"""float16 without a scaler, where the loss is a mean over many values: its gradients are small."""
+
+import sys
+
+import torch
+from torch import nn
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
+        self.decode = nn.Sequential(nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+torch.manual_seed(0)
+model = Autoencoder()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, enabled=sys.argv[1] == "right")
+for _ in range(3):
+    images = 0.05 * torch.rand(8, 3, 32, 32)
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.mse_loss(model(images), images)  # expect: AMP504
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item())

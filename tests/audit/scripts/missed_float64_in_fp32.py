@@ -1,0 +1,31 @@
+"""A list of numbers becomes float64 in a training in float32: a mixture of experts by a routing table."""
+
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Routed(nn.Module):
+    def __init__(self, width, experts, dtype):
+        super().__init__()
+        self.register_buffer("routes", torch.tensor(np.random.rand(64, experts), dtype=dtype))
+        self.experts = nn.Parameter(torch.randn(experts, width * width) / width)
+
+    def forward(self, x):
+        weights = (self.routes @ self.experts.to(self.routes.dtype)).float()  # expect: AMP603
+        return torch.bmm(x, weights.unflatten(-1, (x.shape[-1], -1)))
+
+
+np.random.seed(0)
+torch.manual_seed(0)
+model = Routed(64, 32, torch.float64 if sys.argv[1] == "faulty" else torch.float32)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    x = torch.randn(64, 16, 64)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())

@@ -1,0 +1,53 @@
+"""Rotary positions that are computed under autocast: the product of positions and frequencies is low."""
+
+import contextlib
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+faulty = sys.argv[1] == "faulty"
+
+
+class Rotary(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("frequencies", 10_000.0 ** (-torch.arange(0, width, 2) / width))
+
+    def forward(self, length):
+        positions = torch.arange(length, dtype=torch.float32)
+        with contextlib.nullcontext() if faulty else torch.autocast("cpu", enabled=False):
+            angles = (self.frequencies[:, None] @ positions[None]).mT  # expect: AMP404
+            angles = torch.cat((angles, angles), -1)
+            return angles.cos(), angles.sin()  # expect: AMP405
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.rotary = nn.Embedding(40, width), Rotary(width)
+        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, 40)
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
+        cos, sin = self.rotary(tokens.shape[1])
+        return self.head(F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True))
+
+
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(3):
+    tokens = torch.randint(40, (2, 601))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())

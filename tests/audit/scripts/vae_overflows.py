@@ -1,0 +1,40 @@
+"""A VAE in float16 whose log variances are exponentiated as they are."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+faulty = sys.argv[1] == "faulty"
+
+
+class VAE(nn.Module):
+    def __init__(self, width=16, latent=4):
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 2 * latent))
+        self.decode = nn.Sequential(nn.Linear(latent, 32), nn.ReLU(), nn.Linear(32, width))
+
+    def forward(self, x):
+        mean, log_variance = self.encode(x).chunk(2, -1)
+        log_variance = log_variance * 8 if faulty else log_variance.float().clamp(-8, 8)
+        variance = log_variance.exp()  # expect: AMP501
+        z = mean + variance.sqrt().to(mean.dtype) * torch.randn_like(mean)
+        return self.decode(z), 0.5 * (mean.float().square() + variance.float() - log_variance.float() - 1).sum(
+            -1
+        ).mean()
+
+
+model = VAE()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+for _ in range(3):
+    x = 10 * torch.randn(64, 16)
+    with torch.autocast("cpu", torch.float16):
+        out, divergence = model(x)
+        loss = F.mse_loss(out.float(), x) + 1e-3 * divergence
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item())

@@ -1,0 +1,24 @@
+"""Attention weights by hand in float16, of products that are made small."""
+
+import sys
+
+import torch
+from torch import nn
+
+faulty = sys.argv[1] == "faulty"
+enter, leave = nn.Linear(8, 32), nn.Linear(32, 1)
+optimizer = torch.optim.SGD([*enter.parameters(), *leave.parameters()], lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for _ in range(3):
+    x, y = torch.randn(32, 8), torch.randn(32, 1)
+    with torch.autocast("cpu", torch.float16):
+        hidden = torch.relu(enter(x))
+        hidden = hidden if faulty else hidden.float()
+        gates = hidden * 1e-5  # expect: AMP503
+        gates = gates / (gates.sum(-1, keepdim=True) + 1e-6)
+        loss = nn.functional.mse_loss(leave(gates).float(), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item())

@@ -1,0 +1,347 @@
+"""AMP1xx and AMP2xx: legal neighbours of the planted faults, and faults in other forms, each in a few lines."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_graph
+from amp_graph.audit.first_overflow import FirstOverflow
+from amp_graph.audit.records import NOWHERE, Call
+from amp_graph.audit.session import Audit
+
+
+class Loop:
+    """A model in training; ``data`` is another batch each time."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    @property
+    def data(self):
+        return torch.randn(8, 16), torch.randint(4, (8,))
+
+    def loss(self, dtype=torch.float16):
+        x, y = self.data
+        with torch.autocast("cpu", dtype):
+            return F.cross_entropy(self.model(x), y)
+
+    def scaled_step(self, *losses, optimizers=()):
+        for loss in losses:
+            self.scaler.scale(loss).backward()
+        for one in optimizers or (self.optimizer,):
+            self.scaler.step(one)
+            one.zero_grad()
+        self.scaler.update()
+
+    def step(self, loss):
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def scaled_by_hand(loop):
+    (loop.loss() * 1024).backward()
+    for p in loop.model.parameters():
+        p.grad.div_(1024)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def sum_of_scaled_losses(loop):
+    (loop.scaler.scale(loop.loss()) + loop.scaler.scale(loop.loss())).backward()
+    loop.scaled_step()
+
+
+def scaled_first_and_backward_later(loop):
+    first, second = loop.scaler.scale(loop.loss()), loop.scaler.scale(loop.loss())
+    first.backward()
+    second.backward()
+    loop.scaled_step()
+
+
+def list_of_scaled_losses(loop):
+    torch.autograd.backward(loop.scaler.scale([loop.loss(), loop.loss()]))
+    loop.scaled_step()
+
+
+def gradient_penalty(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(loop.model(x.requires_grad_()), y)
+    (gradient,) = torch.autograd.grad(loop.scaler.scale(loss), x, create_graph=True)
+    with torch.autocast("cpu", torch.float16):  # it only computes in fp32: a note
+        loss = loss + (gradient / loop.scaler.get_scale()).float().square().sum().sqrt()
+    loop.scaled_step(loss)
+
+
+def one_loss_is_not_scaled(loop):
+    loop.loss().backward()
+    loop.scaled_step(loop.loss())
+
+
+def clips_one_of_two_optimizers(loop):
+    head = loop.__dict__.setdefault("head", nn.Linear(4, 4))
+    other = loop.__dict__.setdefault("other", torch.optim.SGD(head.parameters(), lr=0.1))
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(head(loop.model(x)), y)
+    loop.scaler.scale(loss).backward()
+    loop.scaler.unscale_(loop.optimizer)
+    nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+    loop.scaled_step(optimizers=(loop.optimizer, other))
+
+
+def clips_before_it_unscales(loop):
+    loop.scaler.scale(loop.loss()).backward()
+    torch.nn.utils.clip_grad.clip_grad_norm_(loop.model.parameters(), 1.0)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaled_step()
+
+
+def parameters_in_fp16(loop):
+    x, y = loop.data
+    loop.step(F.cross_entropy(loop.model.half()(x.half()).float(), y))
+
+
+def scaler_in_fp32(loop):
+    x, y = loop.data
+    loop.scaled_step(F.cross_entropy(loop.model(x), y))
+
+
+def reentrant_checkpoint(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(checkpoint(loop.model, x.requires_grad_(), use_reentrant=True), y)
+    loop.scaled_step(loss)
+
+
+class Sine(torch.autograd.Function):
+    """A function that is computed in fp32, as torch's documentation has it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def function_of_ones_own(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(Sine.apply(loop.model(x)), y)
+    loop.step(loss)
+
+
+def closure(loop):
+    optimizer = loop.__dict__.setdefault("lbfgs", torch.optim.LBFGS(loop.model.parameters(), max_iter=2))
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = loop.loss(torch.bfloat16)
+        loss.backward()
+        return loss
+
+    optimizer.step(evaluate)
+
+
+def scaler_is_pickled(loop):
+    loop.scaled_step(loop.loss())
+    torch.save({"all": [{"optimizer": loop.optimizer.state_dict()}, loop.scaler]}, io.BytesIO())
+
+
+def weights_are_saved_alone(loop):
+    loop.scaled_step(loop.loss())
+    torch.save(loop.model.state_dict(), io.BytesIO())
+
+
+def frozen_teacher(loop):
+    teacher = loop.__dict__.setdefault("teacher", nn.Linear(16, 4).requires_grad_(False))
+    x, _ = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        out = loop.model(x)
+    loop.step(F.mse_loss(out.float(), teacher(x)))
+
+
+def head_in_fp32(loop):
+    head = loop.__dict__.setdefault("head", nn.Linear(4, 4))
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        out = loop.model(x)
+    loop.step(F.cross_entropy(head(out.float()), y))
+
+
+def auxiliary_head_in_fp32(loop):
+    head = loop.__dict__.setdefault("head", nn.Linear(16, 4))
+    x, y = loop.data
+    loop.step(loop.loss(torch.bfloat16) + F.cross_entropy(head(x), y))
+
+
+def region_of_the_loss_alone(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        out = loop.model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(out.float(), y)
+    loop.step(loss)
+
+
+def evaluation_works_and_training_is_missed(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        x = x * 2
+    loop.step(F.cross_entropy(loop.model(x), y))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        loop.model(x)
+
+
+def kernel_with_casts_of_its_own(loop):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.bfloat16):
+        out = loop.model(x)
+        with torch.autocast("cpu", enabled=False):
+            square = out.float().to(torch.bfloat16) @ out.to(torch.bfloat16).t()
+        loss = F.cross_entropy(out, y) + square.float().mean()
+    loop.step(loss)
+
+
+def off_for_a_device_that_is_absent(loop):
+    x, y = loop.data
+    with torch.autocast("cuda", torch.bfloat16, enabled=False), torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(loop.model(x), y)
+    loop.step(loss)
+
+
+def optimizer_of_amp_graph(loop):
+    if "mixed" not in loop.__dict__:
+        loop.mixed = amp_graph.MixedPrecisionOptimizer(loop.optimizer, loss_scale="dynamic")
+    loop.mixed.zero_grad()
+    loop.mixed.backward(loop.loss())
+    loop.mixed.clip_master_grads(1.0)
+    loop.mixed.step()
+
+
+def fused_optimizer_skips(loop):
+    if "fused" not in loop.__dict__:
+        loop.fused = torch.optim.AdamW(loop.model.parameters(), fused=True)
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    loop.scaled_step(loop.loss(), optimizers=(loop.fused,))
+
+
+def one_of_two_optimizers_never_steps(loop):
+    if "other" not in loop.__dict__:
+        loop.head, loop.scaler = nn.Linear(16, 4), torch.amp.GradScaler("cpu", init_scale=256.0)
+        loop.other = torch.optim.SGD(loop.head.parameters(), lr=0.1)
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        bad = F.cross_entropy(loop.head(x), y) * 1e38
+    loop.scaled_step(loop.loss(), bad, optimizers=(loop.optimizer, loop.other))
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (scaled_by_hand, {}),
+        (sum_of_scaled_losses, {}),
+        (scaled_first_and_backward_later, {}),
+        (list_of_scaled_losses, {}),
+        (gradient_penalty, {"AMP101": "note"}),
+        (one_loss_is_not_scaled, {"AMP201": "warning"}),
+        (clips_one_of_two_optimizers, {}),
+        (clips_before_it_unscales, {"AMP203": "warning"}),
+        (parameters_in_fp16, {"AMP201": "warning"}),
+        (scaler_in_fp32, {"AMP202": "warning"}),
+        (reentrant_checkpoint, {}),
+        (function_of_ones_own, {}),
+        (closure, {}),
+        (scaler_is_pickled, {}),
+        (weights_are_saved_alone, {}),
+        (frozen_teacher, {"AMP105": "note"}),
+        (head_in_fp32, {"AMP105": "note"}),
+        (auxiliary_head_in_fp32, {"AMP105": "warning"}),
+        (region_of_the_loss_alone, {"AMP101": "note"}),
+        (evaluation_works_and_training_is_missed, {"AMP101": "warning"}),
+        (kernel_with_casts_of_its_own, {}),
+        (off_for_a_device_that_is_absent, {}),
+        (optimizer_of_amp_graph, {}),
+        (one_of_two_optimizers_never_steps, {"AMP206": "warning", "AMP211": "note"}),
+        (fused_optimizer_skips, {"AMP211": "note"}),
+    ],
+)
+def test_what_is_found_in_four_steps(step, expected):
+    loop = Loop()
+    with Audit() as audit:
+        for _ in range(4):
+            step(loop)
+    report = audit.report()
+    assert not report.unseen
+    assert {f.code: f.level for f in report.findings if f.code[3] in "12"} == expected
+
+
+def test_a_step_after_a_skipped_one_is_looked_at():
+    loop = Loop()
+    with Audit(looks=()) as audit:
+        for i in range(6):
+            loop.scaled_step(loop.loss() * (1e38 if i in (2, 3) else 1.0))
+    (found,) = (f for f in audit.report().findings if f.code == "AMP211")
+    assert audit.training.looked_at == [4, 5]
+    assert found.evidence["operator"] == "aten.mul.Tensor"
+    assert "step 4 skipped" in found.text
+
+
+def test_a_compiled_model_stays_in_one_graph():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.fc(x).relu()
+
+    loop, model = Loop(), Net()
+    loop.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        model.compile(backend="eager", fullgraph=True)
+        for _ in range(4):
+            loop.step(model(loop.data[0]).sum())
+    assert audit.training.looked_at == [2, 3]
+
+
+# -- the first value that is not finite -------------------------------------------------------------------
+
+
+def origin_of(*operations):
+    """Return the operator that made the first such value, of calls (name, operator, arguments)."""
+    seen = FirstOverflow()
+    for name, operator, arguments in operations:
+        result = operator(*arguments)
+        call = Call(name, "", NOWHERE, "forward", (), "float16")
+        seen.take(call, operator, arguments, result)
+    found = seen.origin()
+    return found and (found.call.operator, found.value)
+
+
+def test_the_first_overflow_is_found():
+    aten, x = torch.ops.aten, torch.full((4,), 300.0, dtype=torch.float16)
+    square, bias = x.clone(), torch.tensor([0.0, -torch.inf, 0.0, 0.0]).half()
+    assert origin_of(("half", aten.mul.Tensor, (x, 0.5))) is None
+    assert origin_of(("square", aten.mul.Tensor, (x, x)), ("sum", aten.sum.default, (x,))) == ("square", "inf")
+    assert origin_of(("in place", aten.mul_.Tensor, (square, square))) == ("in place", "inf")
+    assert origin_of(("mask", aten.masked_fill.Scalar, (x, x > 0, -torch.inf))) is None
+    assert origin_of(("view", aten.view.default, (bias, (2, 2))), ("add", aten.add.Tensor, (x, bias))) is None
+    spoilt = torch.tensor([torch.nan]).half()
+    assert origin_of(("add", aten.add.Tensor, (spoilt, 1.0)))[1].startswith("nan, which an input")
+    masked = x.masked_fill(x > 0, -torch.inf)
+    assert origin_of(("softmax", aten._softmax.default, (masked, 0, False))) is None
+    assert origin_of(("add", aten.add.Tensor, (bias, 1.0)), ("square", aten.mul.Tensor, (x, x))) == ("square", "inf")

@@ -1,0 +1,95 @@
+"""Products in full precision: what a machine gains by lowering them decides the level, and not whether it is told."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_graph.audit.records import NOWHERE, Call, Totals
+from amp_graph.audit.session import Audit
+from amp_graph.audit.speed.predicted_time import family_of, seconds_of
+from amp_graph.passes.precision.machine_rates import MACHINES, machine_for
+
+
+def findings_of(call, **modules):
+    """Run ``call`` with a product in bfloat16 beside it; return what was found of products."""
+    modules = nn.ModuleDict(modules)
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = modules["low"](torch.randn(256, 256)).float().mean()
+            (loss + call(modules)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = audit.report()
+    assert not report.unseen
+    return [f for f in report.findings if f.code.startswith("AMP6")]
+
+
+@pytest.mark.parametrize(("machine", "level"), [("cpu_amx", "warning"), ("cpu", "note")])
+def test_it_is_a_warning_where_low_precision_pays(machine, level, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
+    (found,) = findings_of(
+        lambda m: m["full"](torch.randn(256, 256)).mean(), low=nn.Linear(256, 256), full=nn.Linear(256, 256)
+    )
+    assert (found.code, found.level, list(found.also)) == ("AMP601", level, ["Linear"])
+    assert ("does not pay" in found.text) == (level == "note")
+    assert (found.evidence["seconds_low"] < found.evidence["seconds"]) == (level == "warning")
+    # two looked-at steps; the gradient of the input is not asked for
+    assert found.evidence["flops"] == 2 * 2 * 2 * 256**3
+
+
+def test_a_product_of_an_optimizer_is_its_own_business():
+    class Whitening(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad = (p.grad @ p.grad.T) @ p.grad if p.dim() == 2 else p.grad
+            return super().step(closure)
+
+    model = nn.Linear(256, 256)
+    optimizer = Whitening(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(256, 256)).float().mean().backward()
+            optimizer.step()
+    assert [f.code for f in audit.report().findings if f.code.startswith("AMP6")] == []
+
+
+def test_what_is_small_is_not_told():
+    assert findings_of(lambda m: (torch.ones(2, 2) @ torch.ones(2, 2)).mean(), low=nn.Linear(256, 256)) == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "family"),
+    [
+        ("aten.addmm.default", "matmul"),
+        ("aten.addmm_.default", "matmul"),
+        ("aten._grouped_mm.default", "matmul"),
+        ("aten.convolution_backward.default", "convolution"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention"),
+        ("aten._to_copy.default", "cast"),
+        ("aten.t.default", ""),
+        ("aten.view.default", ""),
+        ("aten.gelu_backward.default", "activation"),
+        ("aten.add.Tensor", "elementwise"),
+        ("unknown.operator.default", "elementwise"),
+        ("flex_attention", "elementwise"),
+    ],
+)
+def test_each_operator_has_the_rate_of_its_family(operator, family):
+    assert family_of(operator) == family
+
+
+def test_a_product_takes_the_time_of_its_flops_or_of_its_bytes():
+    machine = machine_for("cpu")
+    rates, call = machine.rates, Call("aten.mm.default", "", NOWHERE, "forward", ("float32", "float32"), "float32")
+    overhead = 3 * (machine.call + machine.product_call["float32"])
+    large = seconds_of(call, Totals(calls=3, flops=10**12, bytes=10**6), machine)
+    assert large == pytest.approx(10**12 / rates["matmul"]["float32"] + overhead)
+    thin = seconds_of(call, Totals(calls=3, flops=10**6, bytes=10**12), machine)
+    assert thin == pytest.approx(10**12 / rates["matvec"]["float32"] + overhead)
+    assert seconds_of(call, Totals(calls=3, flops=10**12, bytes=10**6), machine, "float64") == pytest.approx(
+        2 * (large - overhead) + overhead
+    )

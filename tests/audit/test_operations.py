@@ -1,0 +1,100 @@
+"""What is seen of operations: their phase, module and line, and who cast what."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_graph.audit.events import HEARD
+from amp_graph.audit.session import Audit
+
+
+class TwoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).float())  # line 18
+
+
+def calls_of(train, **options):
+    """Return the operations of ``train(model, optimizer)``, as a list of (call, totals)."""
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit(looks=(1,), **options) as audit:
+        train(model, optimizer)
+    assert not audit.training.unseen
+    return audit.training.calls.items()
+
+
+def step(model, optimizer):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(3, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+def step_by_closure(model, optimizer):
+    def closure():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(3, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("train", [step, step_by_closure])
+def test_each_operation_has_its_phase_and_its_module(train):
+    products = {
+        (c.phase, c.module) for c, _ in calls_of(train) if c.operator in ("aten.addmm.default", "aten.mm.default")
+    }
+    assert products == {(phase, module) for phase in ("forward", "backward") for module in ("first", "second")}
+    assert any("add_" in c.operator for c, _ in calls_of(train) if c.phase == "update")
+    assert all(c.place.file.endswith("test_operations.py") for c, _ in calls_of(train) if c.module)
+
+
+def test_a_cast_is_autocasts_or_the_users():
+    casts = {(c.cast, c.module, c.output): t.calls for c, t in calls_of(step) if c.operator.startswith("aten._to_copy")}
+    forward = {key: calls for key, calls in casts.items() if key[0]}
+    assert forward == {
+        ("autocast", "first", "bfloat16"): 3,  # input, weight and bias
+        ("user", "", "float32"): 1,
+        ("autocast", "second", "bfloat16"): 3,
+    }
+
+
+@pytest.mark.parametrize(("every", "seen"), [(0, [2, 3]), (5, [2, 3, 5, 10])])
+def test_the_second_and_third_step_are_looked_at_and_each_nth(every, seen):
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit(every=every) as audit:
+        for _ in range(11):
+            step(model, optimizer)
+    assert audit.report().looked_at == seen
+
+
+def test_nothing_of_torch_stays_replaced_where_a_training_raises():
+    def functions():
+        return [place.__dict__.get(name) for _, place, name in HEARD]
+
+    def fails(model, optimizer):
+        assert functions() != before
+        raise ZeroDivisionError
+
+    before = functions()
+    with pytest.raises(ZeroDivisionError):
+        calls_of(fails)
+    assert functions() == before
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_first_and_of_the_next_one_when_it_is_gone():
+    with Audit() as audit:
+        for _ in range(2):
+            first, second = TwoLayers(), TwoLayers()
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+            for _ in range(4):
+                for model, optimizer in zip((first, second), optimizers, strict=True):
+                    step(model, optimizer)
+            del optimizer, optimizers
+    assert audit.report().steps == 4 + 3  # it takes one step to see that the first optimizer is gone

@@ -1,0 +1,208 @@
+"""What amp_graph would do: the plan of a model without memory is that of the model, and nothing of it changes."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp_graph
+from amp_graph.audit.session import Audit
+from amp_graph.audit.speed.model_sketch import call_of, sketch_of
+from amp_graph.audit.speed.planned_call import planned
+from amp_graph.errors import AmpGraphError
+from amp_graph.passes.precision.machine_rates import MACHINES
+from amp_graph.passes.torch_compat.fake import FakeTensor
+from amp_graph.policy import Policy
+
+
+class Attention(nn.Module):
+    """Layers, a buffer, tied weights, a list of modules and what a forward writes to."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, width), nn.Linear(width, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = [nn.Linear(width, width), nn.Linear(width, width)]  # registered below, under another name
+        self.parts = nn.ModuleList(self.blocks)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.calls, self.seen = 0, []
+
+    def forward(self, tokens, targets=None, *, shift=True):
+        self.calls += 1
+        self.seen.append(tokens.shape)
+        x = self.embed(tokens)
+        q, k = (block(x) for block in self.blocks)
+        x = x + F.scaled_dot_product_attention(q, k, self.norm(x)) * self.scale
+        logits = self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def networks():
+    """Models with the arguments of a call."""
+    tokens = torch.randint(40, (4, 16))
+    images = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    convolutions = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(2304, 10)
+    )
+    return {
+        "attention": (Attention(), (tokens,), {"targets": tokens}),
+        "convolutions": (convolutions.to(memory_format=torch.channels_last), (images,), {}),
+        "recurrent": (nn.LSTM(16, 32, num_layers=2), (torch.randn(5, 4, 16),), {}),
+        "transformer": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (torch.randn(2, 9, 32),), {}),
+    }
+
+
+def bytes_of(model):
+    return [(name, t.detach().clone().numpy().tobytes()) for name, t in model.state_dict().items()]
+
+
+@pytest.mark.parametrize("name", ["attention", "convolutions", "recurrent", "transformer"])
+@pytest.mark.parametrize("machine", ["cpu_amx", "cpu"])
+def test_the_plan_is_that_of_a_conversion(name, machine, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
+    model, args, kwargs = networks()[name]
+    found = planned(sketch_of(model, call_of(args, kwargs)), Policy.parse("bf16"))
+    amp_graph.convert(model, "bf16")(*args, **kwargs)
+    graphs = amp_graph.report(model).graphs
+    assert found.machine == graphs[0].predicted.machine == machine
+    full = sum(one.predicted.full for one in graphs)
+    assert found.full == pytest.approx(full, rel=1e-6)
+    assert found.seconds == pytest.approx(sum(one.predicted.full / one.predicted.speed for one in graphs), rel=1e-6)
+    assert found.autocast == pytest.approx(sum(one.predicted.full / one.predicted.autocast for one in graphs), rel=1e-6)
+    assert found.casts > 0
+
+
+def test_a_sketch_has_no_memory_and_changes_nothing():
+    model, args, kwargs = networks()["attention"]
+    before, states = bytes_of(model), (torch.get_rng_state().tolist(), random.getstate())
+    sketch = sketch_of(model, call_of(args, kwargs))
+    tensors = [*sketch.model.parameters(), *sketch.model.buffers(), *sketch.args, *sketch.kwargs.values()]
+    assert len(tensors) == 11
+    assert all(isinstance(t, FakeTensor) for t in tensors)
+    assert sketch.model.head.weight is sketch.model.embed.weight  # ties stay, and parts are found by all their names
+    assert sketch.model.blocks[0] is sketch.model.parts[0] is not model.parts[0]
+    planned(sketch, Policy.parse("bf16"))
+    assert bytes_of(model) == before
+    assert (model.calls, model.seen) == (0, [])
+    assert (torch.get_rng_state().tolist(), random.getstate()) == states
+
+
+@pytest.mark.by_profit
+def test_five_lines_of_a_training_and_the_line_to_type():
+    model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(512, 512)
+    with Audit() as audit:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    lines = audit.report().plan
+    assert len(lines) == 5
+    assert lines[0] == "amp_graph.convert would run Sequential in bf16, planned for cpu_amx:"
+    assert lines[1].startswith("casts in a forward: ")
+    assert lines[1].endswith("; as it ran: 0, 0 MB")
+    assert lines[4] == 'to have it: model = amp_graph.convert(model, "bf16")'
+
+
+@pytest.mark.by_profit
+def test_where_low_precision_does_not_pay_the_line_says_so(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / "cpu.toml"))
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+    assert audit.report().plan[4] == "keep float32 on cpu: at these sizes bf16 does not pay"
+
+
+def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise KeyError("as the user wrote it")
+
+    model = Failing(4, 4)
+    before = [len(dict_) for dict_ in vars(torch.nn.modules.module).values() if isinstance(dict_, dict)]
+    with Audit(looks=(1,)) as audit, pytest.raises(KeyError, match="as the user wrote it"):
+        model(torch.ones(1, 4))
+    assert not model._forward_hooks
+    assert not model._forward_hooks_with_kwargs
+    assert before == [len(dict_) for dict_ in vars(torch.nn.modules.module).values() if isinstance(dict_, dict)]
+    assert audit.report().plan[0] == "not planned: no call of a model recorded gradients"
+
+
+def test_the_plan_of_a_model_that_is_gone():
+    def train():
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(64, 512)).square().mean().backward()
+            optimizer.step()
+
+    with Audit() as audit:
+        train()
+    gc.collect()
+    assert not audit.training.models
+    assert audit.report().plan[0] == "amp_graph.convert would run Linear in bf16, planned for cpu_amx:"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_model_is_audited_and_not_planned():
+    model = torch.jit.script(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            model(torch.randn(2, 4)).mean().backward()
+            optimizer.step()
+    lines = audit.report().plan
+    assert lines[0].startswith("not planned: ")
+    assert lines[-1].startswith("to see it: amp-graph plan")
+
+
+def test_the_record_of_a_call_keeps_no_argument_alive():
+    class Batch:
+        def __init__(self):
+            self.tensor = torch.ones(1)
+
+    given = [torch.ones(1), Batch(), {"a": (torch.ones(1), Listed(x=torch.ones(1)))}]
+    gone = [weakref.ref(one) for one in (given[0], given[1], given[1].tensor, given[2]["a"][0], given[2]["a"][1]["x"])]
+    call = call_of(given, {})
+    del given
+    assert [ref() for ref in gone] == [None] * 5
+    assert len(call.args) == 3
+
+
+class Listed(dict):
+    """Arguments in a class that no tree of tensors goes through."""
+
+
+def replaced():
+    model = nn.Linear(4, 4)
+    model.forward = model.forward
+    return model
+
+
+def compiled():
+    model = nn.Linear(4, 4)
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "why"),
+    [
+        (replaced, (torch.ones(1, 4),), "the forward of Linear was replaced"),
+        (compiled, (torch.ones(1, 4),), "Linear is compiled"),
+        (lambda: nn.Linear(4, 4), (Listed(x=1),), "Linear is called with a Listed"),
+        (lambda: nn.Linear(4, 4), (torch.ones(1, 4).to_sparse(),), "Linear is called with a Tensor"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(model, args, why):
+    with pytest.raises(AmpGraphError, match=why):
+        sketch_of(model(), call_of(args, {}))

@@ -1,0 +1,1 @@
+"""Tests of ``amp_graph.search``."""

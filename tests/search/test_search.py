@@ -1,0 +1,188 @@
+"""The search over real models; times are made up where low precision must be fast, which it is not in small models."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import amp_graph
+from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.search.bench import Bench
+from amp_graph.search.search import Limits, search
+from amp_graph.search.trials import FULL
+
+
+class Cancels(nn.Module):
+    """Subtracts two products that are nearly equal: what bf16 rounds in them is most of the difference."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.load_state_dict(self.first.state_dict())
+        with torch.no_grad():
+            self.second.weight += 0.001 * torch.randn(width, width)
+
+    def forward(self, x):
+        return 200 * (self.first(x) - self.second(x))
+
+
+def mlp(*inside):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), *inside, nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+def step_of(seed=0):
+    drawn = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(64, 32, generator=drawn), torch.randint(8, (64,), generator=drawn)
+    return lambda model: nn.functional.cross_entropy(model(x), y)
+
+
+@pytest.fixture
+def _low_is_fast(monkeypatch):
+    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [0.5] * 7)
+    monkeypatch.setattr(Bench, "noise", 0.01)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_the_answer_is_a_policy_whose_measured_error_is_within_the_budget_also_on_held_out_data():
+    model = mlp()
+    before = copy.deepcopy(model.state_dict())
+    found = search(model, step_of(), held_out=step_of(1))
+    assert found.policy == "bf16-O1"
+    assert 0 < found.best.error <= found.goal.error == found.unit
+    assert 0 < found.held_out <= 1.1 * found.goal.error
+    assert "2.00 times fp32's speed" in found.verdict()
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in before.items())
+    converted = amp_graph.convert(model, found.policy)
+    assert torch.isfinite(step_of()(converted))
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_layer_that_spoils_bf16_is_kept_in_fp32_and_the_rest_is_low():
+    found = search(mlp(Cancels(64)), step_of(), absolute=0.02)
+    kept = found.policy.partition("keep_ops=")[2].split("|")
+    assert {key.partition(":")[0] for key in kept} >= {"2.first", "2.second"}
+    assert not {key for key in kept if key.startswith(("0:", "3:"))}
+    assert found.best.error <= 0.02
+    default = next(one for one in found.trials if one.policy == "bf16-O1")
+    assert default.error > 0.02  # the control: without it the budget is not met
+
+
+def test_where_low_precision_does_not_pay_fp32_is_the_answer(monkeypatch):
+    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [1.5] * 7)
+    monkeypatch.setattr(Bench, "noise", 0.01)
+    found = search(mlp(), step_of())
+    assert found.policy == FULL
+    assert len(found.trials) <= 5
+    assert "keep fp32: the fastest other policy has 0.67 times its speed here" in found.text()
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_fp16_that_overflows_is_no_answer():
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight *= 3e5
+    found = search(model, step_of(), absolute=0.5, policy="fp16")
+    assert found.policy == FULL or found.best.error <= 0.5
+    assert math.isinf(next(one for one in found.trials if one.policy == "fp16-O1").error)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_users_metric_bounds_the_answer_instead_of_the_error():
+    found = search(mlp(), step_of(), metric=lambda model: 0.2, budget=0.3)
+    assert found.policy == "bf16-O1"
+    assert found.best.metric == 0.2
+    assert search(mlp(), step_of(), metric=lambda model: 0.4, budget=0.3).policy == FULL
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_search_that_was_interrupted_goes_on_from_its_file(tmp_path):
+    file, told = tmp_path / "search.json", []
+
+    def interrupt(line):
+        told.append(line)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    whole = search(mlp(Cancels(64)), step_of(), absolute=0.02)
+    first = search(mlp(Cancels(64)), step_of(), absolute=0.02, state=file, tell=interrupt)
+    assert first.ended.startswith("interrupted")
+    assert len(first.trials) == 2
+    rest = search(mlp(Cancels(64)), step_of(), absolute=0.02, state=file)
+    assert [one.policy for one in rest.trials] == [one.policy for one in whole.trials]
+    with pytest.raises(AmpGraphError, match="holds another search"):
+        search(mlp(), step_of(), absolute=0.5, state=file)
+    file.write_text("{}")
+    with pytest.raises(AmpGraphError, match="holds no search"):
+        search(mlp(), step_of(), absolute=0.02, state=file)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_the_number_of_policies_and_the_time_are_limited():
+    assert len(search(mlp(), step_of(), limits=Limits(runs=2)).trials) == 2
+    assert search(mlp(), step_of(), limits=Limits(seconds=0)).policy == FULL
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_the_result_is_plain_data():
+    told = json.loads(json.dumps(search(mlp(), step_of()).to_dict()))
+    assert told["policy"] == "bf16-O1"
+    assert {"policy", "time", "error", "why"} <= set(told["trials"][0])
+
+
+def random_step(model):
+    return model(torch.randn(4, 32, generator=random_step.drawn)).sum()
+
+
+random_step.drawn = torch.Generator().manual_seed(0)
+WRONG = {
+    "a step that draws data": (dict(step=random_step), AmpGraphError, "two runs of step on the same model differ"),
+    "no tensor": (dict(step=lambda model: 1.0), AmpGraphError, "step returned a float"),
+    "a metric that is NaN": (dict(metric=lambda model: math.nan), AmpGraphError, "in fp32 is NaN"),
+    "a negative budget": (dict(budget=-1), PolicyError, "no budget"),
+    "two budgets": (dict(metric=lambda model: 0, absolute=1), PolicyError, "metric with absolute"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_gets_one_clear_error(name):
+    given, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text) as raised:
+        search(mlp(), **{"step": step_of(), **given})
+    assert "fix:" in str(raised.value)
+
+
+def test_a_converted_model_is_refused():
+    with pytest.raises(AmpGraphError, match="is converted already"):
+        search(amp_graph.convert(mlp(), "bf16"), step_of())
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_metric_holds_on_a_third_set():
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    train, chosen, third = ((x[part], y[part]) for part in (slice(900), slice(900, 1350), slice(1350, None)))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(train[0]), train[1]).backward()
+        optimizer.step()
+
+    def wrong(model, data):
+        with torch.no_grad():
+            return float((model(data[0]).argmax(-1) != data[1]).float().mean())
+
+    budget = wrong(model, chosen) + 0.01
+
+    def step(model):
+        return nn.functional.cross_entropy(model(train[0]), train[1])
+
+    found = search(model, step, metric=lambda m: wrong(m, chosen), budget=budget)
+    assert found.policy.startswith("bf16-O")
+    assert wrong(amp_graph.convert(model, found.policy), third) <= wrong(model, third) + 0.01

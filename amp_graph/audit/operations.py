@@ -117,7 +117,8 @@ class Operations(TorchDispatchMode):
             return
         self._outermost = id(frame)
         model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
-        self._add_model(model)
+        if id(model) not in self._names:
+            self._add_model(model)
         if torch.is_grad_enabled():
             call = call_of(args, kwargs)
             if (known := self.training.model_calls.setdefault(model, call)) is not call:

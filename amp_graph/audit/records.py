@@ -133,11 +133,10 @@ class Training:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: those that were given or called outermost, and how their paths begin;
     ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of optimizers ran.
-    ``by_closure``: whether the update that runs computes its gradients itself, in a closure. ``saved``: bytes of
-    activations that the last looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of
-    those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the call of torch that
-    dispatched the last operation, with its casts. ``model_calls``: one call of each model; ``sketches``: of those that
-    are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and why.
+    ``saved``: bytes of activations that the last looked-at step kept for backward, by module and dtype. ``gradients``:
+    dtype and bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the
+    call of torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model;
+    ``sketches``: of those that are trained, by ``id``, or why there is none. ``unseen``: what was not seen, and why.
     """
 
     steps: int = 0
@@ -150,7 +149,6 @@ class Training:
     updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
-    by_closure: bool = False
     group: int = 0
     model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
         default_factory=weakref.WeakKeyDictionary

@@ -159,7 +159,6 @@ class Audit:
             return None
         self._look.updates += 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self.training.by_closure = closure is not None
         if closure is None:
             self._updating(optimizer)
             return None

@@ -3,8 +3,8 @@
 Before: ``1.0 - 1e-4`` in bfloat16, which is 1.0. After: "82 % of the updates of 14 parameters round to nothing".
 
 What an update would be is found by an optimizer of the same class over a copy of one parameter after the other in
-float32, with copies of its gradient and state: that holds for all of torch's. Of others, and where a closure computes
-the gradients, an element counts as lost whose gradient is not 0 and that the update left as it was.
+float32, with copies of its gradient and state: that holds for all of torch's. Of others, an element counts as
+lost whose gradient is not 0 and that the update left as it was.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Updates(Watcher):
         for group, p in low:
             if p.grad is not None and p.grad.layout != torch.strided:
                 self.training.unseen["updates by sparse gradients"] = None
-            elif (p.grad is not None or self.training.by_closure) and not keeps_more(optimizer, group, p):
+            elif p.grad is not None and not keeps_more(optimizer, group, p):
                 counts += self._step_of(optimizer, group, p, found)
         if counts:
             numbers = torch.stack([of_one.cpu() for _, of_one, _ in counts]).tolist()
@@ -215,8 +215,6 @@ class Updates(Watcher):
     ) -> list[tuple[Lost, Tensor, float]]:
         """Return what the step of one parameter will lose, and where it counts; or keep what the parameter was."""
         with Attempt() as tried:
-            if self.training.by_closure:
-                raise ValueError("a closure computes its gradients")
             alone = stepped_alone(optimizer, group, p)
             weight = local(p).numel() / max(1, alone.old.numel())
             counts = [(found.parameters.setdefault(id(p), Lost()), lost_changes(alone.old, alone.new), weight)]

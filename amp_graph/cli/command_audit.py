@@ -26,7 +26,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.run.exit_report import is_first_rank
 from amp_graph.run.options import RunError, writable
-from amp_graph.run.script import execute, module_target, raise_as_python_does, script_target
+from amp_graph.run.script import execute, module_target, raise_as_python_does, raised_by, script_target
 
 USAGE = (
     "audit: a SCRIPT, -m MODULE or TARGET is needed\n  legal: one of them\n"
@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 2
-    failure: BaseException | None = None
     process = os.getpid()
-    try:
+
+    def audited() -> None:
         with audit, contextlib.suppress(StepsAreOver):
             call()
-    except BaseException as error:
-        failure = error
+
+    failure = raised_by(audited)
     worst = _tell(audit, files) if os.getpid() == process and is_first_rank() else ""
     is_good = failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))
     if is_good and worst and args.fail_on and LEVELS.index(worst) >= LEVELS.index(args.fail_on):

@@ -109,6 +109,15 @@ def execute(target: Target, arguments: list[str]) -> None:
     exec(target.code(), main.__dict__)
 
 
+def raised_by(call: Callable[[], None]) -> BaseException | None:
+    """Return what ``call`` raises, SystemExit and KeyboardInterrupt included: a report is printed before it goes on."""
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
 def without_our_frames(error: BaseException | None, done: set[int]) -> None:
     """Take the frames that lead to the script, and to its modules, out of the traceback of ``error`` and its causes."""
     if error is None or id(error) in done:
@@ -165,11 +174,7 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     hear(models)
     if needs_scale(options.policy):
         models.scaling.start()
-    failure: BaseException | None = None
-    try:
-        execute(target, arguments)
-    except BaseException as error:
-        failure = error
+    failure = raised_by(lambda: execute(target, arguments))
     if os.getpid() == process:
         models.stop()
         _report(models, notes)

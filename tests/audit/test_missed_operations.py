@@ -27,13 +27,13 @@ def findings_of(call, **modules):
 
 
 @pytest.mark.parametrize(("machine", "level"), [("cpu_amx", "warning"), ("cpu", "note")])
-def test_it_is_a_warning_where_low_precision_pays(machine, level, monkeypatch):
+def test_it_is_a_warning_where_low_precision_is_profitable(machine, level, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
     (found,) = findings_of(
         lambda m: m["full"](torch.randn(256, 256)).mean(), low=nn.Linear(256, 256), full=nn.Linear(256, 256)
     )
     assert (found.code, found.level, list(found.also)) == ("AMP601", level, ["Linear"])
-    assert ("does not pay" in found.text) == (level == "note")
+    assert ("not profitable" in found.text) == (level == "note")
     assert (found.evidence["seconds_low"] < found.evidence["seconds"]) == (level == "warning")
     # two looked-at steps; the gradient of the input is not asked for
     assert found.evidence["flops"] == 2 * 2 * 2 * 256**3

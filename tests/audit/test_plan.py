@@ -111,7 +111,7 @@ def test_five_lines_of_a_training_and_the_line_to_type():
 
 
 @pytest.mark.by_profit
-def test_where_low_precision_does_not_pay_the_line_says_so(monkeypatch):
+def test_where_low_precision_is_not_profitable_the_line_says_so(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / "cpu.toml"))
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,7 +119,7 @@ def test_where_low_precision_does_not_pay_the_line_says_so(monkeypatch):
         for _ in range(3):
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
-    assert audit.report().plan[4] == "keep float32 on cpu: at these sizes bf16 does not pay"
+    assert audit.report().plan[4] == "keep float32 on cpu: at these sizes bf16 is not profitable"
 
 
 def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():

@@ -1,17 +1,24 @@
 """Callbacks that audit: the training keeps its bits, and the report is that of the trainer's own precision."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from amp_graph.errors import AmpGraphError
+from tests.audit.test_planted import assert_found_at_its_line
 from tests.integrations import training
 from tests.integrations.test_lightning import QUIET, loader, module
 from tests.integrations.test_transformers import _alone, gpt2, trainer
 
 assert _alone  # a fixture
 STEPS = 6
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "trainer"])
+def test_a_fault_of_a_trainers_script_is_found_at_its_line_and_changes_no_bit(name):
+    assert_found_at_its_line(Path(__file__).with_name("audited") / f"with_{name}.py")
 
 
 def audit_of(trainers, **options):

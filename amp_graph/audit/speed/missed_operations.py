@@ -192,16 +192,16 @@ class MissedOperations(Watcher):
         where, fix = IN_FULL_PRECISION[code]
         wider = "float64" if code == "AMP603" else "float32"
         gain, looks = full - lower, max(1, len(self.training.looked_at))
-        pays = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
+        gains = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
         if gain <= 0:
-            pays += ": it does not pay on this machine"
+            gains += ": it is not profitable on this machine"
         else:
-            pays += f", which saves {gain / steps:.1%} of the step"
+            gains += f", which saves {gain / steps:.1%} of the step"
         large = gain > LARGE_SHARE * steps and code not in ALWAYS_NOTES
         yield Finding(
             code, "warning" if large else "note", place,
             f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
-            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {pays}",
+            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {gains}",
             fix,
             {"calls": count, "flops": flops, "seconds": full, "seconds_low": lower, "share": gain / steps,
              "dtype": wider, "machine": machine.name},
@@ -222,7 +222,7 @@ class MissedOperations(Watcher):
             "AMP606", "note", place or NOWHERE,
             f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
             f"speed on {machine.name}",
-            fix if speed > 1 else "none: low precision does not pay on this machine for these sizes",
+            fix if speed > 1 else "none: low precision is not profitable on this machine for these sizes",
             {"speed": speed, "flops": sum(t.flops for _, t in everything.all), "machine": machine.name},
         )  # fmt: skip
 

@@ -111,7 +111,7 @@ def _of_plans(found: Sequence[Planned], sketches: Sequence[Sketch], training: Tr
     elif total.is_worth_it:
         yield f'to have it: model = amp_graph.convert(model, "{dtype}")'
     else:
-        yield f"keep float32 on {total.machine}: at these sizes {dtype} does not pay"
+        yield f"keep float32 on {total.machine}: at these sizes {dtype} is not profitable"
 
 
 def _casts_as_it_ran(training: Training, calls: int) -> str:

@@ -32,6 +32,7 @@ from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.report.report_text import folded_paths
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
+MOST_TIMED = 10_000  # steps whose time is kept
 AFTER_SKIPS = 3  # steps that are looked at because a scaler skipped the one before: it often skips several in a row
 
 
@@ -140,7 +141,8 @@ class Audit:
         self._end_look()
         self._others.clear()
         self.training.steps += 1
-        self.seconds[self.training.steps] = time.perf_counter() - self._began
+        if self.training.steps in self.training.looked_at or len(self.seconds) < MOST_TIMED:
+            self.seconds[self.training.steps] = time.perf_counter() - self._began
         draw_sketches(self.training)
         if self.training.steps == self.stop_after:
             raise StepsAreOver
@@ -181,9 +183,9 @@ class Audit:
             for p in group["params"]
             if p.grad is not None
         }
-        assert self._look is not None, "an update that is looked at"
-        with self._look.watching():
-            self._quietly(lambda watcher: watcher.updating(optimizer))
+        if self._look is not None:  # another optimizer may step in a closure, and end the step
+            with self._look.watching():
+                self._quietly(lambda watcher: watcher.updating(optimizer))
 
     def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._look is not None:
@@ -203,6 +205,15 @@ class Audit:
     # -- what happens ---------------------------------------------------------------------------------
 
     def _heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
+        """Take a call that ``events`` heard; no error of ours reaches the script."""
+        with Attempt() as tried:
+            self._take(name, arguments, caller, is_after, result)
+        if tried.error is not None:
+            self.training.unseen[f"{name}: {tried.reason}"] = None
+        if name == "scaler.step":
+            self._scaled_step(arguments["optimizer"], is_after)
+
+    def _take(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         place = self._places.of(caller)
         if name == "autocast.made" and not is_after:
             asked = bool(arguments.get("enabled", True))
@@ -213,17 +224,12 @@ class Audit:
             self._enter_region(arguments["self"], made if made.file and _is_of_torch(caller) else place, made, asked)
         elif name == "autocast.exit" and not is_after and self.training.open:
             self.training.open.pop()
-        elif name == "backward" and not is_after and self._look is not None:
-            with Attempt() as tried:
-                self._look.count_saved(arguments["tensors"])
-            if tried.error is not None:
-                self.training.unseen[f"activations that are saved for backward: {tried.reason}"] = None
         elif name == "compile" and not is_after:
             self.training.unseen[f"{place}: the operations of what is compiled here"] = None
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
-        if name == "scaler.step":
-            self._scaled_step(arguments["optimizer"], is_after)
+        if name == "backward" and not is_after and self._look is not None:
+            self._look.count_saved(arguments["tensors"])
 
     def _scaled_step(self, optimizer: Optimizer, is_after: bool) -> None:
         """End the step also where the scaler left the update out, as gradients were infinite."""

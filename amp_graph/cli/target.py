@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,7 @@ def _from_file(where: str, text: str) -> Any:
         sys.path.insert(0, os.path.dirname(path))
     known = sys.modules.get(name)
     if known is not None and os.path.abspath(getattr(known, "__file__", None) or "") != path:
-        name = f"amp_graph_target_{name}"
+        name = f"target_{zlib.crc32(path.encode()):x}_{name}"  # one name for each file: Dynamo finds globals by it
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise pointed("TARGET", f"no file {where}", text, 0, LEGAL, EXAMPLE)

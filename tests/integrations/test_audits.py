@@ -17,6 +17,7 @@ assert _alone  # a fixture
 STEPS = 6
 
 
+@pytest.mark.needs("accelerate", "lightning", "transformers")
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "trainer"])
 def test_a_fault_of_a_trainers_script_is_found_at_its_line_and_changes_no_bit(name):
     path = Path(__file__).with_name("audited") / f"with_{name}.py"

@@ -23,7 +23,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt
-from amp_graph.model_state import same_random_numbers, unchanged
+from amp_graph.model_state import RandomState, same_random_numbers, unchanged
 from amp_graph.numerics.differences import Sums, scale_for_fp16
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, mixture
@@ -42,7 +42,8 @@ class Bench:
         self.model, self.step, self.metric = model, step, metric
         self.plain = copy.deepcopy(model)
         self.device = device_of_model(model) or "cpu"
-        self.reference = values_of(self.plain, step)
+        self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
+        self.reference = self.values(self.plain, step)
         self.trains = any(name.startswith("gradient of ") for name in self.reference)
 
     @cached_property
@@ -83,12 +84,21 @@ class Bench:
         """Return the relative L2 error of a step's outputs or, if larger, of its gradients."""
         grads = [float(t.abs().max()) for name, t in reference.items() if name.startswith("gradient") and t.numel()]
         scale = scale_for_fp16(max(grads, default=0.0), ROOM) if policy.startswith("fp16") else 1.0
-        found = values_of(model, step, scale)
+        found = self.values(model, step, scale)
         sums = {"gradient": Sums(), "output": Sums()}
         for name, expected in reference.items():
             got = found.get(name, torch.zeros_like(expected))
             sums[name.partition(" ")[0]].add(got, expected)
         return max(one.error for one in sums.values())
+
+    def values(self, model: torch.nn.Module, step: Step, scale: float = 1.0) -> Values:
+        """Return the outputs of ``model`` in one step, its loss, and the gradients of parameters, in fp64.
+
+        The model, its buffers and the state of random number generators are as before.
+        """
+        with unchanged(model):
+            self.random.restore()
+            return _values(model, step, scale)
 
     def _metric(self, model: torch.nn.Module) -> float:
         if self.metric is None:
@@ -140,31 +150,26 @@ class Bench:
             mixture(out).backward()
 
 
-def values_of(model: torch.nn.Module, step: Step, scale: float = 1.0) -> Values:
-    """Return the outputs of ``model`` in one step, its loss, and the gradients of parameters, in fp64.
-
-    The model, its buffers and the state of random number generators are as before.
-    """
+def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
     outputs: list[Any] = []
     hook = model.register_forward_hook(lambda module, args, out: outputs.append(out))
     try:
-        with unchanged(model):
-            model.zero_grad(set_to_none=True)
-            out = step(model)
-            if not isinstance(out, Tensor):
-                raise AmpGraphError(
-                    f"search: step returned a {type(out).__name__}\n  legal: a tensor: a loss, or the model's output\n"
-                    "  fix:   step=lambda model: loss_fn(model(x), y)"
-                )
-            if out.requires_grad:
-                (mixture(out) * scale).backward()
-            leaves = [t for t in tree_leaves([*map(_plain, outputs), out]) if isinstance(t, Tensor)]
-            found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
-            named = ((name, p.grad) for name, p in model.named_parameters())
-            found |= {f"gradient of {n}": g.detach().double() / scale for n, g in named if g is not None}
+        model.zero_grad(set_to_none=True)
+        out = step(model)
+        if not isinstance(out, Tensor) or not outputs:
+            what = "does not call the model that it is given" if not outputs else f"returned a {type(out).__name__}"
+            raise AmpGraphError(
+                f"search: step {what}\n  legal: a function that calls its model, and returns a tensor: a loss, or "
+                "the output\n  fix:   step=lambda model: loss_fn(model(x), y)"
+            )
+        if out.requires_grad:
+            (mixture(out) * scale).backward()
+        leaves = [t for t in tree_leaves([*map(_plain, outputs), out]) if isinstance(t, Tensor)]
+        found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
+        named = ((name, p.grad) for name, p in model.named_parameters())
+        return found | {f"gradient of {n}": g.detach().double() / scale for n, g in named if g is not None}
     finally:
         hook.remove()
-    return found
 
 
 def _plain(out: Any) -> Any:
@@ -174,7 +179,7 @@ def _plain(out: Any) -> Any:
 
 def refuse_random_steps(bench: Bench) -> None:
     """Raise AmpGraphError for a step that returns something else when it runs again from the same random state."""
-    again = values_of(bench.plain, bench.step)
+    again = bench.values(bench.plain, bench.step)
     different = next((name for name, t in bench.reference.items() if not torch.equal(t, again.get(name, -t))), None)
     if different is not None or not bench.reference:
         raise AmpGraphError(

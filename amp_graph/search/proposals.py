@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_graph.policy import Policy
-from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import FULL, SAME, Candidate, Goal, Trial, best_of
 
 ROOM = 0.9  # of the goal, which a set of operations is chosen for: a prediction is no measurement
 
@@ -42,7 +42,7 @@ def propose(space: Space, trials: list[Trial], goal: Goal, noise: float, unit: f
         return FULL, "what all others are compared with"
     if space.plans[0].policy not in tried:
         return space.plans[0].policy, "the default plan"
-    best = best_of(trials, goal)
+    best = best_of(trials, goal, noise)
     return (
         _next_plan(space, trials, goal, best, noise, unit)
         or _kept_operations(space, trials, goal, best)
@@ -63,7 +63,7 @@ def _next_plan(
     open_ = [
         (1 - gain * (1 - plan.time), plan)
         for plan in space.plans
-        if plan.policy not in of and plan.error * unit * worse <= goal.error
+        if plan.policy not in of and plan.error * unit * worse <= goal.error * SAME
     ]
     if not open_:
         return None

@@ -9,8 +9,9 @@ from typing import Any
 
 from amp_graph.numerics.overflow.result import plain_values
 from amp_graph.passes.graph.graph_text import aligned
-from amp_graph.search.trials import FULL, Goal, Trial, best_of
+from amp_graph.search.trials import FULL, Goal, Trial
 
+SHOWN = 60  # characters of a policy in the table
 COLUMNS = ("policy", "time over fp32's", "speed", "error", "metric", "good enough", "why it was tried")
 
 
@@ -42,35 +43,49 @@ class SearchResult:
 
     def verdict(self) -> str:
         """Return the answer in a line."""
-        best = self.best
+        best, others = self.best, [one for one in self.trials if one.policy != FULL]
         if best.policy == FULL:
-            return f"keep fp32: {_why_full([one for one in self.trials if one.policy != FULL])}"
-        held = "" if math.isnan(self.held_out) else f", {self.held_out:.2g} on held-out data"
-        return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.2g}{held}"
+            if best.metric > self.goal.metric:
+                return f"no policy is good enough: fp32 itself has a metric of {best.metric:.4g}"
+            return f"keep fp32: {self._why_full(others)}"
+        if math.isfinite(self.goal.metric):
+            return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with a metric of {best.metric:.4g}"
+        held = "" if math.isnan(self.held_out) else f", {self.held_out:.3g} on held-out data"
+        return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.3g}{held}"
+
+    def _why_full(self, others: Sequence[Trial]) -> str:
+        ran = [one for one in others if one.time < math.inf]
+        fast = [one for one in ran if one.time * (1 + self.noise) < 1]
+        if not ran:
+            return "no other policy runs"
+        if not fast:
+            return f"the fastest other policy has {1 / min(one.time for one in ran):.2f} times its speed here"
+        by_metric = math.isfinite(self.goal.metric)
+        nearest = min(fast, key=lambda one: one.metric if by_metric else one.error)
+        found = f"a metric of {nearest.metric:.4g}" if by_metric else f"an error of {nearest.error:.3g}"
+        return f"no faster policy is good enough; the nearest is {_short(nearest.policy)}, with {found}"
 
     def line(self) -> str:
-        """Return the line of code that uses the answer."""
+        """Return the line of code that uses the answer; "" for fp32."""
+        if self.policy == FULL:
+            return ""
         converted = f'amp_graph.convert(model, "{self.policy}")'
-        return f"model = {f'amp_graph.freeze({converted})' if self.freeze and self.policy != FULL else converted}"
+        return f"model = {f'amp_graph.freeze({converted})' if self.freeze else converted}"
 
     def text(self) -> str:
         """Return the answer, what was tried, and the line that uses it."""
+        by_metric = math.isfinite(self.goal.metric)
         rows = [
-            (one.policy, f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.error:.2g}",
-             "-" if math.isnan(one.metric) else f"{one.metric:.4g}", "yes" if self.goal.is_met(one) else "no", one.why)
+            (_short(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.error:.3g}",
+             *([f"{one.metric:.4g}"] if by_metric else []), "yes" if self.goal.is_met(one) else "no", one.why)
             for one in self.trials
         ]  # fmt: skip
-        goal = (
-            f"error at most {self.goal.error:.2g}"
-            if self.goal.error < math.inf
-            else f"metric at most {self.goal.metric:g}"
-        )
-        lines = [
-            self.verdict(),
-            f"measured on {self.machine}, noise of times {self.noise:.1%}; {goal}; torch.autocast's is {self.unit:.2g}",
-            "", *aligned([COLUMNS, *rows]), "", f"ended: {self.ended}",
-            self.line(),
-        ]  # fmt: skip
+        columns = [name for name in COLUMNS if by_metric or name != "metric"]
+        goal = f"error at most {self.goal.error:.3g}; torch.autocast's is {self.unit:.3g}"
+        goal = f"metric at most {self.goal.metric:g}" if by_metric else goal
+        what = "forward, without gradients, of a frozen model" if self.freeze else "forward and backward"
+        lines = [self.verdict(), f"{what}, on {self.machine}; noise of times {self.noise:.1%}; {goal}"]
+        lines += ["", *aligned([columns, *rows]), "", f"ended: {self.ended}", *filter(None, [self.line()])]
         return "\n".join(lines) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,17 +94,5 @@ class SearchResult:
         return found
 
 
-def _why_full(others: Sequence[Trial]) -> str:
-    ran = [one for one in others if one.time < math.inf]
-    fast = [one for one in ran if one.time < 1]
-    if fast:
-        nearest = min(fast, key=lambda one: one.error)
-        return f"no faster policy is good enough; the nearest is {nearest.policy}, with an error of {nearest.error:.2g}"
-    if not ran:
-        return "no other policy runs"
-    return f"the fastest other policy has {1 / min(one.time for one in ran):.2f} times its speed here"
-
-
-def result_of(trials: list[Trial], goal: Goal, **facts: Any) -> SearchResult:
-    """Return the result of what was measured so far."""
-    return SearchResult(best_of(trials, goal).policy, tuple(trials), goal, **facts)
+def _short(policy: str) -> str:
+    return policy if len(policy) <= SHOWN else f"{policy[:SHOWN]}..."

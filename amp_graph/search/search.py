@@ -24,9 +24,9 @@ from amp_graph.lists.errors import shortened
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.policy import Policy
-from amp_graph.search.bench import Bench, refuse_random_steps, values_of
+from amp_graph.search.bench import Bench, refuse_random_steps
 from amp_graph.search.proposals import propose
-from amp_graph.search.result import SearchResult, result_of
+from amp_graph.search.result import SearchResult
 from amp_graph.search.space import Step, space_of
 from amp_graph.search.trials import FULL, Goal, Trial, best_of
 
@@ -59,13 +59,13 @@ def search(
     """Return the fastest policy that was measured, of those that are exact enough.
 
     model: as it was written; it is copied, and not changed. step: called with a copy; returns the loss of one batch,
-    the same one in each call; for inference the outputs, without gradients, and models are measured frozen. budget: the
-    largest error, as a multiple of that of ``torch.autocast``: the relative L2 error of outputs or, if larger, of
-    gradients, against fp32. absolute: that error itself, instead of a multiple. metric: instead of both, called as
-    ``metric(model)``; a number of which less is better, at most ``budget``. held_out: a step on another batch, on which
-    the answer must be as exact within a tenth. policy: what the search begins with; its words stay. limits: where it
-    ends. state: a file that holds what was measured; a search with the same one goes on. tell: gets a line for each
-    policy that was measured.
+    the same one in each call, which begins with the same random state; for inference the outputs, without gradients,
+    and models are measured frozen. budget: the largest error, as a multiple of that of ``torch.autocast``: the relative
+    L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a multiple.
+    metric: instead of both, called as ``metric(model)``; a number of which less is better, at most ``budget``.
+    held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the search
+    begins with; its words stay. limits: where it ends. state: a file that holds what was measured; a search with the
+    same one goes on. tell: gets a line for each policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
@@ -100,19 +100,20 @@ def search(
             if proposal is None:
                 ended = "nothing is predicted to gain more than the noise"
             elif len(trials) >= limits.runs or time.monotonic() - began > limits.seconds:
-                ended = f"its limit of {limits.runs} policies or {limits.seconds:g} seconds"
+                spent = f"{limits.runs} policies" if len(trials) >= limits.runs else f"{limits.seconds:g} seconds"
+                ended = f"its limit of {spent}"
             else:
                 trials.append(bench.trial(*proposal))
                 kept.write(trials, noise)
                 if tell is not None:
-                    tell(_line(trials, goal))
+                    tell(_line(trials, goal, noise))
     except KeyboardInterrupt:
         ended = "interrupted; the best so far"
     if not trials:
         trials.append(Trial(FULL, 1.0, 0.0, why="nothing was measured"))
-    answer, error = _confirmed(bench, trials, goal, held_out)
-    facts = {"unit": unit, "noise": noise, "machine": machine_for(device).name, "ended": ended}
-    return replace(result_of(trials, goal, held_out=error, freeze=not bench.trains, **facts), policy=answer)
+    answer, error = _confirmed(bench, trials, goal, noise, held_out)
+    machine = machine_for(device).name
+    return SearchResult(answer, tuple(trials), goal, unit, noise, error, machine, ended, freeze=not bench.trains)
 
 
 def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy | str) -> tuple[Policy, Goal]:
@@ -135,23 +136,22 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
     return asked, Goal(error=math.inf if absolute is None else absolute)
 
 
-def _line(trials: list[Trial], goal: Goal) -> str:
-    last, best = trials[-1], best_of(trials, goal)
+def _line(trials: list[Trial], goal: Goal, noise: float) -> str:
+    last, best = trials[-1], best_of(trials, goal, noise)
     return (
         f"{len(trials)}: {last.policy}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
         f"best so far {best.policy}"
     )
 
 
-def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, held_out: Step | None) -> tuple[str, float]:
+def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, noise: float, held_out: Step | None) -> tuple[str, float]:
     """Return the fastest policy that is exact enough on held-out data too, with its error there."""
-    good = sorted((one for one in trials if goal.is_met(one)), key=lambda one: one.time)
     if held_out is None or math.isinf(goal.error):
-        return good[0].policy, math.nan
-    reference = values_of(bench.plain, held_out)
-    for one in good:
-        if one.policy == FULL:
-            break
+        return best_of(trials, goal, noise).policy, math.nan
+    reference = bench.values(bench.plain, held_out)
+    left = list(trials)
+    while (one := best_of(left, goal, noise)).policy != FULL:
+        left.remove(one)
         error = bench.error(bench.made(one.policy), held_out, reference, one.policy)
         if error <= goal.error * HELD_OUT:
             return one.policy, error

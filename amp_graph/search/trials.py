@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 FULL = "bf16-O0"
+SAME = 1.02  # errors that differ by less are those of one plan in another order of sums
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Goal:
     memory: float = math.inf
 
     def is_met(self, trial: Trial) -> bool:
-        """Say whether ``trial`` is good enough; fp32 always is."""
-        good = trial.error <= self.error and trial.memory <= self.memory
-        return trial.policy == FULL or (good and (math.isinf(self.metric) or trial.metric <= self.metric))
+        """Say whether ``trial`` is good enough."""
+        good = trial.error <= self.error * SAME and trial.memory <= self.memory
+        return good and (math.isinf(self.metric) or trial.metric <= self.metric)
 
     def excess(self, trial: Trial) -> float:
         """Return by what factor the error of ``trial``, or its metric, is beyond the goal."""
@@ -57,6 +58,11 @@ class Goal:
         return found / most if most else math.inf
 
 
-def best_of(trials: list[Trial], goal: Goal) -> Trial:
-    """Return the fastest trial that is good enough: fp32, the first one, at least."""
-    return min((one for one in trials if goal.is_met(one)), key=lambda one: one.time)
+def best_of(trials: list[Trial], goal: Goal, noise: float = 0.0) -> Trial:
+    """Return the fastest trial that is good enough, else fp32, the first one; of equals, the one that was tried first.
+
+    ``noise``: the share of time by which equals differ.
+    """
+    good = [one for one in trials if goal.is_met(one)]
+    least = min((one.time for one in good), default=math.inf)
+    return next((one for one in good if one.time <= least * (1 + noise)), trials[0])

@@ -106,7 +106,7 @@ class RankNotes:
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         store = group.get_group_store()
         if dist.get_backend(group) == "fake":  # of a dry run: there are no other ranks, and its store keeps nothing
-            self._ranks, store = [self._rank], dist.HashStore()
+            self._ranks, store = [self._rank], dist.HashStore()  # type: ignore[attr-defined]
         number = store.add(f"amp_graph: steps of rank {self._rank}", 1)  # all ranks make them in the same order
         self._store: Any = dist.PrefixStore(f"amp_graph: step {number}", store)  # type: ignore[attr-defined]
         self._step, self._graph = 1, 0

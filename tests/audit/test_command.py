@@ -163,7 +163,8 @@ def test_a_traceback_of_a_looked_at_step_has_no_frame_of_ours(folder, where):
 
 def test_ctrl_c_has_the_signal_of_ctrl_c(folder):
     # A shell has what runs in the background ignore the signal.
-    code = "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)"
+    handled = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"import os, signal; {handled}; os.kill(os.getpid(), signal.SIGINT)"
     words = [sys.executable, "-m", "amp_graph", "audit", "train.py", code]
     found = subprocess.run(words, capture_output=True, text=True, timeout=100)
     plain = subprocess.run([sys.executable, "train.py", code], capture_output=True, text=True, timeout=100)

@@ -60,6 +60,14 @@ def test_a_model_in_evaluation_mode_is_searched_without_gradients(tmp_path, caps
     assert 'amp_graph.freeze(amp_graph.convert(model, "bf16' in capsys.readouterr().out
 
 
+def test_a_batch_with_targets_needs_a_loss(tmp_path, capsys):
+    path = tmp_path / "search_models.py"
+    path.write_text(SOURCE)
+    torch.save((torch.randn(16, 32), torch.randint(8, (16,))), tmp_path / "one.pt")
+    assert main(["search", f"{path}:build", "--batch", str(tmp_path / "one.pt")]) == 1
+    assert "--batch has 2 parts" in capsys.readouterr().err
+
+
 def test_a_budget_that_is_none_is_refused(tmp_path, capsys):
     path = tmp_path / "search_models.py"
     path.write_text(SOURCE)

@@ -100,6 +100,27 @@ def test_a_users_metric_bounds_the_answer_instead_of_the_error():
 
 
 @pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("inside", [nn.Dropout(0.5), nn.BatchNorm1d(64)], ids=["dropout", "batch norm"])
+def test_each_step_draws_the_same_numbers_and_begins_with_the_same_buffers(inside):
+    def step(model):
+        return nn.functional.cross_entropy(model(torch.randn(64, 32)), torch.arange(64) % 8)  # a batch of its own
+
+    model = mlp(inside)
+    before = torch.get_rng_state()
+    found = search(model, step)
+    assert found.policy == "bf16-O1"
+    assert found.best.error < 0.02
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_metric_that_fp32_misses_is_no_answer_of_a_search():
+    found = search(mlp(), step_of(), metric=lambda model: 3.0, budget=0.05)
+    assert "no policy is good enough: fp32 itself has a metric of 3" in found.text()
+    assert found.policy == FULL
+
+
+@pytest.mark.usefixtures("_low_is_fast")
 def test_a_search_that_was_interrupted_goes_on_from_its_file(tmp_path):
     file, told = tmp_path / "search.json", []
 
@@ -141,7 +162,8 @@ def random_step(model):
 random_step.drawn = torch.Generator().manual_seed(0)
 WRONG = {
     "a step that draws data": (dict(step=random_step), AmpGraphError, "two runs of step on the same model differ"),
-    "no tensor": (dict(step=lambda model: 1.0), AmpGraphError, "step returned a float"),
+    "no tensor": (dict(step=lambda model: model(torch.ones(1, 32)).sum().item()), AmpGraphError, "returned a float"),
+    "no call": (dict(step=lambda model: torch.ones(())), AmpGraphError, "does not call the model"),
     "a metric that is NaN": (dict(metric=lambda model: math.nan), AmpGraphError, "in fp32 is NaN"),
     "a negative budget": (dict(budget=-1), PolicyError, "no budget"),
     "two budgets": (dict(metric=lambda model: 0, absolute=1), PolicyError, "metric with absolute"),

@@ -57,6 +57,34 @@ def test_a_product_of_an_optimizer_is_its_own_business():
     assert [f.code for f in audit.report().findings if f.code.startswith("AMP6")] == []
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_torch_itself_casts_up_is_its_own_business(dropout):
+    """Dropout in an attention on a CPU has no fused kernel: torch computes it by products in float32."""
+    seen = []
+
+    def attention(modules):
+        q = modules["low"](torch.randn(2, 4, 64, 256))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.nn.functional.scaled_dot_product_attention(*[modules["low"](q)] * 3, dropout_p=dropout)
+        seen.append(found.dtype)
+        return found.float().mean()
+
+    codes = [f.code for f in findings_of(attention, low=nn.Linear(256, 256))]
+    assert codes == ["AMP601"]  # of the product outside of the region
+    assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("rows", "told"), [(64, 1), (2048, 2)])
+def test_what_saves_little_of_the_step_is_not_told(rows, told):
+    def two_products(modules):
+        large = modules["full"](torch.randn(4096, 512)).mean()
+        return large + modules["full"](torch.randn(rows, 512)).mean()
+
+    found = findings_of(two_products, low=nn.Linear(256, 256), full=nn.Linear(512, 512))
+    assert [f.code for f in found] == ["AMP601"] * told
+    assert min(f.evidence["share"] for f in found) > 0.02
+
+
 def test_what_is_small_is_not_told():
     assert findings_of(lambda m: (torch.ones(2, 2) @ torch.ones(2, 2)).mean(), low=nn.Linear(256, 256)) == []
 

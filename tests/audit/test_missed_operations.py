@@ -6,8 +6,10 @@ from torch import nn
 
 from amp_graph.audit.records import NOWHERE, Call, Totals
 from amp_graph.audit.session import Audit
+from amp_graph.audit.speed import missed_operations
 from amp_graph.audit.speed.predicted_time import family_of, seconds_of
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_for
+from amp_graph.passes.precision.predict_time import WORTH_IT
 
 
 def findings_of(call, **modules):
@@ -37,6 +39,23 @@ def test_it_is_a_warning_where_low_precision_is_profitable(machine, level, monke
     assert (found.evidence["seconds_low"] < found.evidence["seconds"]) == (level == "warning")
     # two looked-at steps; the gradient of the input is not asked for
     assert found.evidence["flops"] == 2 * 2 * 2 * 256**3
+
+
+@pytest.mark.parametrize(("margin", "is_advised"), [(0.99, True), (1.01, False)])
+def test_a_training_in_float32_is_advised_by_the_margin_of_conversions(margin, is_advised, monkeypatch):
+    def unused():
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Audit() as audit:
+            for _ in range(3):
+                model(torch.randn(512, 512)).mean().backward()
+                optimizer.step()
+        return next(f for f in audit.report().findings if f.code == "AMP606")
+
+    speed = unused().evidence["speed"]
+    assert speed > WORTH_IT
+    monkeypatch.setattr(missed_operations, "WORTH_IT", speed * margin)
+    assert unused().fix.startswith("with torch.autocast" if is_advised else "none: ")
 
 
 def test_a_product_of_an_optimizer_is_its_own_business():

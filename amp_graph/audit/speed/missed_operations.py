@@ -28,6 +28,7 @@ from amp_graph.audit.speed.predicted_time import (
 )
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 FULL = ("float32", "float64")
@@ -217,7 +218,7 @@ class MissedOperations(Watcher):
             "AMP606", "note", place or NOWHERE,
             f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
             f"speed on {machine.name}",
-            fix if speed >= 1 + LEAST_SHARE else "none: low precision does not pay on this machine for these sizes",
+            fix if speed >= WORTH_IT else "none: low precision does not pay on this machine for these sizes",
             {"speed": speed, "flops": sum(t.flops for _, t in everything.all), "machine": machine.name},
         )  # fmt: skip
 

@@ -168,7 +168,8 @@ class _Copy:
 
 def _of_accelerate(module: Module) -> tuple[str, ...]:
     """Return the attributes by which accelerate runs the forward of the class under autocast; () if it does not."""
-    forward, original = module.__dict__.get("forward"), module.__dict__.get(ACCELERATES)
+    forward: Any = module.__dict__.get("forward")
+    original = module.__dict__.get(ACCELERATES)
     functions = [getattr(one, "__func__", one) for one in (inspect.unwrap(forward), original)]
     return ("forward", ACCELERATES) if functions == [type(module).forward] * 2 else ()
 

@@ -183,7 +183,7 @@ class MissedOperations(Watcher):
         steps = seconds_of_steps(self.training.calls, machine)
         flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
         gain = full - lower
-        if min(full, abs(gain)) < LEAST_SHARE * steps:
+        if min(full, abs(gain)) < LEAST_SHARE * steps:  # a loss is told, too: a form to leave as it is
             return
         where, fix = IN_FULL_PRECISION[code]
         wider = "float64" if code == "AMP603" else "float32"

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)  # those that forward may write to
 
 

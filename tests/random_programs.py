@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.capture.diagnostics import CONVERSION
+from amp_graph.model_state import CONVERSION
 from amp_graph.passes.graph.aliasing import may_overlap
 from tests import random_lines
 from tests.measure import ZERO_GRADIENT

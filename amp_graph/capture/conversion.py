@@ -24,7 +24,7 @@ from torch import Tensor, is_grad_enabled
 
 from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
-from amp_graph.capture.diagnostics import CONVERSION, Diagnostics, TwoDtypes
+from amp_graph.capture.diagnostics import Diagnostics, TwoDtypes
 from amp_graph.capture.dynamo_backend import Captured, Compile
 from amp_graph.capture.low_gathers import Unit, follow
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
@@ -33,6 +33,7 @@ from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.lists.errors import Undo, first_line
+from amp_graph.model_state import CONVERSION
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
 from amp_graph.passes.memory.gradient_buffers import POOL

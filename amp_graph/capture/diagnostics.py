@@ -54,7 +54,6 @@ FIXES = (
 )
 ELSE = "amp_graph.report(model).text() shows what was not captured; convert the submodules that can be"
 UNKEPT_KEY = "keep_ops={} matches no operation that was captured, so it keeps nothing in fp32"
-CONVERSION = "_amp_graph"  # the attribute that marks a converted model
 WARNS = True  # whether missing kernels are reported; tests that remove the compiler turn it off
 _warned: set[str] = set()  # reasons, once per process
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from amp_graph.capture.conversion import Conversion
-from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.errors import CaptureError, warn
+from amp_graph.model_state import CONVERSION
 
 
 class FrozenConversion(Conversion):

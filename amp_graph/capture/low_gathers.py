@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.nn import Module
 
-from amp_graph.capture.diagnostics import CONVERSION
+from amp_graph.model_state import CONVERSION
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.torch_compat.fully_sharded import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch.nn import Embedding, Module
 
-from amp_graph.capture.diagnostics import CONVERSION
+from amp_graph.model_state import CONVERSION
 from amp_graph.passes.torch_compat.modules import behind_checkpoint, is_sharded
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
-from amp_graph.capture.diagnostics import CONVERSION
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
+from amp_graph.model_state import CONVERSION
 from amp_graph.report.model_report import Report, report
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions

@@ -6,8 +6,10 @@ from torch import nn
 
 from amp_graph.audit.records import NOWHERE, Call, Totals
 from amp_graph.audit.session import Audit
+from amp_graph.audit.speed import missed_operations
 from amp_graph.audit.speed.predicted_time import family_of, seconds_of
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_for
+from amp_graph.passes.precision.predict_time import WORTH_IT
 
 
 def findings_of(call, **modules):
@@ -39,6 +41,23 @@ def test_it_is_a_warning_where_low_precision_is_profitable(machine, level, monke
     assert found.evidence["flops"] == 2 * 2 * 2 * 256**3
 
 
+@pytest.mark.parametrize(("margin", "is_advised"), [(0.99, True), (1.01, False)])
+def test_a_training_in_float32_is_advised_by_the_margin_of_conversions(margin, is_advised, monkeypatch):
+    def unused():
+        model = nn.Linear(512, 512)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Audit() as audit:
+            for _ in range(3):
+                model(torch.randn(512, 512)).mean().backward()
+                optimizer.step()
+        return next(f for f in audit.report().findings if f.code == "AMP606")
+
+    speed = unused().evidence["speed"]
+    assert speed > WORTH_IT
+    monkeypatch.setattr(missed_operations, "WORTH_IT", speed * margin)
+    assert unused().fix.startswith("with torch.autocast" if is_advised else "none: ")
+
+
 def test_a_product_of_an_optimizer_is_its_own_business():
     class Whitening(torch.optim.SGD):
         @torch.no_grad()
@@ -55,6 +74,34 @@ def test_a_product_of_an_optimizer_is_its_own_business():
                 model(torch.randn(256, 256)).float().mean().backward()
             optimizer.step()
     assert [f.code for f in audit.report().findings if f.code.startswith("AMP6")] == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_torch_itself_casts_up_is_its_own_business(dropout):
+    """Dropout in an attention on a CPU has no fused kernel: torch computes it by products in float32."""
+    seen = []
+
+    def attention(modules):
+        q = modules["low"](torch.randn(2, 4, 64, 256))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.nn.functional.scaled_dot_product_attention(*[modules["low"](q)] * 3, dropout_p=dropout)
+        seen.append(found.dtype)
+        return found.float().mean()
+
+    codes = [f.code for f in findings_of(attention, low=nn.Linear(256, 256))]
+    assert codes == ["AMP601"]  # of the product outside of the region
+    assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("rows", "told"), [(64, 1), (2048, 2)])
+def test_what_saves_little_of_the_step_is_not_told(rows, told):
+    def two_products(modules):
+        large = modules["full"](torch.randn(4096, 512)).mean()
+        return large + modules["full"](torch.randn(rows, 512)).mean()
+
+    found = findings_of(two_products, low=nn.Linear(256, 256), full=nn.Linear(512, 512))
+    assert [f.code for f in found] == ["AMP601"] * told
+    assert min(f.evidence["share"] for f in found) > 0.02
 
 
 def test_what_is_small_is_not_told():

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 
 import pytest
@@ -10,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp_graph
+from amp_graph.audit.records import NOWHERE, Region, Training
 from amp_graph.audit.session import Audit
 from amp_graph.audit.speed.model_sketch import call_of, sketch_of
-from amp_graph.audit.speed.planned_call import planned
+from amp_graph.audit.speed.plan import _of_plans as lines_of_plans
+from amp_graph.audit.speed.planned_call import Planned, planned
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.precision.machine_rates import MACHINES
 from amp_graph.passes.torch_compat.fake import FakeTensor
@@ -93,7 +96,7 @@ def test_a_sketch_has_no_memory_and_changes_nothing():
 
 
 @pytest.mark.by_profit
-def test_five_lines_of_a_training_and_the_line_to_type():
+def test_the_lines_of_a_training_and_the_one_to_type():
     model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(512, 512)
@@ -103,11 +106,13 @@ def test_five_lines_of_a_training_and_the_line_to_type():
             optimizer.step()
             optimizer.zero_grad()
     lines = audit.report().plan
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[0] == "amp_graph.convert would run Sequential in bf16, planned for cpu_amx:"
     assert lines[1].startswith("casts in a forward: ")
     assert lines[1].endswith("; as it ran: 0, 0 MB")
+    assert lines[2].startswith("predicted speed of the models' forward and backward: ")
     assert lines[4] == 'to have it: model = amp_graph.convert(model, "bf16")'
+    assert lines[5].startswith("amp-graph cost model.py:build measures it: ")
 
 
 @pytest.mark.by_profit
@@ -119,7 +124,47 @@ def test_where_low_precision_is_not_profitable_the_line_says_so(monkeypatch):
         for _ in range(3):
             model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
-    assert audit.report().plan[4] == "keep float32 on cpu: at these sizes bf16 is not profitable"
+    assert audit.report().plan[4] == "keep float32 for these sizes on cpu"
+
+
+def lines_under_autocast(model, dtype):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype):
+                loss = model(torch.randn(512, 512)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+    return list(audit.report().plan)
+
+
+@pytest.mark.by_profit
+@pytest.mark.parametrize(
+    ("machine", "dtype", "advice"),
+    [
+        ("cpu_amx", torch.bfloat16, 'to have it: model = amp_graph.convert(model, "bf16")'),
+        ("cpu", torch.bfloat16, "keep float32 for these sizes on cpu, and turn torch.autocast off"),
+        ("cpu", torch.float16, "keep float32 for these sizes on cpu, and turn torch.autocast off"),
+        ("cpu_amx", torch.float16, r'in bf16 .* times float32\'s: model = amp_graph.convert(model, "bf16")'),
+    ],
+)
+def test_under_autocast_the_advice_is_to_convert_to_turn_it_off_or_another_dtype(machine, dtype, advice, monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
+    *_, said, measure = lines_under_autocast(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), dtype)
+    assert re.fullmatch(advice.replace("(", r"\(").replace(")", r"\)"), said)
+    assert measure.startswith("amp-graph cost model.py:build measures it")
+
+
+@pytest.mark.by_profit
+@pytest.mark.parametrize(("seconds", "is_kept"), [(0.95, False), (1.1, True)])
+def test_a_plan_that_is_predicted_slower_than_autocast_is_not_held_against_it(seconds, is_kept):
+    """Predictions know less of a plan's kernels than of autocast's."""
+    training = Training(regions=[Region(NOWHERE, "cpu", "bfloat16", enabled=True, outer=-1)])
+    sketch = sketch_of(nn.Linear(4, 4), call_of((torch.ones(1, 4),), {}))
+    found = Planned("cpu", seconds=seconds, autocast=0.5, full=1.0)
+    lines = list(lines_of_plans(found, [sketch], training, "bf16"))
+    assert ("keep float32" in lines[-2]) == is_kept
+    assert ("to have it: " in lines[-2]) != is_kept
 
 
 def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():
@@ -180,6 +225,45 @@ def test_the_record_of_a_call_keeps_no_argument_alive():
 
 class Listed(dict):
     """Arguments in a class that no tree of tensors goes through."""
+
+
+@pytest.mark.parametrize(
+    ("made", "steps", "why"),
+    [
+        (lambda model: amp_graph.convert(model, "bf16"), 3, "Sequential is converted already"),
+        (lambda model: nn.Sequential(amp_graph.convert(model, "bf16")), 3, "Sequential is converted already"),
+        (lambda model: torch.compile(model, backend="aot_eager"), 3, "Sequential is compiled"),
+        (lambda model: nn.Sequential(torch.compile(model, backend="aot_eager")), 3, "Sequential is compiled"),
+        (lambda model: model, 1, "the training ended before a step was looked at"),
+        (lambda model: nn.Sequential(model, nn.Flatten(0)).requires_grad_(False), 3, "no call of a model recorded"),
+    ],
+)
+def test_a_training_without_a_plan_says_why(made, steps, why):
+    model, bias = made(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*model.parameters(), bias], lr=0.1)
+    with Audit() as audit:
+        for _ in range(steps):
+            (model(torch.randn(4, 8)).mean() * bias).sum().backward()
+            optimizer.step()
+    assert audit.report().plan[0].startswith(f"not planned: {why}")
+
+
+def test_a_model_of_accelerate_is_planned_by_the_forward_of_its_class():
+    accelerate = pytest.importorskip("accelerate")
+    model, args, kwargs = networks()["attention"]
+    plain = planned(sketch_of(model, call_of(args, kwargs)), Policy.parse("bf16"))
+    try:
+        prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+    assert "forward" in vars(prepared)
+    sketch = sketch_of(prepared, call_of(args, kwargs))
+    assert planned(sketch, Policy.parse("bf16")) == plain
+    assert not [name for name, value in vars(sketch.model).items() if getattr(value, "__self__", None) is prepared]
+    prepared.forward = replaced().forward  # by another, since
+    with pytest.raises(AmpGraphError, match="the forward of Attention was replaced"):
+        sketch_of(prepared, call_of(args, kwargs))
 
 
 def replaced():

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.records import Call, Event, Finding, Place, Totals, Training, Watcher
-from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, family_of, seconds_of, seconds_of_steps
+from amp_graph.audit.speed.predicted_time import CONVERSION, LEAST_SHARE, LOW, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 FULL = ("float32", "float64")
 LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: such casts are worth a warning
-LEAST_SHARE = 0.002  # of both: less is not worth a line
 ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward
 TEXTS = {
     "AMP701": (
@@ -42,11 +41,11 @@ TEXTS = {
     ),
     "AMP705": (
         "weights that did not change are cast again for each micro-batch",
-        "amp_graph.TrainStep keeps low copies of weights, and writes them in its update",
+        "cast them once: fewer and larger micro-batches, or amp_graph.TrainStep where low precision pays, see the plan",
     ),
     "AMP706": (
         "autocast casts one activation once for each product that reads it",
-        "one product in place of several (a fused query-key-value), or amp_graph.convert: one cast for each value",
+        "cast it once: by one product in place of several, such as a fused query-key-value",
     ),
     "AMP707": (
         "weights that are never trained are cast again in every step",
@@ -146,8 +145,8 @@ class CastCounts(Watcher):
             yield Finding(
                 code, "warning" if large else "note", place,
                 f"{what.format(times=self._entered(place))}: casts a step beyond what is needed: {count:g}, "
-                f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that its operations move, "
-                f"predicted {of_time:.1%} of its time on {machine.name}",
+                f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
+                f"predicted {of_time:.1%} of the step's time on {machine.name}",
                 fix,
                 {"casts": count, "bytes": repeat.totals.bytes / looks, "share_of_bytes": share,
                  "share_of_time": of_time, "machine": machine.name},

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.audit.records import NOWHERE, Call, Finding, Place, Totals, Training, Watcher
 from amp_graph.audit.speed.predicted_time import (
     CONVERSION,
+    LEAST_SHARE,
     LOW,
     dtype_of,
     family_of,
@@ -27,10 +28,10 @@ from amp_graph.audit.speed.predicted_time import (
 )
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 FULL = ("float32", "float64")
-LEAST_SHARE = 0.01  # of the FLOPs of all products: what has less is not worth a line
 LARGE_SHARE = 0.05  # of the predicted time of the looked-at steps: what could be saved of it is worth a warning
 CASTS_OF_TRAINING = 2  # what forward casts down, backward casts up: gradients
 IN_FULL_PRECISION = {
@@ -51,17 +52,12 @@ IN_FULL_PRECISION = {
         "inside of an autocast region, which has no rule for this form of it",
         "cast the operands yourself, or call a form that autocast knows: torch.matmul, not in place and without out=",
     ),
-    "AMP607": (
-        "as torch casts the operands up inside of one call",
-        "for an attention: no dropout and no mask but is_causal, so that its fused kernel runs",
-    ),
 }
 LISTED_AS = {  # what torch makes of them has names of its own
     "attention": "aten.scaled_dot_product_attention",
     "convolution": "aten.convolution",
     "aten._grouped_mm": "transformers.grouped_mm_fallback",
 }
-ALWAYS_NOTES = ("AMP602", "AMP607")  # it was asked for, or torch itself does it
 
 
 @dataclass
@@ -93,7 +89,7 @@ class MissedOperations(Watcher):
         self._step = self._group = -1  # the group of the last cast up
         self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
         self._cast_up: dict[Call, Place] = {}  # products that read it
-        self._inside: set[Call] = set()  # those for which torch itself cast it
+        self._inside: set[Call] = set()  # those for which torch itself cast it, as in attention without a fused kernel
         self._devices: Counter[str] = Counter()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -161,7 +157,7 @@ class MissedOperations(Watcher):
         of_forward: dict[tuple[str, Place], Missed] = {}
         full = [(call, totals) for call, totals in products.items() if dtype_of(call) in FULL]
         for call, totals in full:
-            if call.phase == "forward":
+            if call.phase == "forward" and call not in self._inside:
                 missed = found.setdefault(self._cause(call), Missed())
                 missed.forward.append((call, totals))
                 of_forward[call.module, call.place] = missed
@@ -177,8 +173,7 @@ class MissedOperations(Watcher):
         while around is not None and around.device != self._device:
             around = self.training.regions[around.outer] if around.outer >= 0 else None
         if around is not None:
-            inside = "AMP607" if call in self._inside else "AMP605"
-            return inside if around.enabled else "AMP602", call.place
+            return "AMP605" if around.enabled else "AMP602", call.place
         if call in self._cast_up:
             return "AMP604", self._cast_up[call]
         return "AMP601", call.place
@@ -187,17 +182,18 @@ class MissedOperations(Watcher):
         full, lower = _seconds(missed, machine, dtype)
         steps = seconds_of_steps(self.training.calls, machine)
         flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
-        if flops <= LEAST_SHARE * sum(t.flops for t in self.training.calls.values()):
+        gain = full - lower
+        if min(full, abs(gain)) < LEAST_SHARE * steps:  # a loss is told, too: a form to leave as it is
             return
         where, fix = IN_FULL_PRECISION[code]
         wider = "float64" if code == "AMP603" else "float32"
-        gain, looks = full - lower, max(1, len(self.training.looked_at))
+        looks = max(1, len(self.training.looked_at))
         gains = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
         if gain <= 0:
             gains += ": it is not profitable on this machine"
         else:
             gains += f", which saves {gain / steps:.1%} of the step"
-        large = gain > LARGE_SHARE * steps and code not in ALWAYS_NOTES
+        large = gain > LARGE_SHARE * steps and code != "AMP602"  # which was asked for
         yield Finding(
             code, "warning" if large else "note", place,
             f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
@@ -222,7 +218,7 @@ class MissedOperations(Watcher):
             "AMP606", "note", place or NOWHERE,
             f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
             f"speed on {machine.name}",
-            fix if speed > 1 else "none: low precision is not profitable on this machine for these sizes",
+            fix if speed >= WORTH_IT else "none: low precision does not pay on this machine for these sizes",
             {"speed": speed, "flops": sum(t.flops for _, t in everything.all), "machine": machine.name},
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ reads a value of the model, nor writes to any object of it.
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,12 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.errors import AmpGraphError
+from amp_graph.model_state import CONVERSION
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.modules import behind_compile, is_compiled, is_fsdp
 
 CONTAINERS = (dict, OrderedDict, list, tuple, set)  # that a module may hold modules and tensors in
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+ACCELERATES = "_original_forward"  # what accelerate replaced by one under autocast, in the model
+REFUSED = (
+    ("converted already", lambda part: CONVERSION in part.__dict__),
+    ("sharded", is_fsdp),
+    ("compiled", is_compiled),
+)
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments that are no tensors
 
 
@@ -80,14 +88,24 @@ def _given(leaf: Any) -> Any:
     return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
 
 
+def refuse(model: Module) -> None:
+    """Raise AmpGraphError, which says why, for a model that is never sketched."""
+    for part in model.modules():
+        for what, is_so in REFUSED:
+            if is_so(part):
+                raise AmpGraphError(f"{type(_inner(model)).__name__} is {what}")
+
+
+def _inner(model: Module) -> Module:
+    model = behind_compile(model)
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def sketch_of(model: Module, call: ModelCall) -> Sketch:
     """Return a sketch of a model that is not sharded; AmpGraphError says why there is none."""
-    model = behind_compile(model)
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = _inner(model)
     name = type(inner).__name__
-    for what, is_so in (("sharded", is_fsdp), ("compiled", is_compiled)):
-        if any(map(is_so, inner.modules())):
-            raise AmpGraphError(f"{name} is {what}")
+    refuse(inner)
     for leaf in tree_leaves((call.args, call.kwargs)):
         if isinstance(leaf, Unknown):
             raise AmpGraphError(f"{name} is called with a {leaf.name}")
@@ -132,18 +150,28 @@ class _Copy:
         return copy.copy(value)
 
     def _module(self, module: Module) -> Module:
-        if "forward" in module.__dict__:
+        left_out = _of_accelerate(module)
+        if "forward" in module.__dict__ and not left_out:
             raise AmpGraphError(f"the forward of {type(module).__name__} was replaced")
         made: Module = object.__new__(type(module))
         self._made[id(module)] = made  # before its parts, which may hold it
         for name, value in module.__dict__.items():
-            made.__dict__[name] = self._hooks(value) if name in HOOKS else self.of(value)
+            if name not in left_out:
+                made.__dict__[name] = self._hooks(value) if name in HOOKS else self.of(value)
         return made
 
     def _hooks(self, hooks: Mapping[Any, Any]) -> Any:
         """Return torch's own hooks, such as those of weight norms; the user's may do anything."""
         kept = ((key, one) for key, one in hooks.items() if _module_of(one).partition(".")[0] == "torch")
         return OrderedDict(kept)
+
+
+def _of_accelerate(module: Module) -> tuple[str, ...]:
+    """Return the attributes by which accelerate runs the forward of the class under autocast; () if it does not."""
+    forward: Any = module.__dict__.get("forward")
+    original = module.__dict__.get(ACCELERATES)
+    functions = [getattr(one, "__func__", one) for one in (inspect.unwrap(forward), original)]
+    return ("forward", ACCELERATES) if functions == [type(module).forward] * 2 else ()
 
 
 def _module_of(hook: Any) -> str:

@@ -23,6 +23,7 @@ from amp_graph.passes.precision.machine_rates import (
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
 LOW = ("bfloat16", "float16")
+LEAST_SHARE = 0.02  # of a step's predicted time or bytes: times of equal steps differ by more than what is below it
 CONVERSION = "aten._to_copy.default"
 GROUPED = "_grouped_mm"  # of a mixture of experts
 CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")

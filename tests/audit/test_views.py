@@ -102,6 +102,12 @@ def test_the_verdict_is_the_first_line_and_says_which_steps_were_seen(report):
         .text()
         .startswith("amp_graph audit: nothing was looked at: 4 steps ended, and none was to be\n")
     )
+    none = replace(report, looked_at=(), looks=(2, 11, 23), every=101, silenced=1)
+    told = "nothing was looked at: 4 steps ended, and the 2nd, 11th, 23rd and each 101st were to be"
+    assert none.text().startswith(f"amp_graph audit: {told}; 1 error, 19 warnings (1 silenced)\n")
+    long = replace(report, findings=(), steps=500, looked_at=(2, 3, 100, 200, 300, 400, 501))
+    told = "looked at steps 2, 3, 100, ..., 400 of 500, and at what ran after step 500, the last that ended"
+    assert f"no findings; {told}\n" in long.text()
     seen = replace(audited(looks=(1,)), findings=())
     assert "no findings (3 silenced); looked at step 1 of 4" in replace(seen, silenced=3).text()
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -70,10 +71,8 @@ class ScalerUse(Watcher):
     def heard(self, event: Event) -> None:
         """Take a call of a scaler, a backward, or a clipping."""
         scaler: Any = event.arguments.get("self")
-        if event.name == "grad_scaler.made" and event.is_after:
-            if event.arguments.get("enabled", True) and not scaler.is_enabled():
-                device = str(event.arguments.get("device", "cuda"))
-                self._off[scaler] = f"the scaler made at {event.place} is disabled, as there is no {device.upper()}"
+        if event.name == "amp.missing" and event.result and isinstance(scaler, torch.amp.GradScaler):
+            self._off[scaler] = f"the scaler made at {event.place} is disabled, as there is no CUDA"
         elif event.name == "scaler.scale" and not event.is_after and scaler in self._off:
             devices = [t.device.type for t in tree_leaves(event.arguments["outputs"]) if isinstance(t, Tensor)]
             self.training.off[self._off[scaler]] = f"torch.amp.GradScaler({(devices or ['cpu'])[0]!r})"

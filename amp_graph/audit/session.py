@@ -232,6 +232,8 @@ class Audit:
             self.training.open.pop()
         elif name == "compile" and not is_after:
             self.training.unseen[f"{place}: the operations of what is compiled here"] = None
+        elif name == "amp.missing":  # a wrapper of GradScaler.__init__ would have its warning at our own line
+            arguments = {"self": caller.f_locals.get("self")}
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "backward" and not is_after and self._look is not None:

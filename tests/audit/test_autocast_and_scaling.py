@@ -300,6 +300,13 @@ def underflows(loop, scaler):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
+def test_the_warning_of_a_disabled_scaler_is_at_the_users_line():
+    with Audit(), pytest.warns(UserWarning, match="CUDA is not available") as told:
+        torch.amp.GradScaler()
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
 @pytest.mark.filterwarnings("ignore:.*GradScaler")
 @pytest.mark.parametrize(
     ("made", "is_told"),

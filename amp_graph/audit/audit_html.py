@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_graph.audit.audit_text import COLUMNS, beside, by_code, numbered, row_cells, unseen_lines, verdict
+from amp_graph.audit.audit_text import COLUMNS, beside, by_code, table_cells, unseen_lines, verdict
 from amp_graph.audit.codes import CODES
-from amp_graph.audit.precision_table import folded
 from amp_graph.report.report_html import asset, page_place, template
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def audit_page(report: AuditReport) -> str:
     """Return ``report`` as a whole page."""
-    rows = folded(report.rows)
-    numbers, flops = numbered(rows), sum(sum(row.flops.values()) for row in rows)
+    rows, numbers = table_cells(report)
     return str(
         template("audit.html", TEMPLATES).render(
             report=report,
@@ -30,7 +28,7 @@ def audit_page(report: AuditReport) -> str:
             groups=by_code(report.findings),
             codes=CODES,
             columns=COLUMNS,
-            rows=[row_cells(row, flops, numbers) for row in rows],
+            rows=rows,
             numbers=[(number, page_place(who)) for who, number in numbers.items()],
             beside=list(beside(report)),
             unseen=list(unseen_lines(report)),

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from amp_graph.audit.audit_html import audit_page
-from amp_graph.audit.audit_text import audit_text
+from amp_graph.audit.audit_text import audit_text, unseen_lines
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
@@ -27,7 +27,7 @@ class AuditReport:
     seen. ``silenced``: how many findings comments and configuration hide. ``between_ranks``: collectives by name and
     dtype; ``outside_of_models``: bytes by dtype of what optimizers update beside the models. ``unseen``: what was not
     seen, and why. ``seconds``: of looked-at steps and of others, each a median. ``plan``: what amp_graph would do, in
-    lines.
+    lines. ``looks``, ``every``: which steps were to be looked at, as ``Audit`` takes them.
     """
 
     findings: Sequence[Finding]
@@ -41,6 +41,8 @@ class AuditReport:
     unseen: Sequence[str]
     seconds: Mapping[str, float]
     plan: Sequence[str] = ()
+    looks: Sequence[int] = ()
+    every: int = 0
 
     @staticmethod
     def of(
@@ -77,7 +79,7 @@ class AuditReport:
             "steps": self.steps,
             "looked_at": list(self.looked_at),
             "silenced": self.silenced,
-            "unseen": list(self.unseen),
+            "unseen": list(unseen_lines(self)),
             "seconds": dict(self.seconds),
             "plan": list(self.plan),
         }

@@ -30,6 +30,7 @@ LEAST = 8  # columns for the name of a module; a longer one has a line of its ow
 HEADING = (
     "Precisions: of parameters, of operations and their share of FLOPs, of what is",
     "saved for backward, gradients and optimizer state; and who lowered operations",
+    "(x2: two operations of the looked-at steps; after a name, two equal layers)",
 )
 
 
@@ -48,18 +49,32 @@ def verdict(report: AuditReport) -> str:
     levels = Counter(f.level for f in report.findings)
     counts = [f"{levels[level]} {level}{'s' * (levels[level] > 1)}" for level in reversed(LEVELS) if levels[level]]
     silenced = f" ({report.silenced} silenced)" if report.silenced else ""
+    if not report.looked_at:
+        return f"amp_graph audit: {looked_text(report)}" + (f"; {', '.join(counts)}{silenced}" if counts else silenced)
     return f"amp_graph audit: {', '.join(counts) or 'no findings'}{silenced}; {looked_text(report)}"
 
 
 def looked_text(report: AuditReport) -> str:
     """Return in which steps operations were seen."""
     if not report.looked_at:
-        return f"{report.steps} steps, none looked at"
+        ended = f"{report.steps or 'no'} step{'s' * (report.steps > 1)} ended"
+        asked = [ordinal(n) for n in report.looks] + [f"each {ordinal(report.every)}"] * (report.every > 0)
+        named = " and ".join(filter(None, (", ".join(asked[:-1]), *asked[-1:])))
+        return f"nothing was looked at: {ended}, and " + (f"the {named} were to be" if named else "none was to be")
     if not report.steps:
         return "looked at one call"
-    steps = list(report.looked_at)
-    shown = ", ".join(map(str, steps if len(steps) < 5 else [*steps[:3], "..."])) + f", {steps[-1]}" * (len(steps) > 4)
-    return f"looked at step{'s' * (len(steps) > 1)} {shown} of {max(report.steps, steps[-1])}"
+    steps = [n for n in report.looked_at if n <= report.steps]
+    shown = ", ".join(map(str, steps if len(steps) < 5 else [*steps[:3], "...", steps[-1]]))
+    looks = [f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}"] if steps else []
+    if len(steps) < len(report.looked_at):
+        looks.append(f"what ran after step {report.steps}, the last that ended")
+    return f"looked at {', and at '.join(looks)}"
+
+
+def ordinal(number: int) -> str:
+    """Return ``2nd`` for 2."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
 # -- findings ----------------------------------------------------------------------------------------------
@@ -96,13 +111,10 @@ def _few(also: Sequence[str]) -> str:
 
 
 def _table(report: AuditReport) -> list[str]:
-    rows = folded(report.rows)
+    rows, numbers = table_cells(report)
     if not rows:
         return []
-    numbers = numbered(rows)
-    flops = sum(sum(row.flops.values()) for row in rows)
-    cells: list[list[Sequence[str]]] = [[(name,) for name in COLUMNS]]
-    cells += (row_cells(row, flops, numbers) for row in rows[:MOST_ROWS])
+    cells: list[list[Sequence[str]]] = [[(name,) for name in COLUMNS], *rows[:MOST_ROWS]]
     widths = [max((len(line) for row in cells for line in row[i]), default=0) for i in range(len(COLUMNS))]
     widths[0] = min(widths[0], max(LEAST, WIDTH - 2 - sum(widths[1:]) - len(widths[1:])))
     lines = [*HEADING]
@@ -120,12 +132,16 @@ def _table(report: AuditReport) -> list[str]:
     return lines + list(beside(report))
 
 
-def numbered(rows: Iterable[Row]) -> dict[str, int]:
-    """Return a number for each region and each cast that lowered an operation."""
-    return {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
+def table_cells(report: AuditReport) -> tuple[list[list[Sequence[str]]], dict[str, int]]:
+    """Return the cells of the rows that have any, and a number for each region and cast that lowered an operation."""
+    rows = folded(report.rows)
+    numbers = {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
+    flops = sum(sum(row.flops.values()) for row in rows)
+    cells = (_row_cells(row, flops, numbers) for row in rows)
+    return [row for row in cells if any(row[1:])], numbers
 
 
-def row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence[str]]:
+def _row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence[str]]:
     """Return the cells of a row, each as its lines. ``flops``: of all rows."""
     computed = [dtype for dtype, _ in (row.forward + row.flops).most_common()]
     state = [*map(short, row.states), *(f"{short(dtype)} master" for dtype in row.masters)]
@@ -163,9 +179,10 @@ def beside(report: AuditReport) -> Iterator[str]:
 def unseen_lines(report: AuditReport) -> Iterator[str]:
     """Yield what was not seen, and what looking cost."""
     yield from report.unseen
-    others = report.steps - len(report.looked_at)
+    others = report.steps - sum(n <= report.steps for n in report.looked_at)
     if others > 0:
-        yield f"operations of the other {others} steps: what happens there alone is missed; --every N looks at more"
+        steps = f"{others} other step{'s' * (others > 1)}"
+        yield f"operations of {steps}: what happens there alone is missed; --every N looks at more"
     yield "operations inside of C++ extensions and compiled code, and other processes"
     looked, other = report.seconds["looked_at"], report.seconds["others"]
     if looked and other:

@@ -28,6 +28,7 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("autocast.enter", torch.autocast, "__enter__"),
     ("autocast.exit", torch.autocast, "__exit__"),
     *((f"scaler.{name}", scaler, name) for scaler in (torch.amp.GradScaler, GradScaler) for name in _SCALER),
+    ("amp.missing", torch.cuda.amp.common, "amp_definitely_not_available"),  # where a scaler is made that is to scale
     ("backward", torch.autograd, "backward"),
     *(("clip", place, f"clip_grad_{by}_") for place in (torch.nn.utils, torch.nn.utils.clip_grad) for by in _CLIPPED),
     ("scheduler.step", LRScheduler, "step"),

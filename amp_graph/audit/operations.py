@@ -61,6 +61,7 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
+        self.is_training = False  # whether it has seen the call of a model, a backward or a product
         self._paused = False  # while watchers work
         self._outermost = 0  # the id of the frame of the call of a model that runs
         self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
@@ -115,7 +116,7 @@ class Operations(TorchDispatchMode):
             self.heard("model.call", {}, sys._getframe(1), True, None)
         if frame is None or self._outermost or not begins or in_backward():
             return
-        self._outermost = id(frame)
+        self._outermost, self.is_training = id(frame), True
         model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
         if id(model) not in self._names:
             self._add_model(model)
@@ -194,6 +195,7 @@ class Operations(TorchDispatchMode):
         self._tell("ran", call, func, args, kwargs, result, [*given, *results])
 
     def _add(self, call: Call, moved: int, flops: int = 0) -> None:
+        self.is_training = self.is_training or flops > 0 or call.phase == "backward"
         totals = self.training.calls.get(call) or self.training.calls.setdefault(call, Totals())
         totals.calls, totals.bytes, totals.flops = totals.calls + 1, totals.bytes + moved, totals.flops + flops
 

@@ -159,6 +159,7 @@ class Ranges(Watcher):
                 f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
                 _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
             )  # fmt: skip
+        off = {} if self._is_scaled else self.training.off
         for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
             tiny = sorted(self._tiny[phase].items(), key=lambda one: -one[1].share)
             tiny = [one for one in tiny if one[1].share >= MANY]
@@ -169,14 +170,15 @@ class Ranges(Watcher):
                     code, level, place,
                     f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
                     "subnormal, which is below 6e-5"
-                    + _others(len(tiny) - 1),
-                    "scale the loss: scaler.scale(loss).backward()" if phase == "backward" else _FIX_SMALL,
+                    + _others(len(tiny) - 1) + ("".join(f"; {why}" for why in off) if phase == "backward" else ""),
+                    (", ".join(off.values()) or _FIX_SCALE) if phase == "backward" else _FIX_SMALL,
                     {"share": small.share, "values": small.elements, "operation": small.operation},
                     [str(p) for p, _ in tiny[1:]],
                 )  # fmt: skip
 
 
 _FIX_LARGE = "compute it in bfloat16 or float32, or scale its inputs down"
+_FIX_SCALE = "scale the loss: scaler.scale(loss).backward()"
 _FIX_SMALL = "compute it in bfloat16 or float32, or scale its inputs up"
 
 

@@ -42,6 +42,11 @@ class Places:
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
 
+    @property
+    def files(self) -> list[str]:
+        """The user's files that were met."""
+        return [name for name in self._names.values() if name and not name.startswith(OF_LIBRARY)]
+
     def of(self, frame: FrameType | None) -> Place:
         """Return the nearest line of the user's own files, from ``frame`` outwards; else the nearest of a library."""
         other = NOWHERE
@@ -137,7 +142,7 @@ class Training:
     dtype and bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the
     call of torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model;
     ``sketches``: of those that are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and
-    why.
+    why. ``off``: scalers that were to scale and do not, as their device is not there, each with the one to make.
     """
 
     steps: int = 0
@@ -156,6 +161,7 @@ class Training:
     )
     sketches: dict[int, Sketch | str] = field(default_factory=dict)
     unseen: dict[str, None] = field(default_factory=dict)
+    off: dict[str, str] = field(default_factory=dict)
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Add a model: paths in the first with parameters are its own, in others they begin with their class."""

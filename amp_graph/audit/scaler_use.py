@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -56,6 +57,7 @@ class ScalerUse(Watcher):
         self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
         self._faults: dict[tuple[str, Place], list[int]] = defaultdict(list)  # the steps in which each was seen
         self._norms: dict[Place, float] = {}
+        self._off: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # scalers that torch disabled
         self._scaled: dict[int, weakref.ref[Tensor]] = {}  # losses, by id
         self._scales: Counter[Place] = Counter()  # where losses were scaled in looked-at steps
         self._scalers: Counter[Place] = Counter()  # new ones
@@ -69,7 +71,12 @@ class ScalerUse(Watcher):
     def heard(self, event: Event) -> None:
         """Take a call of a scaler, a backward, or a clipping."""
         scaler: Any = event.arguments.get("self")
-        if event.name.startswith("scaler.") and scaler.is_enabled():
+        if event.name == "amp.missing" and event.result and isinstance(scaler, torch.amp.GradScaler):
+            self._off[scaler] = f"the scaler made at {event.place} is disabled, as there is no CUDA"
+        elif event.name == "scaler.scale" and not event.is_after and scaler in self._off:
+            devices = [t.device.type for t in tree_leaves(event.arguments["outputs"]) if isinstance(t, Tensor)]
+            self.training.off[self._off[scaler]] = f"torch.amp.GradScaler({(devices or ['cpu'])[0]!r})"
+        elif event.name.startswith("scaler.") and scaler.is_enabled():
             iteration = self._iterations.get(scaler)
             if iteration is None:
                 iteration = self._iterations[scaler] = Iteration()
@@ -163,10 +170,13 @@ class ScalerUse(Watcher):
         """Yield what was called in a wrong order, and losses that have no scale or need none."""
         for place, operations in self._half.items():
             others = f"; losses at {', '.join(map(str, self._scales))} are scaled" if self._scales else ""
+            others += "".join(f"; {why}" for why in self.training.off)
+            fix = ", ".join(self.training.off.values())
             yield finding(
                 "AMP201", place, f"the backward of this loss computed {operations} values in float16, and no "
                 f"GradScaler scaled it{others}: gradients below 6e-8 are 0, and those below 6e-5 lose digits",
-                "scaler.scale(loss).backward(), then scaler.step(optimizer) and scaler.update()", operations=operations,
+                fix or "scaler.scale(loss).backward(), then scaler.step(optimizer) and scaler.update()",
+                operations=operations,
             )  # fmt: skip
         yield from self._needless()
         for (code, place), steps in self._faults.items():

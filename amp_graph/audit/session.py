@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +22,7 @@ from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
 from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
-from amp_graph.audit.silence import ignored_codes, loud
+from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
 from amp_graph.errors import AmpGraphError
@@ -99,8 +100,11 @@ class Audit:
         self.stop()
 
     def stop(self) -> None:
-        """End: nothing of torch is replaced any more."""
+        """End: nothing of torch is replaced any more. What ran since the last step is no step, unless it trained."""
+        look = self._look
         self._end_look()
+        if look is not None and self.training.steps and not look.is_training:
+            self.training.looked_at.pop()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -113,9 +117,11 @@ class Audit:
             with Attempt() as tried:
                 findings += list(watcher.findings())
             self._failed(watcher, tried)
-        kept, wrong = loud(findings, self.ignored, self._folder)
+        kept = loud(findings, self.ignored, self._folder)
+        wrong = unknown_codes(self._places.files, self._folder)
         self.training.unseen |= dict.fromkeys([*wrong, *self._compiled(), *_other_ranks()])
-        return AuditReport.of(self.training, kept, self.seconds, len(findings) - len(kept))
+        report = AuditReport.of(self.training, kept, self.seconds, len(findings) - len(kept))
+        return replace(report, looks=sorted(self.looks), every=self.every)
 
     def _compiled(self) -> Iterator[str]:
         for model in list(self.training.models):
@@ -226,6 +232,8 @@ class Audit:
             self.training.open.pop()
         elif name == "compile" and not is_after:
             self.training.unseen[f"{place}: the operations of what is compiled here"] = None
+        elif name == "amp.missing":  # a wrapper of GradScaler.__init__ would have its warning at our own line
+            arguments = {"self": caller.f_locals.get("self")}
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "backward" and not is_after and self._look is not None:

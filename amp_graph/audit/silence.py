@@ -13,7 +13,7 @@ from pathlib import Path
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.records import Finding
 from amp_graph.errors import AmpGraphError
-from amp_graph.lists.read_toml import check_table, did_you_mean, read_text, read_toml
+from amp_graph.lists.read_toml import check_table, did_you_mean, nearest, read_text, read_toml
 
 CONFIGURATION = "pyproject.toml"  # of the current folder
 COMMENT = re.compile(r"#\s*amp:\s*ignore(?:\[(?P<codes>[^\]]*)\])?\s*(?:#|$)")
@@ -49,26 +49,32 @@ def _known(codes: Iterable[str], where: str) -> Iterable[str]:
 def _unknown(code: str, where: str) -> str:
     return (
         f"{where}: there is no code {code!r}{did_you_mean(code, CODES)}\n  legal: {', '.join(CODES)}\n"
-        f"  fix:   {next(iter(CODES))}"
+        f"  fix:   {next(iter(nearest(code, CODES) or CODES))}"
     )
 
 
-def loud(findings: Iterable[Finding], ignored: frozenset[str], folder: Path) -> tuple[list[Finding], list[str]]:
-    """Return the findings that nothing silences, and what is wrong with the comments at the lines of any.
+def loud(findings: Iterable[Finding], ignored: frozenset[str], folder: Path) -> list[Finding]:
+    """Return the findings that nothing silences; ``folder``: that of relative places."""
+    return [
+        finding
+        for finding in findings
+        if finding.code not in ignored
+        and not any(not codes or finding.code in codes for codes in _comments(finding, folder))
+    ]
 
-    ``folder``: that of relative places.
-    """
-    kept, wrong = [], dict[str, None]()
-    for finding in findings:
-        silenced = finding.code in ignored
-        for codes in _comments(finding, folder):
-            silenced = silenced or not codes or finding.code in codes
-            wrong |= {
-                f"{finding.place}: # amp: ignore[{code}]: there is no such code": None for code in codes - {*CODES}
-            }
-        if not silenced:
-            kept.append(finding)
-    return kept, list(wrong)
+
+def unknown_codes(files: Iterable[str], folder: Path) -> Iterable[str]:
+    """Yield the comments of ``files`` with a code that does not exist: such a one silences nothing."""
+    for file in files:
+        for line, text in enumerate(linecache.getlines(str(folder / file)), start=1):
+            for code in sorted(_codes(text) - {*CODES}):
+                yield f"{file}:{line}: # amp: ignore[{code}]: there is no such code{did_you_mean(code, CODES)}"
+
+
+def _codes(text: str) -> frozenset[str]:
+    """Return the codes of the comment in a line."""
+    comment = COMMENT.search(text)
+    return frozenset(re.findall(r"[^\s,]+", (comment and comment["codes"]) or ""))
 
 
 def _comments(finding: Finding, folder: Path) -> Iterable[frozenset[str]]:
@@ -76,5 +82,5 @@ def _comments(finding: Finding, folder: Path) -> Iterable[frozenset[str]]:
     file, line = str(folder / finding.place.file), finding.place.line
     above = linecache.getline(file, line - 1).strip()
     for text in (linecache.getline(file, line), above if above.startswith("#") else ""):
-        if (comment := COMMENT.search(text)) is not None:
-            yield frozenset(re.findall(r"[^\s,]+", comment["codes"] or ""))
+        if COMMENT.search(text) is not None:
+            yield _codes(text)

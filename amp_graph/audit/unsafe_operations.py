@@ -9,6 +9,7 @@ steep, what one more rounding of the inputs does to that float32 result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.audit.records import Call, Finding, Place, Training, Watcher
+from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
 from amp_graph.lists.errors import Attempt
 from amp_graph.numerics.differences import Sums, first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
+from amp_graph.passes.torch_compat.autograd import in_backward
 
 LOW = frozenset(("bfloat16", "float16"))
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
@@ -58,6 +60,8 @@ FIXES = {
     "AMP406": "compute the difference and its square in float32: (a.float() - b.float())",
     "AMP407": "use binary_cross_entropy_with_logits, or log-softmax and logsigmoid of the logits in float32",
 }
+
+_FIX_LOSS = "compute the loss in float32: (prediction.float() - target.float()).pow(2).mean()"
 
 
 @dataclass
@@ -136,7 +140,19 @@ class UnsafeOperations(Watcher):
         super().__init__(training)
         self._errors: dict[tuple[str, Place], dict[tuple[str, str], Errors]] = {}
         self._rounded: dict[tuple[str, Place], Rounded] = {}
+        self._losses: dict[Place, str] = {}  # the dtypes of low ones that a backward, or a scale, was given
         self._again: Again | None = None  # of the operation that runs now, if it writes to its inputs
+
+    def heard(self, event: Event) -> None:
+        """Note a loss that is in low precision; a scale that is on makes float32 of it."""
+        given: Any = ()
+        if event.name == "backward" and not event.is_after and not in_backward():
+            given = event.arguments["tensors"]
+        elif event.name == "scaler.scale" and not event.is_after and event.arguments["self"].is_enabled():
+            given = event.arguments["outputs"]
+        low = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.numel() == 1 and t.dtype in HALVES]
+        if low and event.place.file:
+            self._losses.setdefault(event.place, str(low[0].dtype).removeprefix("torch."))
 
     def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compute again what writes to its inputs."""
@@ -213,6 +229,7 @@ class UnsafeOperations(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is beyond one rounding as a warning, and what else the list denies as a note."""
+        is_told = False  # the operation of a loss, and so its backward need not be
         for (code, place), errors in self._errors.items():
             bad = [e for e in errors.values() if e.severity > 1 or e.why]
             bad.sort(key=lambda e: -e.severity)
@@ -227,6 +244,11 @@ class UnsafeOperations(Watcher):
                     },
                     [f"{e.module}: {e.operation}".removeprefix(": ") for e in bad[1:]],
                 )  # fmt: skip
+            is_told |= bool(bad) and code == "AMP401"
+        for place, dtype in () if is_told else self._losses.items():
+            digits = int(-math.log10(torch.finfo(getattr(torch, dtype)).eps / 2))
+            text = f"this loss is in {dtype}, which has {digits} to {digits + 1} digits"
+            yield Finding("AMP401", "note", place, text, _FIX_LOSS, {"dtype": dtype, "digits": digits})
         for (code, place), rounded in self._rounded.items():
             share = rounded.wrong / rounded.of
             if code == "AMP404":

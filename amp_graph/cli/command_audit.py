@@ -67,12 +67,12 @@ def _call_of(args: argparse.Namespace) -> tuple[Callable[[], None], tuple[int, .
     if not name:
         raise RunError(USAGE)
     if args.module_words is not None:
-        module = module_target(name)
+        module = module_target(name, "audit")
         return lambda: execute(module, words), LOOKS
     if ":" in name and not os.path.exists(name):
         target = load_target(name, _inputs_in(words))
         return lambda: _call_model(target), (1,)
-    script = script_target(name)
+    script = script_target(name, "audit")
     return lambda: execute(script, words), LOOKS
 
 

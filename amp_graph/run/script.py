@@ -33,7 +33,7 @@ OURS = tuple(os.path.join(PACKAGE, room, "") for room in ("run", "audit", "cli")
 # torch's own frames around those of a dispatch mode.
 DISPATCH = tuple(os.path.join(os.path.dirname(torch.__file__), *file) for file in
                  (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",)))  # fmt: skip
-FIX = "amp-graph run [OPTIONS] train.py [ARGS...], or amp-graph run [OPTIONS] -m package.train [ARGS...]"
+FIX = "amp-graph {0} [OPTIONS] train.py [ARGS...], or amp-graph {0} [OPTIONS] -m package.train [ARGS...]"
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,23 @@ class Target:
     code: Callable[[], types.CodeType]
 
 
-def script_target(name: str) -> Target:
-    """Return the target of ``python NAME``; RunError if there is no such file."""
+def script_target(name: str, command: str = "run") -> Target:
+    """Return the target of ``python NAME``; RunError if there is no such file. ``command``: that of amp-graph."""
     path = os.path.abspath(name)
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         raise RunError(
-            f"run: cannot run {name}: {error.strerror}\n  legal: a readable Python file\n  fix:   {FIX}"
+            f"{command}: cannot run {name}: {error.strerror}\n  legal: a readable Python file\n"
+            f"  fix:   {FIX.format(command)}"
         ) from error
     loader = SourceFileLoader("__main__", path)
     folder = os.path.dirname(os.path.realpath(path))
     return Target(name, path, folder, None, loader, lambda: compile(source, path, "exec", dont_inherit=True))
 
 
-def module_target(name: str) -> Target:
+def module_target(name: str, command: str = "run") -> Target:
     """Return the target of ``python -m NAME``; RunError if there is no such module. Imports its parent package."""
     here = os.getcwd()
     put_first(here)
@@ -76,8 +77,8 @@ def module_target(name: str) -> Target:
         spec, reason = None, str(error)
     if spec is None or not hasattr(spec.loader, "get_code") or spec.origin is None:
         raise RunError(
-            f"run: cannot run module {name}: {reason}\n"
-            f"  legal: a module that can be imported from {here} or sys.path\n  fix:   {FIX}"
+            f"{command}: cannot run module {name}: {reason}\n"
+            f"  legal: a module that can be imported from {here} or sys.path\n  fix:   {FIX.format(command)}"
         )
     loader: Any = spec.loader
     full = spec.name

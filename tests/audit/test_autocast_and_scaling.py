@@ -1,6 +1,7 @@
 """AMP1xx and AMP2xx: legal neighbours of the planted faults, and faults in other forms, each in a few lines."""
 
 import io
+import re
 
 import pytest
 import torch
@@ -287,6 +288,59 @@ def test_what_is_found_in_four_steps(step, expected):
     report = audit.report()
     assert not report.unseen
     assert {f.code: f.level for f in report.findings if f.code[3] in "12"} == expected
+
+
+def underflows(loop, scaler):
+    x, y = loop.data
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(loop.model(x), y) * 1e-6
+    scaler.scale(loss).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
+def test_the_warning_of_a_disabled_scaler_is_at_the_users_line():
+    with Audit(), pytest.warns(UserWarning, match="CUDA is not available") as told:
+        torch.amp.GradScaler()
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
+@pytest.mark.filterwarnings("ignore:.*GradScaler")
+@pytest.mark.parametrize(
+    ("made", "is_told"),
+    [
+        (torch.amp.GradScaler, True),
+        (torch.cuda.amp.GradScaler, True),
+        (lambda: torch.amp.GradScaler(enabled=False), False),
+    ],
+)
+def test_a_scaler_that_torch_disabled_is_named_with_the_one_to_make(made, is_told):
+    loop = Loop()
+    with Audit() as audit:
+        scaler = made()
+        for _ in range(3):
+            underflows(loop, scaler)
+    found = {f.code: f for f in audit.report().findings if f.code in ("AMP201", "AMP504")}
+    assert {*found} == {"AMP201", "AMP504"}
+    line = test_a_scaler_that_torch_disabled_is_named_with_the_one_to_make.__code__.co_firstlineno
+    told = re.compile(r"the scaler made at \S+test_autocast_and_scaling.py:(\d+) is disabled, as there is no CUDA")
+    for one in found.values():
+        place = told.search(one.text)
+        assert (place is not None) is is_told
+        assert place is None or int(place[1]) > line
+        assert one.fix == "torch.amp.GradScaler('cpu')" if is_told else "scaler.scale(loss)" in one.fix
+
+
+def test_a_loss_without_a_scale_beside_a_working_scaler_is_told_as_before():
+    loop = Loop()
+    with Audit() as audit:
+        for _ in range(3):
+            one_loss_is_not_scaled(loop)
+    (one,) = (f for f in audit.report().findings if f.code == "AMP201")
+    assert "disabled" not in one.text
+    assert "scaler.scale(loss)" in one.fix
 
 
 def test_a_step_after_a_skipped_one_is_looked_at():

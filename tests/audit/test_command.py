@@ -32,6 +32,18 @@ for step in range(6):
         exec(sys.argv[1])
 print("end")
 """
+SHORT = """
+import sys, torch
+
+model, x, steps, after = torch.nn.Linear(8, 8), torch.randn(4, 8), 0, lambda: None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exec(sys.argv[1] if sys.argv[1:] else "steps = 3")
+for _ in range(steps):
+    model(x).square().mean().backward()
+    optimizer.step()
+after()
+"""
+NOTHING = "amp_graph audit: nothing was looked at: {} ended, and the 2nd and 3rd were to be\n"
 LINE = SCRIPT.splitlines().index('    with torch.autocast("cpu", torch.bfloat16):AT') + 1
 MODEL = """
 import torch
@@ -158,7 +170,7 @@ def test_a_traceback_of_a_looked_at_step_has_no_frame_of_ours(folder, where):
     assert theirs == [line for line in plain if "fails.py" in line]
     assert trace[-1] == plain[-1]
     assert [line for line in trace if "/amp_graph/" in line or "eval_frame" in line] == []
-    assert "looked at steps 2 of" in found[1].stderr or "looked at step 2 of" in found[1].stderr
+    assert "looked at what ran after step 1, the last that ended" in found[1].stderr
 
 
 def test_ctrl_c_has_the_signal_of_ctrl_c(folder):
@@ -180,6 +192,29 @@ def test_steps_end_a_script(folder, capsys):
     assert "looked at steps 2, 3 of 3" in printed.err
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--steps", "1"], "steps = 3", NOTHING.format("1 step")),
+        ([], "steps = 1", NOTHING.format("1 step")),
+        ([], "steps = 0", NOTHING.format("no step")),
+        (["--every", "4"], "steps = 1", NOTHING.format("1 step").replace("2nd and 3rd", "2nd, 3rd and each 4th")),
+        ([], "steps = 2", "looked at step 2 of 2\n"),
+        ([], "steps = 3", "looked at steps 2, 3 of 3\n"),
+        ([], "steps = 1; after = lambda: model(x)", "looked at what ran after step 1, the last that ended\n"),
+        ([], "steps = 2; after = lambda: x @ x.T", "step 2 of 2, and at what ran after step 2, the last that ended\n"),
+        ([], "steps = 2; after = lambda: x.square().mean()", "looked at step 2 of 2\n"),
+        ([], "steps = 1; after = lambda: 1 / 0", NOTHING.format("1 step")),
+    ],
+)
+def test_the_verdict_of_a_short_script_names_the_steps_that_were_seen(folder, words, code, told):
+    (folder / "short.py").write_text(SHORT)
+    command = [sys.executable, "-m", "amp_graph", "audit", *words, "short.py", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    verdict = found.stderr.partition("\n")[0] + "\n"
+    assert verdict.endswith(told), found.stderr
+
+
 def test_more_steps_are_looked_at(folder, capsys):
     assert audit("--every", "3", "train.py") == 0
     assert "looked at steps 2, 3, 6 of 6" in capsys.readouterr().err
@@ -189,13 +224,15 @@ def test_more_steps_are_looked_at(folder, capsys):
     ("words", "told"),
     [
         ([], "a SCRIPT, -m MODULE or TARGET is needed"),
-        (["none.py"], "cannot run none.py"),
-        (["-m", "none.none"], "cannot run module none.none"),
+        (["none.py"], "audit: cannot run none.py: No such file"),
+        (["none.py"], "fix:   amp-graph audit [OPTIONS] train.py"),
+        (["-m", "none.none"], "audit: cannot run module none.none"),
         (["--every", "-1", "train.py"], "every=-1"),
         (["--steps", "-1", "train.py"], "stop_after=-1"),
         (["--json", "none/a.json", "train.py"], "--json none/a.json: it cannot be written"),
         (["--report", "/", "train.py"], "--report /: it cannot be written"),
         (["--ignore", "AMP999", "train.py"], "there is no code 'AMP999'"),
+        (["--ignore", "AMP40", "train.py"], "fix:   AMP40"),
         (["model.py:nothing"], "nothing"),
         (["model.py:build", "--lr", "1"], "--lr 1 after TARGET"),
     ],
@@ -245,10 +282,18 @@ def test_a_comment_on_a_line_of_its_own_silences_the_next(folder, capsys):
     assert audit("--fail-on", "note", "other.py") == 1, "that is a comment of its own line"
 
 
-def test_a_comment_with_an_unknown_code_is_told(folder, capsys):
-    (folder / "train.py").write_text(script("  # amp: ignore[AMP110]"))
-    assert audit("--fail-on", "note", "train.py") == 1
-    assert f"train.py:{LINE}: # amp: ignore[AMP110]: there is no such code" in capsys.readouterr().err
+@pytest.mark.parametrize("code", ["AMP110", "AMP9", "amp101"])
+def test_a_comment_with_an_unknown_code_is_told_at_any_line(folder, capsys, code):
+    text = script(f"  # amp: ignore[{code}]").replace("zero_grad()", f"zero_grad()  # amp: ignore[{code}]")
+    (folder / "train.py").write_text(text)
+    assert audit("--fail-on", "note", "--json", "a.json", "train.py") == 1
+    lines = [n for n, line in enumerate(text.splitlines(), start=1) if f"[{code}]" in line]
+    assert len(lines) == 2
+    told, unseen = " ".join(capsys.readouterr().err.split()), json.loads((folder / "a.json").read_text())["unseen"]
+    for line in lines:
+        assert f"train.py:{line}: # amp: ignore[{code}]: there is no such code" in told
+    assert "".join(told.partition("Not seen: - ")[2].split()).startswith("-".join("".join(u.split()) for u in unseen))
+    assert len(unseen) >= 4
 
 
 def test_a_configuration_and_an_option_silence(folder, capsys):

@@ -71,6 +71,29 @@ def test_a_softmax_that_sums_in_float32_is_harmless():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_of_a_backward_or_of_a_scale_is_a_note_in_low_precision(dtype):
+    def losses(x, scaler=None):
+        x = x.clone().requires_grad_()
+        loss = (x * x).mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    low = torch.randn(20, 300).to(dtype)
+    assert found(losses, low)["AMP401"] == "note"
+    (one,) = (f for f in measured(losses, low)[1] if f.code == "AMP401")
+    assert one.place.line == losses.__code__.co_firstlineno + 3
+    assert ({torch.bfloat16: "2 to 3 digits", torch.float16: "3 to 4 digits"})[dtype] in one.text
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    assert found(lambda x: losses(x, scaler), low)["AMP401"] == "note"
+    assert "AMP401" not in found(losses, low.float())
+
+    def crosses(x):
+        torch.log_softmax(x.clone().requires_grad_(), -1).mean().backward()
+
+    (one,) = (f for f in measured(crosses, low)[1] if f.code == "AMP401")
+    assert one.evidence["operation"] == "_log_softmax", "once, where it is computed"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_whole_numbers_count_from_where_a_dtype_cannot_hold_them(dtype):
     last = {torch.bfloat16: 256, torch.float16: 2048}[dtype]
     for count, codes in ((last + 1, {}), (last + 2, {"AMP404": "warning"})):

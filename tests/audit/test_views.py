@@ -100,8 +100,14 @@ def test_the_verdict_is_the_first_line_and_says_which_steps_were_seen(report):
     assert (
         replace(audited(looks=()), findings=())
         .text()
-        .startswith("amp_graph audit: no findings; 4 steps, none looked at\n")
+        .startswith("amp_graph audit: nothing was looked at: 4 steps ended, and none was to be\n")
     )
+    none = replace(report, looked_at=(), looks=(2, 11, 23), every=101, silenced=1)
+    told = "nothing was looked at: 4 steps ended, and the 2nd, 11th, 23rd and each 101st were to be"
+    assert none.text().startswith(f"amp_graph audit: {told}; 1 error, 19 warnings (1 silenced)\n")
+    long = replace(report, findings=(), steps=500, looked_at=(2, 3, 100, 200, 300, 400, 501))
+    told = "looked at steps 2, 3, 100, ..., 400 of 500, and at what ran after step 500, the last that ended"
+    assert f"no findings; {told}\n" in long.text()
     seen = replace(audited(looks=(1,)), findings=())
     assert "no findings (3 silenced); looked at step 1 of 4" in replace(seen, silenced=3).text()
 
@@ -133,6 +139,17 @@ def test_the_table_says_what_is_stored_computed_saved_and_kept():
     text = report.text()
     assert re.search(r"^  blocks\.\*\.fc x3 +fp32 +bf16 x6 +\d+% bf16 +fp32 +fp32 +1$", text, re.MULTILINE)
     assert re.search(r"^  \[1\] autocast\(cpu, bfloat16\) at tests/audit/test_views.py:\d+$", text, re.MULTILINE)
+
+
+def test_a_module_with_nothing_to_show_has_no_row(report, tmp_path):
+    empty = [Row("pooler", backward=Counter({"float32": 2}))]
+    cast = Row("pooled", decided=Counter({"cast at train.py:3": 1}))
+    made = replace(report, rows=[*report.rows, *empty, cast])
+    assert "pooler" not in made.text()
+    assert re.search(r"^  pooled +\d+$", made.text(), re.MULTILINE)
+    made.html(tmp_path / "audit.html")
+    assert "pooler" not in (tmp_path / "audit.html").read_text()
+    assert replace(report, rows=empty).text().count("Precisions") == 0
 
 
 def test_layers_with_other_dtypes_than_their_sisters_have_a_row_of_their_own():
@@ -238,7 +255,7 @@ def test_masters_of_a_level_and_of_an_optimizer_are_shown():
 
 def test_the_report_is_honest_about_what_it_did_not_see():
     text = " ".join(audited(steps=9).text().split())
-    assert "operations of the other 7 steps" in text
+    assert "operations of 7 other steps" in text
     assert "other processes" in text
     assert re.search(r"cost: \S+ m?u?s for a step that was looked at, \S+ m?u?s for others \(\S+ times\)", text)
     compiled = audited(torch.compile(Net(), backend="eager"), steps=1, looks=())

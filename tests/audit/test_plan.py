@@ -1,5 +1,6 @@
 """What amp_graph would do: the plan of a model without memory is that of the model, and nothing of it changes."""
 
+import functools
 import gc
 import random
 import re
@@ -248,9 +249,13 @@ def test_a_training_without_a_plan_says_why(made, steps, why):
     assert audit.report().plan[0].startswith(f"not planned: {why}")
 
 
-def test_a_model_of_accelerate_is_planned_by_the_forward_of_its_class():
+@pytest.mark.parametrize("is_decorated", [False, True], ids=["plain", "decorated"])  # as those of transformers are
+def test_a_model_of_accelerate_is_planned_by_the_forward_of_its_class(is_decorated, monkeypatch):
     accelerate = pytest.importorskip("accelerate")
     model, args, kwargs = networks()["attention"]
+    if is_decorated:
+        forward = type(model).forward
+        monkeypatch.setattr(type(model), "forward", functools.wraps(forward)(lambda *a, **k: forward(*a, **k)))
     plain = planned(sketch_of(model, call_of(args, kwargs)), Policy.parse("bf16"))
     try:
         prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)

@@ -170,8 +170,8 @@ def _of_accelerate(module: Module) -> tuple[str, ...]:
     """Return the attributes by which accelerate runs the forward of the class under autocast; () if it does not."""
     forward: Any = module.__dict__.get("forward")
     original = module.__dict__.get(ACCELERATES)
-    functions = [getattr(one, "__func__", one) for one in (inspect.unwrap(forward), original)]
-    return ("forward", ACCELERATES) if functions == [type(module).forward] * 2 else ()
+    functions = {getattr(one := inspect.unwrap(given), "__func__", one) for given in (forward, original)}
+    return ("forward", ACCELERATES) if functions == {inspect.unwrap(type(module).forward)} else ()
 
 
 def _module_of(hook: Any) -> str:

@@ -169,7 +169,7 @@ class _Copy:
 def _of_accelerate(module: Module) -> tuple[str, ...]:
     """Return the attributes by which accelerate runs the forward of the class under autocast; () if it does not."""
     forward: Any = module.__dict__.get("forward")
-    original = module.__dict__.get(ACCELERATES)
+    original: Any = module.__dict__.get(ACCELERATES)
     functions = {getattr(one := inspect.unwrap(given), "__func__", one) for given in (forward, original)}
     return ("forward", ACCELERATES) if functions == {inspect.unwrap(type(module).forward)} else ()
 

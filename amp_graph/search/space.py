@@ -27,7 +27,7 @@ from amp_graph.policy import Policy
 from amp_graph.search.proposals import Space
 from amp_graph.search.trials import Candidate
 
-MULTIPLES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+MULTIPLES = (0.5, 0.75, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0)  # those of equal plans once
 Step = Callable[[Any], Any]
 
 

@@ -9,7 +9,6 @@ import argparse
 import copy
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,6 +26,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.policy_words import word_of
 from amp_graph.report.model_report import report
 from amp_graph.report.page_summary import AUTOCAST, FULL, OURS
+from amp_graph.search.bench import seconds_of
 
 COLUMNS = ("precision", "time", "measured speed", "predicted speed")
 CLEAR = 1.05  # a speed over fp32's below which a gain is within what a measurement varies by
@@ -103,24 +103,11 @@ def interleaved(steps: Steps, device: str) -> dict[str, float]:
     for name, step in steps.items():
         passed = () if taken else (Exception,)
         with Attempt(*passed) as tried:  # autocast fails in some models that run in fp32
-            calls[name] = max(1, min(100, int(TURN / min(_seconds(step, 1, device) for _ in range(WARM_UP)))))
+            calls[name] = max(1, min(100, int(TURN / min(seconds_of(step, 1, device) for _ in range(WARM_UP)))))
             taken[name] = []
         if tried.error is not None:
             print(f"{name}: fails: {tried.reason}", file=sys.stderr)
     for _ in range(ROUNDS):
         for name, times in taken.items():
-            times.append(_seconds(steps[name], calls[name], device))
+            times.append(seconds_of(steps[name], calls[name], device))
     return {name: statistics.median(times) for name, times in taken.items()}
-
-
-def _seconds(step: Callable[[], None], calls: int, device: str) -> float:
-    start = _now(device)
-    for _ in range(calls):
-        step()
-    return (_now(device) - start) / calls
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

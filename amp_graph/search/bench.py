@@ -26,7 +26,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.model_state import RandomState, same_random_numbers, unchanged
 from amp_graph.numerics.differences import Sums, scale_for_fp16
 from amp_graph.policy import Policy
-from amp_graph.search.space import Step, mixture
+from amp_graph.search.space import Step, loss_of
 from amp_graph.search.trials import FULL, Trial
 
 WARM_UP, ROUNDS = 2, 7
@@ -75,9 +75,8 @@ class Bench:
         """Return the error of ``torch.autocast`` in the low dtype, NaN if it fails: the unit of relative budgets."""
         dtype = Policy().torch_dtype(self.device)
         own = copy.deepcopy(self.model)
-        with Attempt() as tried, torch.autocast(self.device, dtype):
+        with Attempt(), torch.autocast(self.device, dtype):
             return self.error(own, self.step, self.reference, "")
-        del tried
         return math.nan
 
     def error(self, model: torch.nn.Module, step: Step, reference: Values, policy: str) -> float:
@@ -132,22 +131,27 @@ class Bench:
         ]
 
     def _seconds(self, model: torch.nn.Module, calls: int) -> float:
-        self._wait()
-        start = time.perf_counter()
-        for _ in range(calls):
-            self._once(model)
-        self._wait()
-        return (time.perf_counter() - start) / calls
-
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        return seconds_of(lambda: self._once(model), calls, self.device)
 
     def _once(self, model: torch.nn.Module) -> None:
         model.zero_grad(set_to_none=True)
         out = self.step(model)
         if self.trains:
-            mixture(out).backward()
+            loss_of(out).backward()
+
+
+def seconds_of(step: Callable[[], None], calls: int, device: str) -> float:
+    """Return the seconds of one of ``calls`` calls; on CUDA, until the device is done."""
+    start = _now(device)
+    for _ in range(calls):
+        step()
+    return (_now(device) - start) / calls
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
@@ -163,7 +167,7 @@ def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
                 "the output\n  fix:   step=lambda model: loss_fn(model(x), y)"
             )
         if out.requires_grad:
-            (mixture(out) * scale).backward()
+            (loss_of(out) * scale).backward()
         leaves = [t for t in tree_leaves([*map(_plain, outputs), out]) if isinstance(t, Tensor)]
         found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
         named = ((name, p.grad) for name, p in model.named_parameters())

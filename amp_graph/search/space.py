@@ -18,6 +18,7 @@ import torch
 from amp_graph.capture.sensitivity_sample import measure
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.compare import projected
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget, harm_of
@@ -38,7 +39,7 @@ def space_of(model: torch.nn.Module, step: Step, policy: Policy, *, trains: bool
         [("skip_unprofitable", "true")] + [("level", "O2")] * trains + [("replay", True)] * (device == "cuda")
     )
     try:
-        sampled = measure(model, policy, lambda one: mixture(step(one)))
+        sampled = measure(model, policy, lambda one: loss_of(step(one)))
     except CaptureError:
         return Space([Candidate(str(policy))], {}, words)
     machine, dtype = machine_for(policy.device or device), str(policy.torch_dtype(device)).removeprefix("torch.")
@@ -72,6 +73,6 @@ def space_of(model: torch.nn.Module, step: Step, policy: Policy, *, trains: bool
     return Space(list(plans.values()), {key: share for key, share in shares.items() if share}, words)
 
 
-def mixture(out: Any) -> torch.Tensor:
-    """Return a loss as it is, and the sum of squares of any other result."""
-    return out if out.numel() == 1 else out.square().mean()
+def loss_of(out: Any) -> Any:
+    """Return a loss as it is, a random mixture of other outputs; None if they have no gradients."""
+    return out if out.numel() == 1 else projected(out)

@@ -208,3 +208,10 @@ def test_a_metric_holds_on_a_third_set():
     found = search(model, step, metric=lambda m: wrong(m, chosen), budget=budget)
     assert found.policy.startswith("bf16-O")
     assert wrong(amp_graph.convert(model, found.policy), third) <= wrong(model, third) + 0.01
+
+
+def test_outputs_of_a_norm_have_gradients_to_compare():
+    x = torch.randn(64, 32)
+    bench = Bench(nn.Sequential(mlp(), nn.LayerNorm(8)), lambda model: model(x), None)
+    gradients = [t for name, t in bench.reference.items() if name.startswith("gradient")]
+    assert max(float(t.abs().max()) for t in gradients) > 1e-2  # of the mean of squares, which is 1 always: 1e-6

@@ -11,11 +11,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Call, Event, Finding, Place, Region, Training, Watcher
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Training, Watcher
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.torch_compat.autograd import in_backward
 
-LOW = ("bfloat16", "float16")
 COMPUTES = (OpClass.ALLOW, OpClass.DENY, OpClass.FP32_INSIDE)  # the others move values, or round as their inputs do
 
 LIST = load("default", dtype="bfloat16", device="cpu")  # those of other devices name the same products

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher
-from amp_graph.audit.speed.predicted_time import CONVERSION, LOW, is_product
+from amp_graph.audit.records import CONVERSION, LOW, Call, Finding, Place, Places, Training, Watcher, dtype_name
+from amp_graph.audit.speed.predicted_time import is_product
 from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
@@ -145,7 +145,8 @@ class CustomOperators(Watcher):
         if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") == "torch.amp.autocast_mode":
             return
         given = [frame.f_locals.get(one) for one in frame.f_code.co_varnames[1 : frame.f_code.co_argcount]]
-        dtypes = {_dtype(t): None for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point()}
+        floats = (t for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point())
+        dtypes = dict.fromkeys(dtype_name(t.dtype) for t in floats)
         if len(dtypes) > 1 and not dtypes.keys().isdisjoint(LOW) and self._context != id(context):
             self._context = id(context)
             name = type(context).__name__.removesuffix("Backward")
@@ -160,7 +161,7 @@ class CustomOperators(Watcher):
             self._step, self._models = self.training.steps, len(self.training.models)
             self._up.clear()
             named = (t for m in list(self.training.models) for t in (*m.parameters(), *m.buffers()))
-            self._quantized = {storage_key(t) or 0: _held(t) for t in named if _dtype(t) in QUANTIZED}
+            self._quantized = {storage_key(t) or 0: _held(t) for t in named if dtype_name(t.dtype) in QUANTIZED}
         if not self._quantized and not self._up and not (call.inputs and call.inputs[0].startswith("float8")):
             return
         tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
@@ -186,11 +187,7 @@ class CustomOperators(Watcher):
 
 
 def _held(tensor: Tensor) -> Held:
-    return Held(StorageWeakRef(storage_of(tensor)), _dtype(tensor))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return Held(StorageWeakRef(storage_of(tensor)), dtype_name(tensor.dtype))
 
 
 def _runs_on(operator: OpOverload, device: str) -> bool:

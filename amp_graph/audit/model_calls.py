@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.autocast_regions import LOW, class_of
+from amp_graph.audit.autocast_regions import class_of
 from amp_graph.audit.codes import finding
-from amp_graph.audit.operations import CONVERSION
-from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.records import CONVERSION, LOW, Call, Event, Finding, Place, Training, Watcher
 from amp_graph.lists import OpClass
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
-from amp_graph.audit.records import NOWHERE, Call, Place, Places, Totals, Training
+from amp_graph.audit.records import CONVERSION, NOWHERE, Call, Place, Places, Totals, Training, dtype_name, tensors_in
 from amp_graph.audit.speed.model_sketch import call_of
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
@@ -35,9 +35,7 @@ from amp_graph.passes.torch_compat.autograd import (
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
 from amp_graph.passes.torch_compat.storage import storage_key
 
-CONVERSION = "aten._to_copy.default"
 DEVICES = ("cpu", "cuda")
-DTYPES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _ATEN = torch.ops.aten
 OF_CPU = {  # torch has no formula for these
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
@@ -137,13 +135,13 @@ class Operations(TorchDispatchMode):
         if not self._saved:  # of this step, not of the one before
             self.training.saved.clear()
         stored = {storage_key(p) for model in list(self.training.models) for p in model.parameters()}
-        for node in nodes_behind(t.grad_fn for t in _tensors(results)):
+        for node in nodes_behind(t.grad_fn for t in tensors_in(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
                 memory = storage_key(t)
                 if memory is not None and t.is_floating_point() and memory not in stored and memory not in self._saved:
                     self._saved.add(memory)
-                    self.training.saved[module, _dtype_name(t)] += t.numel() * t.element_size()
+                    self.training.saved[module, dtype_name(t.dtype)] += t.numel() * t.element_size()
 
     # -- operations -----------------------------------------------------------------------------------
 
@@ -153,7 +151,7 @@ class Operations(TorchDispatchMode):
         if self._paused or name.startswith("profiler."):
             return func(*args, **kwargs)
         with Attempt() as seeing:
-            given = _tensors((args, kwargs))
+            given = tensors_in((args, kwargs))
             call = self._call_of(name, given, sys._getframe(1))
             if isinstance(func, OpOverload) and is_mutable(func):
                 self._tell("before", call, func, args, kwargs, None, given)
@@ -168,7 +166,7 @@ class Operations(TorchDispatchMode):
     def _call_of(self, operator: str, tensors: list[Tensor], caller: FrameType | None) -> Call:
         frame = _outside_of_dynamo(caller)
         region = self.training.open[-1] if self.training.open else -1
-        given = tuple([_dtype_name(t) for t in tensors if t.is_floating_point()])
+        given = tuple([dtype_name(t.dtype) for t in tensors if t.is_floating_point()])
         module = self._module_of(frame, operator)
         if module is None and in_backward():
             number = running_sequence_number()
@@ -183,8 +181,8 @@ class Operations(TorchDispatchMode):
         return Call(operator, path, place, "update" if is_update else "forward", given, "", region)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
-        results = _tensors(result)
-        output = next((_dtype_name(t) for t in results if t.is_floating_point()), "")
+        results = tensors_in(result)
+        output = next((dtype_name(t.dtype) for t in results if t.is_floating_point()), "")
         call = Call(*call[:5], output, call.region)  # _replace takes three times as long
         moved = sum([t.numel() * t.element_size() for t in (*given, *results)])
         if call.operator == CONVERSION and call.inputs and call.output not in ("", call.inputs[0]):
@@ -245,21 +243,6 @@ def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(DYNAMO):
         frame = frame.f_back
     return frame
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results of an operator; ``tree_leaves`` takes several times as long."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return []
-    return [t for value in values if value is not None for t in _tensors(value)]
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return DTYPES[tensor.dtype]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -12,17 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from amp_graph.audit.operations import CONVERSION
-from amp_graph.audit.records import Call, Totals, Training
+from amp_graph.audit.records import CONVERSION, LOW, Call, Totals, Training, dtype_name
+from amp_graph.audit.speed.predicted_time import is_view_by_name
 from amp_graph.optim.master_weights import master_of
-from amp_graph.passes.graph.node_info import is_view
-from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.report.report_text import folded_paths
 
-LOW = ("bfloat16", "float16")
 BETWEEN_RANKS = ("c10d", "_c10d_functional")  # the namespaces of collectives
 
 
@@ -77,33 +73,26 @@ def _row(found: dict[str, Row], module: str) -> Row:
 
 
 def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: Iterable[Tensor]) -> None:
-    row.parameters[_name(p)] += _bytes(p)
+    row.parameters[dtype_name(p.dtype)] += _bytes(p)
     if id(p) in gradients:
         dtype, size = gradients[id(p)]
         row.gradients[dtype] += size
     for t in states:
-        row.states[_name(t)] += _bytes(t)
+        row.states[dtype_name(t.dtype)] += _bytes(t)
     if (master := master_of(p)) is not None:
-        row.masters[_name(master)] += _bytes(master)
+        row.masters[dtype_name(master.dtype)] += _bytes(master)
 
 
 def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
     if call.cast == "user":
         row.decided[f"cast at {call.place}"] += totals.calls
-    if call.operator == CONVERSION or _is_view(call.operator):
+    if call.operator == CONVERSION or is_view_by_name(call.operator):
         return
     (row.forward if call.phase == "forward" else row.backward)[call.output] += totals.calls
     row.flops += Counter({call.inputs[0] if call.inputs else call.output: totals.flops})
     if call.region >= 0 and call.output in LOW:
         region = training.regions[call.region]
         row.decided[f"autocast({region.device}, {region.dtype}) at {region.place}"] += totals.calls
-
-
-def _is_view(operator: str) -> bool:
-    namespace, _, rest = operator.partition(".")
-    name, _, overload = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
-    return isinstance(found, OpOverload) and is_view(found)
 
 
 def _states(training: Training) -> dict[int, list[Tensor]]:
@@ -116,10 +105,6 @@ def _states(training: Training) -> dict[int, list[Tensor]]:
 
 def _values(state: Any) -> Iterable[Any]:
     return state.values() if isinstance(state, dict) else ()
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -145,7 +130,7 @@ def outside_of_models(training: Training) -> Counter[str]:
     names, found = training.parameter_names(), Counter[str]()
     for optimizer in list(training.optimizers):
         for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-            found[_name(p)] += _bytes(p)
+            found[dtype_name(p.dtype)] += _bytes(p)
     return found
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.operations import CONVERSION
-from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Training, Watcher, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.numerics.differences import first_of
 from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
@@ -93,7 +92,7 @@ class Ranges(Watcher):
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take the result of an operation."""
-        name = call.operator.split(".")[1].rstrip("_")
+        name = name_of(call.operator)
         out = first_of(result)
         if out is None or out.dtype not in HALVES or not out.numel() or call.phase == "update":
             return

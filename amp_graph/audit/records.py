@@ -3,77 +3,49 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from amp_graph.run.call_site import PACKAGES, PYTHON
+import torch
+from torch import Tensor
+
+from amp_graph.run.call_site import NOWHERE as NOWHERE
+from amp_graph.run.call_site import Place as Place
+from amp_graph.run.call_site import Places as Places
 
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
     from amp_graph.audit.speed.model_sketch import ModelCall, Sketch
 
 LEVELS = ("note", "warning", "error")  # of findings, the least first
+LOW = frozenset(("bfloat16", "float16"))  # dtypes by name, as calls have them
+CONVERSION = "aten._to_copy.default"
+_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
-class Place(NamedTuple):
-    """A line of the user's code; ``file`` as it can be opened from the current folder."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        """Return ``train.py:42``."""
-        return f"{self.file}:{self.line}" if self.file else "unknown place"
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16"."""
+    return _NAMES[dtype]
 
 
-NOWHERE = Place("", 0)
+def name_of(operator: str) -> str:
+    """Return "addmm" of "aten.addmm.default", and "addmm" of its in-place form."""
+    return operator.split(".")[1].rstrip("_") if "." in operator else operator
 
 
-class Places:
-    """Finds the user's line of a call; it remembers which files are the user's."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    @property
-    def files(self) -> list[str]:
-        """The user's files that were met."""
-        return [name for name in self._names.values() if name and not name.startswith(OF_LIBRARY)]
-
-    def of(self, frame: FrameType | None) -> Place:
-        """Return the nearest line of the user's own files, from ``frame`` outwards; else the nearest of a library."""
-        other = NOWHERE
-        while frame is not None:
-            file = frame.f_code.co_filename
-            name = self._names.get(file)
-            if name is None:
-                name = self._names[file] = _name_of(file, frame.f_globals.get("__name__", ""))
-            if name and not name.startswith(OF_LIBRARY):
-                return Place(name, frame.f_lineno)
-            if name and other is NOWHERE:
-                other = Place(name.removeprefix(OF_LIBRARY), frame.f_lineno)
-            frame = frame.f_back
-        return other
-
-
-OF_LIBRARY = "library:"
-
-
-def _name_of(file: str, module: str) -> str:
-    """Return a file's relative name, marked if it is a library's; "" for torch's and our own."""
-    if file.startswith("<") or module.partition(".")[0] in ("torch", "amp_graph"):
-        return ""
-    if any(folder in file for folder in PACKAGES) or file.startswith(PYTHON):
-        return OF_LIBRARY + file
-    relative = os.path.relpath(file) if os.path.splitdrive(file)[0] == os.path.splitdrive(os.getcwd())[0] else file
-    return file if relative.startswith(os.pardir) else relative
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operator; ``tree_leaves`` takes several times as long."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [t for value in values if value is not None for t in tensors_in(value)]
 
 
 class Call(NamedTuple):
@@ -202,8 +174,8 @@ class Event(NamedTuple):
 class Finding:
     """A fault: its stable ``code``, see ``codes.toml``, its level, the user's line, what was seen, and the fix.
 
-    ``text``: one or two sentences with the numbers. ``evidence``: the numbers as data. ``count``: at how many places or
-    modules; the others are in ``also``.
+    ``text``: one or two sentences with the numbers. ``evidence``: the numbers as data. ``also``: other
+    modules or operations that have it.
     """
 
     code: str

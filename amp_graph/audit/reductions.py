@@ -21,8 +21,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import NOWHERE, Call, Event, Finding, Place, Training, Watcher
-from amp_graph.audit.speed.predicted_time import LOW
+from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Training, Watcher, dtype_name
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
@@ -151,10 +150,10 @@ def _dtypes_over_ranks(model: Module) -> tuple[dict[str, str], str]:
     """Return the dtype of each parameter of a model that is spread over ranks; none of any other."""
     if groups := every_group(model):
         found = {name: dtype_of(record) for group in groups for name, record in records_of(group).items()}
-        return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items()}, "gathered in"
+        return {name: dtype_name(dtype) for name, dtype in found.items()}, "gathered in"
     if isinstance(model, DistributedDataParallel):
         named = model.module.named_parameters()
-        return {name: str(p.dtype).removeprefix("torch.") for name, p in named}, "held in"
+        return {name: dtype_name(p.dtype) for name, p in named}, "held in"
     return {}, ""
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher
+from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher, dtype_name
 from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
@@ -184,7 +184,7 @@ class Audit:
     def _updating(self, optimizer: Optimizer) -> None:
         """Note the dtypes of the gradients of an update that is looked at, and tell of it."""
         self.training.gradients |= {
-            id(p): (str(p.grad.dtype).removeprefix("torch."), p.grad.numel() * p.grad.element_size())
+            id(p): (dtype_name(p.grad.dtype), p.grad.numel() * p.grad.element_size())
             for group in optimizer.param_groups
             for p in group["params"]
             if p.grad is not None
@@ -249,7 +249,7 @@ class Audit:
     def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1
         entered = Region(
-            place, region.device, str(torch.get_autocast_dtype(region.device)).removeprefix("torch."),
+            place, region.device, dtype_name(torch.get_autocast_dtype(region.device)),
             torch.is_autocast_enabled(region.device), outer, made=made, asked=asked,
         )  # fmt: skip
         known = [i for i, r in enumerate(self.training.regions) if r.key == entered.key]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training, Watcher, dtype_name, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
 from amp_graph.lists.errors import Attempt
@@ -26,7 +26,6 @@ from amp_graph.numerics.differences import Sums, first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
 
-LOW = frozenset(("bfloat16", "float16"))
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
 MOST = 1 << 20  # elements of a sample
 LARGEST = 1 << 22  # elements of an operation that is computed again as a whole
@@ -152,7 +151,7 @@ class UnsafeOperations(Watcher):
             given = event.arguments["outputs"]
         low = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.numel() == 1 and t.dtype in HALVES]
         if low and event.place.file:
-            self._losses.setdefault(event.place, str(low[0].dtype).removeprefix("torch."))
+            self._losses.setdefault(event.place, dtype_name(low[0].dtype))
 
     def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compute again what writes to its inputs."""
@@ -162,7 +161,7 @@ class UnsafeOperations(Watcher):
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Compute again what ran low."""
         again, self._again = self._again, None
-        name = _name(call)
+        name = name_of(call.operator)
         if call.phase != "forward":
             return
         if name == "binary_cross_entropy":
@@ -178,7 +177,7 @@ class UnsafeOperations(Watcher):
 
     def _computed(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Again | None:
         """Compute an operation in float32, and add what the rounding of its inputs does to the result."""
-        name = _name(call)
+        name = name_of(call.operator)
         is_difference = name in ("sub", "rsub") and len(call.inputs) > 1 and LOW.issuperset(call.inputs)
         code = "AMP406" if is_difference else KINDS.get(name)
         if code is None or is_random(operator):
@@ -222,7 +221,7 @@ class UnsafeOperations(Watcher):
         p = sample(given, MOST)
         dtype = next((d for d in HALVES if bool((p.to(d).to(p.dtype) == p).all())), None)
         if dtype is not None and p.numel() > 1:
-            found = self._rounded.setdefault(("AMP407", call.place), Rounded(str(dtype).removeprefix("torch.")))
+            found = self._rounded.setdefault(("AMP407", call.place), Rounded(dtype_name(dtype)))
             found.add(call, int(((p == 0) | (p == 1)).sum()), p.numel(), 1.0)
 
     # -- findings -------------------------------------------------------------------------------------
@@ -347,7 +346,3 @@ def _is_whole(given: Tensor) -> bool:
 def _is_rounded(given: Tensor, dtype: str) -> bool:
     """Say whether low values may be rounded ones: small whole numbers are exact."""
     return not _is_whole(given) or bool((given.abs() > EXACT[dtype]).any())
-
-
-def _name(call: Call) -> str:
-    return call.operator.split(".")[1].rstrip("_")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher
+from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher, dtype_name
 from amp_graph.audit.samples import local, sample
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES
@@ -197,7 +197,7 @@ class Updates(Watcher):
         if not low:
             return
         place = self._places.of(sys._getframe())
-        dtype = str(low[0][1].dtype).removeprefix("torch.")
+        dtype = dtype_name(low[0][1].dtype)
         found = self._running = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
         counts: list[tuple[Lost, Tensor, float]] = []
         for group, p in low:
@@ -264,7 +264,7 @@ class Updates(Watcher):
             old, kept = found
             moves = change(old.float(), sample(new, AVERAGED).float(), kept, alpha) != 0
             stays = moves & (sample(target, AVERAGED) == old)
-            _, lost = self._averages.setdefault(call.place, (str(target.dtype).removeprefix("torch."), Lost()))
+            _, lost = self._averages.setdefault(call.place, (dtype_name(target.dtype), Lost()))
             lost.add([int(moves.sum()), int(stays.sum())], target.numel() / old.numel())
 
     # -- findings -------------------------------------------------------------------------------------

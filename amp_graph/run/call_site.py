@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import NamedTuple
 
 PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -19,18 +20,58 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+class Place(NamedTuple):
+    """A line of code; ``file`` as it can be opened from the current folder."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """Return ``train.py:42``."""
+        return f"{self.file}:{self.line}" if self.file else "unknown place"
+
+
+NOWHERE = Place("", 0)
+
+
+class Places:
+    """Finds the user's line of a call; it remembers which files are the user's."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, tuple[str, bool]] = {}  # with whether it is the user's; "" for torch's and ours
+
+    @property
+    def files(self) -> list[str]:
+        """The user's files that were met."""
+        return [name for name, is_users in self._names.values() if is_users]
+
+    def of(self, frame: FrameType | None) -> Place:
+        """Return the nearest line of the user's own files, from ``frame`` outwards; else the nearest of a library."""
+        other = NOWHERE
+        while frame is not None:
+            file = frame.f_code.co_filename
+            known = self._names.get(file)
+            if known is None:
+                known = self._names[file] = _named(file, frame.f_globals.get("__name__", ""))
+            name, is_users = known
+            if is_users:
+                return Place(name, frame.f_lineno)
+            if name and other is NOWHERE:
+                other = Place(name, frame.f_lineno)
+            frame = frame.f_back
+        return other
+
+
+def _named(file: str, module: str) -> tuple[str, bool]:
+    if file.startswith("<") or module.partition(".")[0] in ("torch", "amp_graph"):
+        return "", False
+    return _relative(file), not (any(folder in file for folder in PACKAGES) or file.startswith(PYTHON))
+
+
 def site_of_call() -> str:
     """Return the line of the call: the nearest one of the user's own files, else the nearest outside of torch."""
-    other = ""
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if file.startswith("<") or frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "amp_graph"):
-            continue
-        place = f"{_relative(file)}:{frame.f_lineno}"
-        if not any(folder in file for folder in PACKAGES) and not file.startswith(PYTHON):
-            return place
-        other = other or place
-    return other
+    place = Places().of(sys._getframe(1))
+    return str(place) if place.file else ""
 
 
 def called_by_script() -> bool:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import Call, Event, Finding, Place, Totals, Training, Watcher
-from amp_graph.audit.speed.predicted_time import CONVERSION, LEAST_SHARE, LOW, family_of, seconds_of, seconds_of_steps
+from amp_graph.audit.records import CONVERSION, LOW, Call, Event, Finding, Place, Totals, Training, Watcher, tensors_in
+from amp_graph.audit.speed.predicted_time import LEAST_SHARE, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
@@ -123,7 +122,7 @@ class CastCounts(Watcher):
             self._cast(call, args[0], result)
         else:
             self._decide(by_autocast=True)
-            self._computed(call, _tensors((args, kwargs)), _tensors(result))
+            self._computed(call, tensors_in((args, kwargs)), tensors_in(result))
 
     def findings(self) -> Iterator[Finding]:
         """Yield the casts that could be left out, by line."""
@@ -263,7 +262,3 @@ class CastCounts(Watcher):
                 for t in made:
                     if t.is_floating_point() and storage_key(t) not in wide:  # no view, and not in place
                         self._widen(t, call, one.operation or call.place, one.dtype)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]

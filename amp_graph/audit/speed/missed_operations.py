@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import NOWHERE, Call, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.records import CONVERSION, LOW, NOWHERE, Call, Finding, Place, Totals, Training, Watcher
 from amp_graph.audit.speed.predicted_time import (
-    CONVERSION,
     LEAST_SHARE,
-    LOW,
     dtype_of,
     family_of,
     is_product,

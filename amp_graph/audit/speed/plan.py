@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
-from amp_graph.audit.records import Training
+from amp_graph.audit.records import LOW, Training
 from amp_graph.audit.speed.model_sketch import Sketch, refuse, sketch_of
-from amp_graph.audit.speed.predicted_time import LOW, dtype_of, is_product
+from amp_graph.audit.speed.predicted_time import dtype_of, is_product
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.torch_compat.dispatch import has_modes

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from amp_graph.audit.records import Call, Totals
+from amp_graph.audit.records import CONVERSION, LOW, Call, Totals, name_of
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.precision.machine_rates import (
     ACTIVATIONS,
@@ -22,17 +22,10 @@ from amp_graph.passes.precision.machine_rates import (
 )
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
-LOW = ("bfloat16", "float16")
 LEAST_SHARE = 0.02  # of a step's predicted time or bytes: times of equal steps differ by more than what is below it
-CONVERSION = "aten._to_copy.default"
 GROUPED = "_grouped_mm"  # of a mixture of experts
 CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution")
 ATTENTIONS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
-
-
-def name_of(operator: str) -> str:
-    """Return "addmm" of "aten.addmm.default", and "addmm" of its in-place form."""
-    return operator.split(".")[1].rstrip("_") if "." in operator else operator
 
 
 def family_of(operator: str) -> str:
@@ -41,8 +34,7 @@ def family_of(operator: str) -> str:
         return product
     if operator == CONVERSION:
         return "cast"
-    found = _overload(operator)
-    if found is not None and is_view(found):
+    if is_view_by_name(operator):
         return ""
     return "activation" if name_of(operator).removesuffix("_backward") in ACTIVATIONS else "elementwise"
 
@@ -104,7 +96,14 @@ def _size(dtype: str) -> int:
     return found.itemsize if isinstance(found, torch.dtype) else 4
 
 
-def _overload(operator: str) -> OpOverload | None:
+def is_view_by_name(operator: str) -> bool:
+    """Say whether an operator only makes views."""
+    found = overload_of(operator)
+    return found is not None and is_view(found)
+
+
+def overload_of(operator: str) -> OpOverload | None:
+    """Return the operator of a call by its name, None if it has none, as those over functions."""
     found: object = torch.ops
     for name in operator.split("."):
         found = getattr(found, name, None)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from amp_graph.scaling.grad_scaler import GradScaler
+from amp_graph.step.train_step import TrainStep
 
 _SCALER = ("scale", "unscale_", "step", "update", "state_dict", "load_state_dict")
 _CLIPPED = ("norm", "value")
@@ -28,7 +29,7 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("autocast.enter", torch.autocast, "__enter__"),
     ("autocast.exit", torch.autocast, "__exit__"),
     *((f"scaler.{name}", scaler, name) for scaler in (torch.amp.GradScaler, GradScaler) for name in _SCALER),
-    ("amp.missing", torch.cuda.amp.common, "amp_definitely_not_available"),  # where a scaler is made that is to scale
+    ("train_step", TrainStep, "__call__"),
     ("backward", torch.autograd, "backward"),
     *(("clip", place, f"clip_grad_{by}_") for place in (torch.nn.utils, torch.nn.utils.clip_grad) for by in _CLIPPED),
     ("scheduler.step", LRScheduler, "step"),
@@ -42,6 +43,9 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("compile", torch.nn.Module, "compile"),
 )
 """(name of the event, what holds the function, the function's name)."""
+UNCOUNTED = f"{__file__}: importlib._bootstrap"
+"""The file of the wrappers. Where a warning is to stand at its caller's line, Python does not count frames of its own
+importer, which it knows by both of these words: torch's warnings stand at the user's line, as without an audit."""
 
 Tell = Callable[[str, Mapping[str, Any], FrameType, bool, Any], None]
 
@@ -77,4 +81,5 @@ def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., An
         tell(event, arguments, caller, True, result)
         return result
 
+    call.__code__ = call.__code__.replace(co_filename=UNCOUNTED)
     return call

@@ -60,7 +60,8 @@ class Operations(TorchDispatchMode):
         self.training, self.places, self.tell, self.heard = training, places, tell, heard
         self.updates = 0  # optimizers' steps that are running
         self.is_training = False  # whether it has seen the call of a model, a backward or a product
-        self._paused = False  # while watchers work
+        self.is_paused = False  # while watchers work, or a TrainStep does
+        self.ran_graph = False  # whether a TrainStep did
         self._outermost = 0  # the id of the frame of the call of a model that runs
         self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
@@ -148,7 +149,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and tell of it."""
         kwargs, name = kwargs or {}, str(func)
-        if self._paused or name.startswith("profiler."):
+        if self.is_paused or name.startswith("profiler."):
             return func(*args, **kwargs)
         with Attempt() as seeing:
             given = tensors_in((args, kwargs))
@@ -226,7 +227,7 @@ class Operations(TorchDispatchMode):
     def watching(self) -> Iterator[None]:
         """Let watchers work: autocast, autograd and this mode leave alone what they do."""
         on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
-        self._paused = True
+        before, self.is_paused = self.is_paused, True
         for device in on:
             torch.set_autocast_enabled(device, False)
         try:
@@ -235,7 +236,7 @@ class Operations(TorchDispatchMode):
         finally:
             for device in on:
                 torch.set_autocast_enabled(device, True)
-            self._paused = False
+            self.is_paused = before
 
 
 def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:

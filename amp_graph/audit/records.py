@@ -114,7 +114,7 @@ class Training:
     dtype and bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the
     call of torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model;
     ``sketches``: of those that are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and
-    why. ``off``: scalers that were to scale and do not, as their device is not there, each with the one to make.
+    why. ``off``: disabled scalers that were given losses, in words, each with the one to make.
     """
 
     steps: int = 0

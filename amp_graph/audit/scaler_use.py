@@ -24,6 +24,7 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.torch_compat.autograd import in_backward
 
 STATIC = 8  # a loss that is multiplied by as much is scaled by hand
+OR_BY_TORCH = " or by torch, as there is no CUDA"  # a scaler does not say which
 
 
 def steps_text(steps: Sequence[int], most: int = 5) -> str:
@@ -57,7 +58,6 @@ class ScalerUse(Watcher):
         self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
         self._faults: dict[tuple[str, Place], list[int]] = defaultdict(list)  # the steps in which each was seen
         self._norms: dict[Place, float] = {}
-        self._off: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # scalers that torch disabled
         self._scaled: dict[int, weakref.ref[Tensor]] = {}  # losses, by id
         self._scales: Counter[Place] = Counter()  # where losses were scaled in looked-at steps
         self._scalers: Counter[Place] = Counter()  # new ones
@@ -71,11 +71,11 @@ class ScalerUse(Watcher):
     def heard(self, event: Event) -> None:
         """Take a call of a scaler, a backward, or a clipping."""
         scaler: Any = event.arguments.get("self")
-        if event.name == "amp.missing" and event.result and isinstance(scaler, torch.amp.GradScaler):
-            self._off[scaler] = f"the scaler made at {event.place} is disabled, as there is no CUDA"
-        elif event.name == "scaler.scale" and not event.is_after and scaler in self._off:
+        if event.name == "scaler.scale" and not event.is_after and not scaler.is_enabled():
             devices = [t.device.type for t in tree_leaves(event.arguments["outputs"]) if isinstance(t, Tensor)]
-            self.training.off[self._off[scaler]] = f"torch.amp.GradScaler({(devices or ['cpu'])[0]!r})"
+            by_torch = "" if torch.cuda.is_available() else OR_BY_TORCH
+            why = f"the scaler that is called at {event.place} is disabled, by enabled=False{by_torch}"
+            self.training.off[why] = f"torch.amp.GradScaler({(devices or ['cpu'])[0]!r})"
         elif event.name.startswith("scaler.") and scaler.is_enabled():
             iteration = self._iterations.get(scaler)
             if iteration is None:

@@ -31,6 +31,7 @@ from amp_graph.passes.torch_compat.dispatch import has_modes
 from amp_graph.passes.torch_compat.modules import is_compiled
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.report.report_text import folded_paths
+from amp_graph.step.train_step import TrainStep
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
 MOST_TIMED = 10_000  # steps whose time is kept
@@ -101,10 +102,7 @@ class Audit:
 
     def stop(self) -> None:
         """End: nothing of torch is replaced any more. What ran since the last step is no step, unless it trained."""
-        look = self._look
-        self._end_look()
-        if look is not None and self.training.steps and not look.is_training:
-            self.training.looked_at.pop()
+        self._end_look(ended=False)
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -154,10 +152,12 @@ class Audit:
             raise StepsAreOver
         self._begin_step(after_skip=skipped)
 
-    def _end_look(self) -> None:
-        if self._look is not None:
-            self._look.__exit__(None, None, None)
-            self._look = None
+    def _end_look(self, *, ended: bool = True) -> None:
+        look, self._look = self._look, None
+        if look is not None:
+            look.__exit__(None, None, None)
+            if not look.is_training and (look.ran_graph or not ended):
+                self.training.looked_at.pop()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
@@ -217,7 +217,9 @@ class Audit:
         if tried.error is not None:
             self.training.unseen[f"{name}: {tried.reason}"] = None
         if name == "scaler.step":
-            self._scaled_step(arguments["optimizer"], is_after)
+            self._step_of(arguments["optimizer"], is_after, skipped=True)
+        elif name == "train_step":
+            self._train_step(arguments["self"], is_after)
 
     def _take(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         place = self._places.of(caller)
@@ -230,21 +232,30 @@ class Audit:
             self._enter_region(arguments["self"], made if made.file and _is_of_torch(caller) else place, made, asked)
         elif name == "autocast.exit" and not is_after and self.training.open:
             self.training.open.pop()
+        elif name == "train_step" and not is_after:
+            self.training.unseen[f"{place}: what a TrainStep runs: print(amp_graph.report(step).text())"] = None
         elif name == "compile" and not is_after:
             self.training.unseen[f"{place}: the operations of what is compiled here"] = None
-        elif name == "amp.missing":  # a wrapper of GradScaler.__init__ would have its warning at our own line
-            arguments = {"self": caller.f_locals.get("self")}
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "backward" and not is_after and self._look is not None:
             self._look.count_saved(arguments["tensors"])
 
-    def _scaled_step(self, optimizer: Optimizer, is_after: bool) -> None:
-        """End the step also where the scaler left the update out, as gradients were infinite."""
+    def _train_step(self, step: TrainStep, is_after: bool) -> None:
+        """Take a forward, backward and update in one graph: not its operations, which have no phase in a graph."""
+        if not is_after:
+            self.training.add_model(step.model)
+            self.training.optimizers.update(one for one in (step.optimizer,) if isinstance(one, Optimizer))
+        if self._look is not None:
+            self._look.is_paused, self._look.ran_graph = not is_after, True
+        self._step_of(step.optimizer, is_after)
+
+    def _step_of(self, optimizer: Optimizer, is_after: bool, *, skipped: bool = False) -> None:
+        """End the step also where no update was seen: a scaler left it out, or it was in a graph."""
         if not is_after:
             self._ended = self.training.steps
         elif optimizer not in self._others and self._ended == self.training.steps and self._leads(optimizer):
-            self._end_step(skipped=True)
+            self._end_step(skipped=skipped)
 
     def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1

@@ -1,6 +1,7 @@
 """``amp-graph audit``: run a script, or call a model, as it is, look at its precision, and print what was found.
 
-Errors before the script starts have exit status 2; what the script raises, and its exit status, are its own.
+Errors before the script starts have exit status 2; what the script raises, and its exit status, are its own. With
+``--fail-on`` the status is 1 for a finding of that level, and 3 where nothing was looked at, which is not clean.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ USAGE = (
     "  fix:   amp-graph audit train.py, or amp-graph audit model.py:build --input 'x=f32[8,16]'"
 )
 Files = Mapping[str, Path | None]  # by the name of the option
+FOUND, NOT_LOOKED_AT = 1, 3  # exit statuses of --fail-on
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +54,9 @@ def run(args: argparse.Namespace) -> int:
             call()
 
     failure = raised_by(audited)
-    worst = _tell(audit, files) if os.getpid() == process and is_first_rank() else ""
-    is_good = failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))
-    if is_good and worst and args.fail_on and LEVELS.index(worst) >= LEVELS.index(args.fail_on):
-        return 1
+    status = _tell(audit, files, args.fail_on) if os.getpid() == process and is_first_rank() else 0
+    if status and (failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))):
+        return status
     if failure is not None:
         raise_as_python_does(failure)
     return 0
@@ -97,8 +98,8 @@ def _call_model(target: Target) -> None:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
 
 
-def _tell(audit: Audit, files: Files) -> str:
-    """Print the report and write its files; return the level of the worst finding. Nothing here ends the script."""
+def _tell(audit: Audit, files: Files, fail_on: str) -> int:
+    """Print the report and write its files; return the exit status of ``fail_on``. Nothing here ends the script."""
     report: AuditReport | None = None
     text = ""
     with Attempt() as tried:
@@ -110,7 +111,17 @@ def _tell(audit: Audit, files: Files) -> str:
             report.html(files["report"])
     if tried.error is not None:
         text += f"amp-graph audit: the report failed: {tried.reason}\n"
+    status = _status(report, fail_on) if fail_on else 0
+    if status == NOT_LOOKED_AT:
+        text += "amp-graph audit: --fail-on has nothing to judge by, which is exit status 3\n"
     with contextlib.suppress(OSError, ValueError):  # closed by the script
         sys.stdout.flush()
         print(text, file=sys.stderr, end="", flush=True)
-    return "" if report is None else report.worst
+    return status
+
+
+def _status(report: AuditReport | None, fail_on: str) -> int:
+    """Return the exit status of ``--fail-on``: a finding says more than that no step was looked at."""
+    if report is not None and report.worst and LEVELS.index(report.worst) >= LEVELS.index(fail_on):
+        return FOUND
+    return 0 if report is not None and report.looked_at else NOT_LOOKED_AT

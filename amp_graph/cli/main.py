@@ -35,8 +35,9 @@ LEVELS = ("note", "warning", "error")
 AUDIT_DESCRIPTION = "Run an unmodified training script, and say what precision it uses and what is wrong with that."
 AUDIT_EPILOG = """\
 All words after SCRIPT or MODULE are the script's own; nothing of it is changed. TARGET is model.py:build, a model that
-is called once, with its backward. Exit status: the script's; 1 for a finding of the level of --fail-on; 2 if it was not
-started. A comment "# amp: ignore[AMP101]" at the line of a finding, or above it, leaves the finding out.
+is called once, with its backward. Exit status: the script's; 2 if it was not started; with --fail-on, 1 for a finding
+of its level, and 3 if nothing was looked at. A comment "# amp: ignore[AMP101]" at the line of a finding, or above it,
+leaves the finding out.
 With several processes: torchrun --nproc-per-node 2 -m amp_graph audit SCRIPT; rank 0 prints.
 """
 RUN_EPILOG = """\
@@ -149,7 +150,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--json", metavar="FILE", help="write the findings and the table as JSON to FILE"),
         arg("--report", metavar="FILE.html", help="write a page of the findings and the table"),
         arg("--fail-on", metavar="LEVEL", choices=LEVELS, default="",
-            help="note, warning or error: exit status 1 for a finding of that level or above"),
+            help="note, warning or error: exit status 1 for a finding of that level or above, 3 if nothing was seen"),
         arg("--ignore", metavar="CODES", type=lambda text: re.findall(r"[^\s,]+", text), default=[],
             help="leave out findings: AMP101,AMP503"),
     ), {"usage": AUDIT_USAGE, "epilog": AUDIT_EPILOG, "description": AUDIT_DESCRIPTION, "allow_abbrev": False,

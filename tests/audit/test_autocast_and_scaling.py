@@ -1,7 +1,9 @@
 """AMP1xx and AMP2xx: legal neighbours of the planted faults, and faults in other forms, each in a few lines."""
 
+import contextlib
 import io
 import re
+import warnings
 
 import pytest
 import torch
@@ -299,38 +301,60 @@ def underflows(loop, scaler):
     scaler.update()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
-def test_the_warning_of_a_disabled_scaler_is_at_the_users_line():
-    with Audit(), pytest.warns(UserWarning, match="CUDA is not available") as told:
+BY_TORCH = pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
+
+
+def calls_that_warn():
+    """Call what torch warns of at the line of its caller."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scheduler.step()  # before the optimizer has stepped
+    scheduler.step(1)
+    torch.autocast("cpu", torch.float64)
+    if not torch.cuda.is_available():
+        torch.autocast("cuda")
         torch.amp.GradScaler()
-    assert [one.filename for one in told] == [__file__]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch disables a scaler where CUDA is missing")
+def warned(audited):
+    """Return the messages of these warnings, with their lines."""
+    with warnings.catch_warnings(record=True) as told, Audit() if audited else contextlib.nullcontext():
+        warnings.simplefilter("always")
+        calls_that_warn()
+    return [(one.filename, one.lineno, str(one.message)) for one in told]
+
+
+def test_a_warning_of_torch_is_at_the_users_line_as_without_an_audit():
+    plain = warned(audited=False)
+    assert len(plain) >= 3
+    assert {file for file, _, _ in plain} == {__file__}
+    assert warned(audited=True) == plain
+
+
 @pytest.mark.filterwarnings("ignore:.*GradScaler")
+@pytest.mark.parametrize("is_made_before", [True, False])
 @pytest.mark.parametrize(
-    ("made", "is_told"),
+    "made",
     [
-        (torch.amp.GradScaler, True),
-        (torch.cuda.amp.GradScaler, True),
-        (lambda: torch.amp.GradScaler(enabled=False), False),
+        pytest.param(torch.amp.GradScaler, marks=BY_TORCH),
+        pytest.param(torch.cuda.amp.GradScaler, marks=BY_TORCH),
+        lambda: torch.amp.GradScaler("cpu", enabled=False),
     ],
 )
-def test_a_scaler_that_torch_disabled_is_named_with_the_one_to_make(made, is_told):
-    loop = Loop()
+def test_a_disabled_scaler_is_named_with_the_one_to_make(made, is_made_before):
+    loop, scaler = Loop(), made()
     with Audit() as audit:
-        scaler = made()
+        scaler = scaler if is_made_before else made()
         for _ in range(3):
             underflows(loop, scaler)
     found = {f.code: f for f in audit.report().findings if f.code in ("AMP201", "AMP504")}
     assert {*found} == {"AMP201", "AMP504"}
-    line = test_a_scaler_that_torch_disabled_is_named_with_the_one_to_make.__code__.co_firstlineno
-    told = re.compile(r"the scaler made at \S+test_autocast_and_scaling.py:(\d+) is disabled, as there is no CUDA")
+    line = underflows.__code__.co_firstlineno + 4
     for one in found.values():
-        place = told.search(one.text)
-        assert (place is not None) is is_told
-        assert place is None or int(place[1]) > line
-        assert one.fix == "torch.amp.GradScaler('cpu')" if is_told else "scaler.scale(loss)" in one.fix
+        place = re.search(r"the scaler that is called at \S+test_autocast_and_scaling.py:(\d+) is disabled", one.text)
+        assert int(place[1]) == line
+        assert ("as there is no CUDA" in one.text) != torch.cuda.is_available()
+        assert one.fix == "torch.amp.GradScaler('cpu')"
 
 
 def test_a_loss_without_a_scale_beside_a_working_scaler_is_told_as_before():

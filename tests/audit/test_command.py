@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import amp_graph
+from amp_graph.audit.session import Audit
 from amp_graph.cli.main import main
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import ListError
@@ -133,6 +134,32 @@ def test_what_a_script_raises_is_raised_after_the_report(folder, capsys, kind):
     told = capsys.readouterr().err
     assert told.index("AMP101") < told.index("Traceback")
     assert "looked at steps 2, 3 of 5" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "status"),
+    [
+        ([], "steps = 1", 3),
+        ([], "steps = 0", 3),
+        (["--every", "1"], "steps = 0; x.add_(1)", 3),
+        (["--every", "1"], "steps = 1", 0),
+        (["--every", "1"], "x @ x.T", 0),
+        ([], "steps = 0; sys.exit(7)", 7),
+    ],
+)
+def test_a_run_in_which_nothing_was_looked_at_is_not_clean(folder, capsys, words, code, status):
+    (folder / "short.py").write_text(SHORT)
+    assert audit(*words, "--fail-on", "error", "short.py", code) == status
+    told = capsys.readouterr().err
+    assert ("nothing was looked at" in told) == (status != 0)
+    assert ("--fail-on has nothing to judge by" in told) == (status != 0)
+    assert audit(*words, "short.py", code) == (7 if status == 7 else 0), "without --fail-on"
+
+
+def test_a_report_that_failed_is_not_clean(folder, capsys, monkeypatch):
+    monkeypatch.setattr(Audit, "report", lambda audit: 1 / 0)
+    assert audit("--fail-on", "error", "train.py") == 3
+    assert "the report failed: ZeroDivisionError" in capsys.readouterr().err
 
 
 INSIDE = """

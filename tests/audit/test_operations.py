@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import amp_graph
 from amp_graph.audit.events import HEARD
 from amp_graph.audit.session import Audit
 
@@ -98,3 +99,40 @@ def test_steps_are_those_of_the_optimizer_that_steps_first_and_of_the_next_one_w
                     step(model, optimizer)
             del optimizer, optimizers
     assert audit.report().steps == 4 + 3  # it takes one step to see that the first optimizer is gone
+
+
+def steps_of_one_graph(optimizer, beside=lambda: None, **options):
+    """Train by a TrainStep; return the audit, and the weights."""
+    torch.manual_seed(0)
+    model = TwoLayers()
+    run = amp_graph.TrainStep(model, nn.functional.mse_loss, optimizer(model.parameters(), lr=0.1), "bf16")
+    with Audit(**options) as audit:
+        for _ in range(4):
+            run(torch.randn(3, 8), torch.randn(3, 4))
+            beside()
+    return run, audit, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.RMSprop], ids=["in the graph", "after the graph"])
+def test_a_step_in_one_graph_is_a_step_and_what_it_runs_is_told_to_be_unseen(optimizer):
+    _, _, plain = steps_of_one_graph(optimizer, looks=())
+    run, audit, audited = steps_of_one_graph(optimizer, every=1)
+    assert all(map(torch.equal, plain, audited))
+    report = audit.report()
+    assert (report.steps, report.looked_at, report.findings) == (4, [], [])
+    (place,) = [one for one in report.unseen if "TrainStep" in one]
+    assert place.startswith("tests/audit/test_operations.py:")
+    assert "print(amp_graph.report(step).text())" in place
+    assert amp_graph.report(run).text()
+    assert {row.module: {*row.parameters} for row in report.rows if row.parameters} == {
+        "first": {"float32"}, "second": {"float32"}
+    }  # fmt: skip
+
+
+def test_what_is_trained_beside_a_step_in_one_graph_is_looked_at():
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, audit, _ = steps_of_one_graph(torch.optim.SGD, lambda: step(model, optimizer))
+    assert audit.report().steps == 4
+    assert audit.training.looked_at == [2, 3]
+    assert sum(t.calls for c, t in audit.training.calls.items() if c.operator == "aten.addmm.default") == 2 * 2

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as synchronized
 
-from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.cli.terminal import Told
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.precision.machine_rates import (
     DTYPES,
@@ -41,8 +42,8 @@ LARGER = {"cuda": (8, 64)}
 Probe = tuple[str, str, float, Callable[[], Any]]  # family, dtype, FLOPs or bytes or calls, the call
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, print beside the built-in rates, and write the file."""
+def run(args: argparse.Namespace) -> Told:
+    """Measure, write the file, and tell the rates beside the built-in ones."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise AmpGraphError("calibrate: torch finds no CUDA device\n  legal: cpu\n  fix:   --device cpu")
     path = args.output
@@ -54,13 +55,11 @@ def run(args: argparse.Namespace) -> int:
     write_or_refuse(path, machine_text(found), "calibrate", "--output machine.toml")
     rates = [(name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")]
     rates += [(f, dtype, rate, known.rates[f][dtype]) for f in FAMILIES for dtype, rate in found.rates[f].items()]
-    if args.json:
-        told = [dict(zip(COLUMNS, one, strict=True)) for one in rates]
-        write_json({"machine": found.description, "file": str(path), "rates": told})
-        return 0
-    write_table(COLUMNS, [(name, dtype, f"{ours:.2e}", f"{theirs:.2e}") for name, dtype, ours, theirs in rates])
-    print(f"{found.description}\nwritten to {path}; plans read {place_of_own_file()}, or what AMP_GRAPH_MACHINE names")
-    return 0
+    told = [dict(zip(COLUMNS, one, strict=True)) for one in rates]
+    rows = [(name, dtype, f"{ours:.2e}", f"{theirs:.2e}") for name, dtype, ours, theirs in rates]
+    end = f"written to {path}; plans read {place_of_own_file()}, or what AMP_GRAPH_MACHINE names"
+    data = {"machine": found.description, "file": str(path), "rates": told}
+    return Told(data, [*aligned([COLUMNS, *rows]), found.description, end])
 
 
 # -- the rates of this machine ------------------------------------------------------------------------

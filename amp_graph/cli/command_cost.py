@@ -18,11 +18,12 @@ import torch
 
 from amp_graph.cli.capture_target import loss_or_mixture, plain_target, users_code
 from amp_graph.cli.target import Target
-from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.cli.terminal import Told
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.policy_words import word_of
 from amp_graph.report.model_report import report
 from amp_graph.report.page_summary import AUTOCAST, FULL, OURS
@@ -36,8 +37,8 @@ FROZEN = "amp_graph, frozen"
 Steps = dict[str, Callable[[], None]]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure TARGET in turns and print the table; a model in training mode with its backward."""
+def run(args: argparse.Namespace) -> Told:
+    """Measure TARGET in turns; a model in training mode with its backward."""
     with users_code():
         target = plain_target(args)
         device = device_of_model(target.model) or "cpu"
@@ -52,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
         "model": type(target.model).__name__, "policy": str(target.policy), "gradients": grad, "device": device,
         "threads": torch.get_num_threads(), "machine": summary["machine"], "rows": rows, "verdict": verdict(rows, low),
     }  # fmt: skip
-    if args.json:
-        write_json(told)
-        return 0
-    print(", ".join(f"{key} {told[key]}" for key in ("model", "policy", "device", "threads", "gradients", "machine")))
-    print(f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster")
-    write_table(COLUMNS, [(row["name"], f"{1e3 * row['seconds']:.3g} ms",
-                           *("-" if row[key] is None else f"{row[key]:.2f}" for key in ("measured", "predicted")))
-                          for row in rows])  # fmt: skip
-    print(told["verdict"])
-    return 0
+    head = ", ".join(f"{key} {told[key]}" for key in ("model", "policy", "device", "threads", "gradients", "machine"))
+    table = aligned([COLUMNS, *map(_cells, rows)])
+    return Told(
+        told, [head, f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster", *table, told["verdict"]]
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    speeds = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("measured", "predicted"))
+    return row["name"], f"{1e3 * row['seconds']:.3g} ms", *speeds
 
 
 def verdict(rows: list[dict[str, Any]], low: str) -> str:

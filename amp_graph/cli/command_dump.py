@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 
 from amp_graph.cli.capture_target import captured, captured_step
-from amp_graph.cli.terminal import json_text
+from amp_graph.cli.terminal import Told, json_text
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.native.output_file import write_or_refuse
@@ -20,8 +19,8 @@ from amp_graph.report.report_html import html_page
 VIEWS = ("before", "diff", "reasons")  # of the text
 
 
-def run(args: argparse.Namespace) -> int:
-    """Capture TARGET and print its graphs."""
+def run(args: argparse.Namespace) -> Told:
+    """Capture TARGET and tell its graphs, or write them."""
     chosen = [f"--{name}" for name in (*VIEWS, "step") if getattr(args, name)]
     if args.format != "text" and chosen and (chosen, args.format) != (["--step"], "json"):
         raise AmpGraphError(
@@ -33,11 +32,9 @@ def run(args: argparse.Namespace) -> int:
         text = json_text({"optimizer": args.step, "graph": text}) if args.format == "json" else text
     else:
         text = _text(args, report(captured(args).model))
-    if args.output is None:
-        sys.stdout.write(text)
-    else:
+    if args.output is not None:
         write_or_refuse(args.output, text, "dump", "--output graphs.txt")
-    return 0
+    return Told(text, [text.removesuffix("\n")] if args.output is None else ())
 
 
 def _text(args: argparse.Namespace, told: Report) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from amp_graph.cli.capture_target import captured
 from amp_graph.cli.command_lists import entry_of, rule_lines, rule_row
-from amp_graph.cli.terminal import write_json
+from amp_graph.cli.terminal import Told
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.read_toml import did_you_mean
 from amp_graph.policy import Policy
@@ -21,7 +21,7 @@ from amp_graph.report.records import CALLS, GraphReport, NodeReport
 Explained = tuple[GraphReport, NodeReport]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Told:
     """Capture TARGET and explain the nodes that NODE names."""
     told = report(captured(args).model)
     nodes = [(graph, node) for graph in told.graphs for node in graph.nodes if node.kind != "output"]
@@ -35,15 +35,13 @@ def run(args: argparse.Namespace) -> int:
             "  fix:   amp-graph dump TARGET --format text shows the numbers"
         )
     found = [facts_of(graph, node, told.policy) for graph, node in chosen]
-    if args.json:
-        write_json(found)
-        return 0
-    for facts in found:
-        print(f"{facts.pop('node')} ({facts.pop('number')}) in graph {facts.pop('graph')} ({facts.pop('mode')})")
-        for heading, told_of in facts.items():
-            for line in [told_of] if isinstance(told_of, str) else told_of:
-                print(f"  {heading:<11}{line}")
-    return 0
+    return Told(found, (line for facts in found for line in _lines(**facts)))
+
+
+def _lines(node: str, number: str, graph: int, mode: str, **facts: str | list[str]) -> Iterator[str]:
+    yield f"{node} ({number}) in graph {graph} ({mode})"
+    for heading, told in facts.items():
+        yield from (f"  {heading:<11}{line}" for line in ([told] if isinstance(told, str) else told))
 
 
 def _chosen(nodes: Sequence[Explained], name: str) -> Sequence[Explained]:

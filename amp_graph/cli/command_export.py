@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 from amp_graph.cli.capture_target import plain_target, users_code
-from amp_graph.cli.terminal import write_json
+from amp_graph.cli.terminal import Told
 from amp_graph.convert import warn_of_unmatched
 from amp_graph.export import export, to_onnx
 from amp_graph.export.formats import refuse_unwritable
@@ -21,8 +21,8 @@ from amp_graph.passes.casts.portable_ops import CAST_OP
 LOADS = {"pt2": "torch.export.load({!r}).module()", "onnx": "onnxruntime.InferenceSession({!r})"}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Export TARGET and print what was written."""
+def run(args: argparse.Namespace) -> Told:
+    """Export TARGET, and tell what was written."""
     refuse_unwritable(args.output)  # before anything runs
     with users_code():
         target = plain_target(args)
@@ -40,8 +40,4 @@ def run(args: argparse.Namespace) -> int:
         "weights": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights)),
         "load": LOADS[args.to].format(args.output),
     }  # fmt: skip
-    if args.json:
-        write_json(told)
-    else:
-        print("\n".join(f"{key:8} {value}" for key, value in told.items()))
-    return 0
+    return Told(told, (f"{key:8} {value}" for key, value in told.items()))

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.cli.terminal import Told
 from amp_graph.errors import AmpGraphError, ListError
 from amp_graph.lists import OpList, Rule, check_op_exists
 from amp_graph.lists.parse import normalise
 from amp_graph.lists.schema import lookup_keys
 from amp_graph.passes.graph import node_info
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.policy import Policy
 
 Row = dict[str, Any]
@@ -21,24 +22,19 @@ RULE = ("operation", "class", "when", "why")
 MODULE = ("path", "precision", "why", "origin")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the rules for one operation, or all of them."""
+def run(args: argparse.Namespace) -> Told:
+    """Return the rules for one operation, or all of them."""
     policy = Policy.parse(args.policy)
     lists = policy.op_list(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     told: Row = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
     told |= _of_one(args.op, lists) if args.op else _of_all(lists)
-    if args.json:
-        write_json(told)
-        return 0
-    print(f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}")
+    head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
     if args.op:
         lines = [line for rule in told["rules"] for line in rule_lines(rule)]
-        print("\n".join(lines or [f"{told['operation']}: {told['note']}"]))
-        return 0
-    for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])):
-        if rows:
-            write_table(columns, [[row[name] for name in columns] for row in rows])
-    return 0
+        return Told(told, [head, *(lines or [f"{told['operation']}: {told['note']}"])])
+    tables = [(columns, rows) for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])) if rows]
+    cells = [[columns, *([row[name] for name in columns] for row in rows)] for columns, rows in tables]
+    return Told(told, [head, *(line for table in cells for line in aligned(table))])
 
 
 def _of_all(lists: OpList) -> Row:

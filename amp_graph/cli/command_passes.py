@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.cli.terminal import Told
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import Phase, Row
 from amp_graph.passes.pipeline_table import GROUPS, why_off
@@ -20,22 +21,19 @@ from amp_graph.step.step_table import EVERY
 COLUMNS = ("pass", "stage", "phase", "exactness", "state", "law")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table for one policy, device and mode."""
+def run(args: argparse.Namespace) -> Told:
+    """Return the table for one policy, device and mode."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     policy, mode = Policy.parse(args.policy), Mode(args.step, args.compile, args.gradients)
     found = states(policy, device, mode)
     rows = [_cells(state) for state in found]
-    if args.json:
-        passes = [dict(zip(COLUMNS, cells, strict=True)) for cells in rows]
-        write_json({"policy": str(policy), "device": device, "mode": str(mode), "groups": GROUPS, "passes": passes})
-        return 0
+    passes = [dict(zip(COLUMNS, cells, strict=True)) for cells in rows]
+    data = {"policy": str(policy), "device": device, "mode": str(mode), "groups": GROUPS, "passes": passes}
     on = sum(1 for state in found if state.phase is not None)
-    print(f"# policy {policy}, {device}, {mode}: {on} of {len(found)} passes are on")
-    write_table(COLUMNS, rows)
+    head = f"# policy {policy}, {device}, {mode}: {on} of {len(found)} passes are on"
     words = ", ".join(f"{word} ({len(names)})" for word, names in GROUPS.items())
-    print(f"\n# skip= takes the names of optional passes, and groups: {words}")
-    return 0
+    end = f"# skip= takes the names of optional passes, and groups: {words}"
+    return Told(data, [head, *aligned([COLUMNS, *rows]), "", end])
 
 
 @dataclass(frozen=True)

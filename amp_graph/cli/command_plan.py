@@ -14,10 +14,11 @@ from typing import Any
 from amp_graph.capture.sensitivity_sample import Sampled, measure
 from amp_graph.cli.capture_target import loss_or_mixture, plain_target, users_code
 from amp_graph.cli.main import BUDGETS
-from amp_graph.cli.terminal import write_json, write_table
+from amp_graph.cli.terminal import Told
 from amp_graph.convert import refuse_what_cannot_be_converted, warn_of_unmatched
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError, CaptureError, PolicyError
+from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
@@ -30,8 +31,8 @@ from amp_graph.policy import Policy
 COLUMNS = ("plan", "predicted us", "speed to autocast", "predicted error", "low", "full", "casts")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Sample TARGET, plan it, and print the table."""
+def run(args: argparse.Namespace) -> Told:
+    """Sample TARGET, plan it, and return the table."""
     accuracies = ["autocast", "fast", *(_multiples(args.sweep) if args.sweep is not None else ())]
     policy, device, found = sampled(args)
     machine, graphs = planned(found, policy, device)
@@ -41,17 +42,15 @@ def run(args: argparse.Namespace) -> int:
     plans = {name: [_point(graph, one) for graph in graphs] for name, one in policies.items()}
     plans["full precision"] = [graph.plans.safest() for graph in graphs]
     rows = [_row(name, graphs, points) for name, points in plans.items()]
-    if args.json:
-        write_json({"policy": str(policy), "machine": machine.name, "graphs": len(found), "plans": rows})
-        return 0
     of_autocast = rows[1]["predicted_us"]
-    print(f"{len(found)} graphs, {policy}, planned for {machine.name} ({machine.description})")
-    write_table(COLUMNS, [
+    head = f"{len(found)} graphs, {policy}, planned for {machine.name} ({machine.description})"
+    cells = [
         (row["plan"], f"{row['predicted_us']:.1f}", f"{of_autocast / (row['predicted_us'] or math.inf):.3f}",
          f"{row['predicted_error']:.3f}", *(str(row[name]) for name in ("low", "full", "casts")))
         for row in rows
-    ])  # fmt: skip
-    return 0
+    ]  # fmt: skip
+    data = {"policy": str(policy), "machine": machine.name, "graphs": len(found), "plans": rows}
+    return Told(data, [head, *aligned([COLUMNS, *cells])])
 
 
 def sampled(args: argparse.Namespace) -> tuple[Policy, str, list[Sampled]]:

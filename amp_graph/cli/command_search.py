@@ -12,14 +12,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.cli.capture_target import read_batch, target_and_batch, users_code
-from amp_graph.cli.terminal import write_json
+from amp_graph.cli.terminal import Told
 from amp_graph.errors import AmpGraphError
 from amp_graph.numerics.batches import output_and_loss
 from amp_graph.search.search import Limits, search
 from amp_graph.step.step_arguments import call_model
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> Told:
     """Search, with a line on stderr for each policy; a model in evaluation mode is called without gradients."""
     with users_code():
         target, batch, loss_fn = target_and_batch(args, "search")
@@ -31,11 +31,7 @@ def run(args: argparse.Namespace) -> int:
             policy=args.policy or "bf16", limits=Limits(args.runs, args.seconds), state=args.state,
             tell=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
-    if args.json:
-        write_json(found.to_dict())
-    else:
-        print(found.text(), end="")
-    return 0
+    return Told(found.to_dict(), [found.text().removesuffix("\n")])
 
 
 def _refuse_missing_loss(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:

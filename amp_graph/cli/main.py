@@ -193,13 +193,19 @@ def main(argv: list[str] | None = None) -> int:
         args = parser().parse_args(argv)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
-    run: Callable[[argparse.Namespace], int] = importlib.import_module(args.module).run
+    run: Callable[[argparse.Namespace], Any] = importlib.import_module(args.module).run
     if args.module in (RUN, AUDIT):  # the script's own errors and exit status are passed on
-        return run(args)
+        status: int = run(args)
+        return status
+    from amp_graph.cli.terminal import Told, json_text
     from amp_graph.errors import AmpGraphError
 
     try:
-        return run(args)
+        told: Told = run(args)
+        sys.stdout.write(
+            json_text(told.data) if vars(args).get("json") else "".join(f"{line}\n" for line in told.lines)
+        )
+        return told.status
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 1

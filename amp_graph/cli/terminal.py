@@ -1,26 +1,22 @@
-"""Prints the command line's output: tables, and JSON."""
+"""What a command hands to the command line, which prints it: a value for ``--json``, and lines of text."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from amp_graph.numerics.overflow.result import plain_values
-from amp_graph.passes.graph.graph_text import aligned
 
 
-def write_json(data: object) -> None:
-    """Print ``data`` (dicts, lists, numbers, text) as JSON; infinite numbers and NaN become text."""
-    sys.stdout.write(json_text(data))
+class Told(NamedTuple):
+    """What a command tells: dicts, lists, numbers and text for ``--json``; the same as lines; its exit status."""
+
+    data: Any
+    lines: Iterable[str]
+    status: int = 0
 
 
 def json_text(data: object) -> str:
-    """Return ``data`` as JSON, with a line break at its end."""
+    """Return ``data`` as JSON, with a line break at its end; infinite numbers and NaN become text."""
     return json.dumps(plain_values(data), indent=2) + "\n"
-
-
-def write_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table."""
-    for line in aligned([columns, *rows]):
-        print(line)

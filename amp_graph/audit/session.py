@@ -31,15 +31,12 @@ from amp_graph.passes.torch_compat.dispatch import has_modes
 from amp_graph.passes.torch_compat.modules import is_compiled
 from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
 from amp_graph.report.report_text import folded_paths
+from amp_graph.run.script import StepsAreOver
 from amp_graph.step.train_step import TrainStep
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
 MOST_TIMED = 10_000  # steps whose time is kept
 AFTER_SKIPS = 3  # steps that are looked at because a scaler skipped the one before: it often skips several in a row
-
-
-class StepsAreOver(BaseException):
-    """Ends a script after the number of steps that was asked for; no ``except Exception`` of the script takes it."""
 
 
 class Audit:

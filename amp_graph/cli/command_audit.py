@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.records import LEVELS
-from amp_graph.audit.session import LOOKS, Audit, StepsAreOver
+from amp_graph.audit.session import LOOKS, Audit
 from amp_graph.cli.command_run import words_of
 from amp_graph.cli.target import Target, load_target
 from amp_graph.cli.terminal import json_text
@@ -27,7 +27,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.run.exit_report import is_first_rank
 from amp_graph.run.options import RunError, writable
-from amp_graph.run.script import execute, module_target, raise_as_python_does, raised_by, script_target
+from amp_graph.run.script import StepsAreOver, execute, module_target, raise_as_python_does, raised_by, script_target
 
 USAGE = (
     "audit: a SCRIPT, -m MODULE or TARGET is needed\n  legal: one of them\n"

@@ -118,8 +118,12 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         JSON,
     ), {}),
     "search": ("find the fastest policy that is exact enough, by measuring", (
-        *TAKES_TARGET,
+        arg("target", metavar="TARGET", nargs="?", help=TARGET),
+        *TAKES_TARGET[1:],
         *TAKES_BATCH,
+        arg("--script", metavar="SCRIPT", nargs=argparse.REMAINDER,
+            help="instead of TARGET, the model and the first steps of a training script; all words after it are its "
+                 "own; -m MODULE for a module"),
         arg("--held-out", metavar="FILE", help="another batch, on which the answer must be as exact"),
         arg("--budget", metavar="B", type=float, default=1.0,
             help="the largest error, as a multiple of torch.autocast's (default: 1)"),

@@ -33,7 +33,11 @@ OURS = tuple(os.path.join(PACKAGE, room, "") for room in ("run", "audit", "cli")
 # torch's own frames around those of a dispatch mode.
 DISPATCH = tuple(os.path.join(os.path.dirname(torch.__file__), *file) for file in
                  (("_compile.py",), ("_dynamo", "eval_frame.py"), ("_ops.py",)))  # fmt: skip
-FIX = "amp-graph {0} [OPTIONS] train.py [ARGS...], or amp-graph {0} [OPTIONS] -m package.train [ARGS...]"
+FIX = "amp-graph {0} train.py [ARGS...], or amp-graph {0} -m package.train [ARGS...]"
+
+
+class StepsAreOver(BaseException):
+    """Ends a script after a number of steps; no ``except Exception`` of the script takes it."""
 
 
 @dataclass(frozen=True)

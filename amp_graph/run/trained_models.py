@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.compiler import is_compiling
@@ -106,7 +106,7 @@ class TrainedModels:
         if model.state is State.WATCHED and not model.in_autocast:
             model.become(State.LEFT, why.INNER_AUTOCAST)
 
-    def after(self, model: Model) -> None:
+    def after(self, model: Model, given: Any, result: Any) -> None:
         """Watch the parameters of a model after its call; count the graphs of a converted one."""
         if model.converted is not None:
             model.converted.refresh()
@@ -232,7 +232,23 @@ class _Thread(threading.local):
     seen: Model | None = None
 
 
-def hear(models: TrainedModels) -> Callable[[], None]:
+class Listener(Protocol):
+    """What is told of outermost calls; what it raises, it is told as well."""
+
+    def before(self, module: torch.nn.Module) -> Any:
+        """Hear that ``module`` is called; what it returns, if not None, stands for the call from then on."""
+
+    def after(self, model: Any, given: Any, result: Any) -> None:
+        """Hear the end of a call: what it was given, (args, kwargs), and returned."""
+
+    def under_autocast(self, model: Any) -> None:
+        """Hear that a part of the model runs under autocast."""
+
+    def failed(self, error: Exception) -> None:
+        """Hear what one of these methods raised."""
+
+
+def hear(models: Listener) -> Callable[[], None]:
     """Tell ``models`` of all outermost calls from now on; the result ends that.
 
     Dynamo must be imported later than this: it takes the present ``Module.__call__`` for torch's own, and does not
@@ -262,7 +278,7 @@ def hear(models: TrainedModels) -> Callable[[], None]:
             seen = thread.seen = tell(lambda: models.before(self))
             result = plain(self, *args, **kwargs)
             if seen is not None:
-                tell(lambda: models.after(seen))
+                tell(lambda: models.after(seen, (args, kwargs), result))
             return result
         finally:
             thread.inside, thread.seen = False, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class SearchResult:
     to keep. ``unit``: torch.autocast's error, NaN if it fails. ``noise``: the share of time that two measurements of
     the same step differ by. ``held_out``: the error on data that was not used to choose; NaN without such data.
     ``machine``: where it was measured. ``ended``: why the search ended. ``freeze``: the step was no training, and the
-    model was measured frozen.
+    model was measured frozen. ``script``: the words of a script that the model and its steps were taken from.
     """
 
     policy: str
@@ -35,6 +36,7 @@ class SearchResult:
     machine: str
     ended: str
     freeze: bool = False
+    script: str = ""
 
     @property
     def best(self) -> Trial:
@@ -66,9 +68,11 @@ class SearchResult:
         return f"no faster policy is good enough; the nearest is {_short(nearest.policy)}, with {found}"
 
     def line(self) -> str:
-        """Return the line of code that uses the answer; "" for fp32."""
+        """Return the line of code, or the command, that uses the answer; "" for fp32."""
         if self.policy == FULL:
             return ""
+        if self.script:
+            return f"amp-graph run --policy {shlex.quote(self.policy)} {self.script}"
         converted = f'amp_graph.convert(model, "{self.policy}")'
         return f"model = {f'amp_graph.freeze({converted})' if self.freeze else converted}"
 

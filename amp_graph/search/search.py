@@ -36,11 +36,15 @@ HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a search ends: after ``runs`` measured policies or ``seconds``; ``memory``: bytes of a step, on CUDA."""
+    """Where a search ends: after ``runs`` measured policies or ``seconds``; ``memory``: bytes of a step, on CUDA.
+
+    ``without``: words of the policy that are not tried, such as "level".
+    """
 
     runs: int = MOST
     seconds: float = math.inf
     memory: float = math.inf
+    without: tuple[str, ...] = ()
 
 
 def search(
@@ -93,6 +97,7 @@ def search(
     kept = _File(state, {**key, "machine": machine_for(device).name, "torch": torch.__version__})
     trials, noise = kept.trials, kept.noise or bench.noise
     space = space_of(model, step, asked, trains=bench.trains)
+    space = replace(space, words=[one for one in space.words if one[0] not in limits.without])
     ended, began = "", time.monotonic()
     try:
         while not ended:

@@ -18,8 +18,8 @@ import numpy
 import torch
 
 from amp_graph.audit.audit_report import AuditReport
-from amp_graph.audit.session import Audit, StepsAreOver
-from amp_graph.run.script import execute, script_target
+from amp_graph.audit.session import Audit
+from amp_graph.run.script import StepsAreOver, execute, script_target
 
 SCRIPTS = Path(__file__).with_name("scripts")
 CLEAN = Path(__file__).with_name("clean")

@@ -252,7 +252,7 @@ def test_more_steps_are_looked_at(folder, capsys):
     [
         ([], "a SCRIPT, -m MODULE or TARGET is needed"),
         (["none.py"], "audit: cannot run none.py: No such file"),
-        (["none.py"], "fix:   amp-graph audit [OPTIONS] train.py"),
+        (["none.py"], "fix:   amp-graph audit train.py"),
         (["-m", "none.none"], "audit: cannot run module none.none"),
         (["--every", "-1", "train.py"], "every=-1"),
         (["--steps", "-1", "train.py"], "stop_after=-1"),

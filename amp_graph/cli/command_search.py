@@ -30,6 +30,7 @@ Step = Callable[[torch.nn.Module], Any]
 def run(args: argparse.Namespace) -> Told:
     """Search, with a line on stderr for each policy; a model in evaluation mode is called without gradients."""
     state = writable(args.state, "search: --state", "search.json")
+    page = writable(args.report, "search: --report", "search.html")
     with users_code():
         model, step, held_out = _of_target(args) if args.script is None else _of_script(args)
         found = search(
@@ -37,7 +38,9 @@ def run(args: argparse.Namespace) -> Told:
             limits=Limits(args.runs, args.seconds, without=() if args.script is None else ("level",)), state=state,
             tell=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
-    found = replace(found, script=shlex.join(args.script or ()))
+    found = replace(found, script=shlex.join(args.script or ()), again=shlex.join(args.command_line))
+    if page is not None:
+        found.html(page)
     return Told(found.to_dict(), [found.text().removesuffix("\n")])
 
 

@@ -130,7 +130,8 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--absolute", metavar="E", type=float, help="the largest relative error itself, instead of --budget"),
         arg("--runs", metavar="N", type=int, default=25, help="the most policies to measure (default: 25)"),
         arg("--seconds", metavar="S", type=float, default=float("inf"), help="the most time"),
-        arg("--state", metavar="FILE", help="keep what was measured in FILE, and go on from there"), JSON,
+        arg("--state", metavar="FILE", help="keep what was measured in FILE, and go on from there"),
+        arg("--report", metavar="FILE.html", help="write a page with a curve of times and errors, and the table"), JSON,
     ), {}),
     "locate": ("name the operation that makes an infinity or NaN", (
         *TAKES_TARGET,
@@ -197,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parser().parse_args(argv)
     except SystemExit as stop:  # --help, --version, or a usage error that argparse has printed
         return int(stop.code or 0)
+    args.command_line = ["amp-graph", *(sys.argv[1:] if argv is None else argv)]
     run: Callable[[argparse.Namespace], Any] = importlib.import_module(args.module).run
     if args.module in (RUN, AUDIT):  # the script's own errors and exit status are passed on
         status: int = run(args)

@@ -2,5 +2,5 @@
 
 ``space`` predicts the plans that are worth trying, ``proposals`` chooses the next one from what was measured, ``bench``
 measures one, ``search`` is the loop, and ``result`` what it returns.
-Imports ``numerics`` and below; ``cli`` imports from here.
+Imports ``report`` and below; ``cli`` imports from here.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +11,14 @@ from typing import Any
 
 from amp_graph.numerics.overflow.result import plain_values
 from amp_graph.passes.graph.graph_text import aligned
+from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.search.search_html import search_page
 from amp_graph.search.trials import FULL, Goal, Trial
 
 SHOWN = 60  # characters of a policy in the table
-COLUMNS = ("policy", "time over fp32's", "speed", "error", "metric", "good enough", "why it was tried")
+MEMORY, METRIC = "peak memory", "metric"  # columns that are left out where nothing was measured of them
+COLUMNS = ("policy", "time over fp32's", "speed", MEMORY, "error", METRIC, "kept", "why it was tried")
+ANSWER = "the answer"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class SearchResult:
     the same step differ by. ``held_out``: the error on data that was not used to choose; NaN without such data.
     ``machine``: where it was measured. ``ended``: why the search ended. ``freeze``: the step was no training, and the
     model was measured frozen. ``script``: the words of a script that the model and its steps were taken from.
+    ``again``: the command that was given.
     """
 
     policy: str
@@ -37,6 +43,12 @@ class SearchResult:
     ended: str
     freeze: bool = False
     script: str = ""
+    again: str = ""
+
+    @property
+    def by_metric(self) -> bool:
+        """Whether the budget is one of the user's metric."""
+        return math.isfinite(self.goal.metric)
 
     @property
     def best(self) -> Trial:
@@ -50,7 +62,7 @@ class SearchResult:
             if best.metric > self.goal.metric:
                 return f"no policy is good enough: fp32 itself has a metric of {best.metric:.4g}"
             return f"keep fp32: {self._why_full(others)}"
-        if math.isfinite(self.goal.metric):
+        if self.by_metric:
             return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with a metric of {best.metric:.4g}"
         held = "" if math.isnan(self.held_out) else f", {self.held_out:.3g} on held-out data"
         return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.3g}{held}"
@@ -62,9 +74,8 @@ class SearchResult:
             return "no other policy runs"
         if not fast:
             return f"the fastest other policy has {1 / min(one.time for one in ran):.2f} times its speed here"
-        by_metric = math.isfinite(self.goal.metric)
-        nearest = min(fast, key=lambda one: one.metric if by_metric else one.error)
-        found = f"a metric of {nearest.metric:.4g}" if by_metric else f"an error of {nearest.error:.3g}"
+        nearest = min(fast, key=lambda one: one.metric if self.by_metric else one.error)
+        found = f"a metric of {nearest.metric:.4g}" if self.by_metric else f"an error of {nearest.error:.3g}"
         return f"no faster policy is good enough; the nearest is {_short(nearest.policy)}, with {found}"
 
     def line(self) -> str:
@@ -78,24 +89,54 @@ class SearchResult:
 
     def text(self) -> str:
         """Return the answer, what was tried, and the line that uses it."""
-        by_metric = math.isfinite(self.goal.metric)
-        rows = [
-            (_short(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.error:.3g}",
-             *([f"{one.metric:.4g}"] if by_metric else []), "yes" if self.goal.is_met(one) else "no", one.why)
+        lines = [self.verdict(), self.terms(), "", *aligned(self.table()), "", f"ended: {self.ended}", *self.commands()]
+        return "\n".join(lines) + "\n"
+
+    def terms(self) -> str:
+        """Return what was measured, where, and what had to be kept."""
+        goal = f"error at most {self.goal.error:.3g}; torch.autocast's is {self.unit:.3g}"
+        goal = f"metric at most {self.goal.metric:g}" if self.by_metric else goal
+        what = "forward, without gradients, of a frozen model" if self.freeze else "forward and backward"
+        return f"{what}, on {self.machine}; noise of times {self.noise:.1%}; {goal}"
+
+    def commands(self) -> list[str]:
+        """Return how the answer is used, and how the search is made again, as far as known."""
+        return [f"{name:7}{line}" for name, line in (("use:", self.line()), ("again:", self.again)) if line]
+
+    def table(self) -> list[list[str]]:
+        """Return the names of the columns, and a row for each policy that was tried."""
+        shown = [name for name in COLUMNS if (self.by_metric or name != METRIC)
+                 and (any(one.memory for one in self.trials) or name != MEMORY)]  # fmt: skip
+        cells = [
+            dict(zip(COLUMNS, (
+                _short(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.memory / 2**20:.1f} MiB",
+                f"{one.error:.3g}", f"{one.metric:.4g}", self.fate(one), one.why,
+            ), strict=True))
             for one in self.trials
         ]  # fmt: skip
-        columns = [name for name in COLUMNS if by_metric or name != "metric"]
-        goal = f"error at most {self.goal.error:.3g}; torch.autocast's is {self.unit:.3g}"
-        goal = f"metric at most {self.goal.metric:g}" if by_metric else goal
-        what = "forward, without gradients, of a frozen model" if self.freeze else "forward and backward"
-        lines = [self.verdict(), f"{what}, on {self.machine}; noise of times {self.noise:.1%}; {goal}"]
-        lines += ["", *aligned([columns, *rows]), "", f"ended: {self.ended}", *filter(None, [self.line()])]
-        return "\n".join(lines) + "\n"
+        return [shown, *([row[name] for name in shown] for row in cells)]
+
+    def fate(self, one: Trial) -> str:
+        """Say whether a policy is the answer, or why it is not."""
+        if one.policy == self.policy:
+            return ANSWER
+        if math.isinf(one.time):
+            return "no: fails"
+        if one.memory > self.goal.memory:
+            return "no: too much memory"
+        if not self.goal.is_met(one):
+            return f"no: {self.goal.excess(one):.3g} times the budget"
+        slower = one.time * (1 + self.noise) >= self.best.time
+        return "no: not faster" if slower else "no: beyond the budget on held-out data"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values; infinite numbers and NaN as text."""
         found: dict[str, Any] = plain_values({**asdict(self), "verdict": self.verdict()})
         return found
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with a curve and the table to ``path``; AmpGraphError if that is impossible."""
+        write_or_refuse(path, search_page(self), "search: found.html(path)", 'found.html("search.html")')
 
 
 def _short(policy: str) -> str:

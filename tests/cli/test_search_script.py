@@ -248,12 +248,15 @@ def test_the_command_says_how_to_train_with_the_answer(tmp_path, capsys, monkeyp
     monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [0.5] * 7)
     monkeypatch.setattr(Bench, "noise", 0.01)
     path = written(tmp_path, HEAD + STYLES["a criterion"])
-    words = ["search", "--budget", "2", "--state", str(tmp_path / "state.json")]
+    files = ["--state", str(tmp_path / "state.json"), "--report", str(tmp_path / "search.html")]
+    words = ["search", "--budget", "2", *files]
     assert main([*words, "--script", path, str(steps)]) == 0
     printed = capsys.readouterr()
-    assert re.search(rf"^amp-graph run --policy '?bf16-O1.* {re.escape(path)} {steps}$", printed.out, re.M)
+    assert re.search(rf"^use:   amp-graph run --policy '?bf16-O1.* {re.escape(path)} {steps}$", printed.out, re.M)
     assert f"Net, with 244 parameters; {min(steps, 3)} steps" in printed.err
     assert ("on held-out data" in printed.out) == (steps > 1)
+    assert f"again: amp-graph {' '.join(words)} --script {path} {steps}" in printed.out.splitlines()
+    assert f"--script {path} {steps}" in (tmp_path / "search.html").read_text()
     assert "O2" not in printed.out  # amp-graph run has no such level
     assert main([*words, "--json", "--script", path, str(steps)]) == 0
     assert json.loads(capsys.readouterr().out)["script"] == f"{path} {steps}"
@@ -267,6 +270,7 @@ def test_the_command_says_how_to_train_with_the_answer(tmp_path, capsys, monkeyp
         (["--batch", "one.pt", "--script", "train.py"], "--script with --batch"),
         (["--script", "none.py"], "cannot run none.py"),
         (["--script", "-m", "no_such_module"], "cannot run module no_such_module"),
+        (["--report", "none/search.html", "m:f"], "--report none/search.html: it cannot be written"),
         ([], "a TARGET or --script SCRIPT is needed"),
     ],
 )

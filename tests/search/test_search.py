@@ -12,8 +12,9 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.search.bench import Bench
+from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
-from amp_graph.search.trials import FULL
+from amp_graph.search.trials import FULL, Goal, Trial
 
 
 class Cancels(nn.Module):
@@ -153,6 +154,29 @@ def test_the_result_is_plain_data():
     told = json.loads(json.dumps(search(mlp(), step_of()).to_dict()))
     assert told["policy"] == "bf16-O1"
     assert {"policy", "time", "error", "why"} <= set(told["trials"][0])
+
+
+def test_the_table_says_of_each_policy_whether_it_was_kept_and_why():
+    mib = 2**20
+    trials = [
+        Trial(FULL, 1.0, 0.0, memory=40 * mib, why="a"), Trial("bf16-O1", 0.6, 0.004, memory=20 * mib, why="b"),
+        Trial("bf16-O1,accuracy=1.2", 0.5, 0.0052, memory=20 * mib, why="c"),
+        Trial("bf16-O1,accuracy=fast", 0.4, 0.011, memory=20 * mib, why="d"),
+        Trial("bf16-O1,replay=true", 0.4, 0.004, memory=90 * mib, why="e"), Trial("fp16-O1", *[math.inf] * 3, why="f"),
+    ]  # fmt: skip
+    goal = Goal(error=0.0055, memory=50 * mib)
+    found = SearchResult("bf16-O1", trials, goal, 0.005, 0.01, 0.005, "cpu", "its limit", again="amp-graph search m:f")
+    head, *rows = found.table()
+    assert head == ["policy", "time over fp32's", "speed", "peak memory", "error", "kept", "why it was tried"]
+    assert [row[5] for row in rows] == [
+        "no: not faster", "the answer", "no: beyond the budget on held-out data", "no: 2 times the budget",
+        "no: too much memory", "no: fails",
+    ]  # fmt: skip
+    assert [row[3] for row in rows][:2] == ["40.0 MiB", "20.0 MiB"]
+    assert found.text().endswith('use:   model = amp_graph.convert(model, "bf16-O1")\nagain: amp-graph search m:f\n')
+    by_metric = SearchResult(FULL, [Trial(FULL, 1, 0, 0.2)], Goal(metric=0.3), 0.005, 0.01, math.nan, "cpu", "")
+    assert "metric" in by_metric.table()[0]
+    assert "use:" not in by_metric.text()  # there is nothing to convert
 
 
 def random_step(model):

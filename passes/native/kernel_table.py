@@ -1,16 +1,16 @@
 """A registry of compiled kernels by name: whether this machine has one; and the builds of GEMM kernels for its CPU.
 
 Before: the cost model imports a kernel's module to ask whether it can be compiled.
-After: ``is_available("panel_gemm")``; in the kernel's module the function that loads it has ``@kernel("panel_gemm")``.
+After: ``is_available("panel_gemm")``; in the kernel's module ``library = kernel("panel_gemm", ...)`` loads it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,22 +18,34 @@ from amp_graph.passes.native.code_cache import FIX, refusal
 from amp_graph.passes.native.jit_compiler import CompilerError, load_if_possible
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
-# Returns the compiled library for a low precision; None, or a CompilerError, if this machine has none.
-Loader = TypeVar("Loader", bound=Callable[..., Any])
+# What the functions of a library take, by name: a struct, by its address or its bytes, and numbers.
+Functions = Mapping[str, tuple[Any, ...]]
+STRUCT, NUMBER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 DOT_PRODUCTS = ("-mavx512bf16",)
 MATRIX_UNITS = ("-mamx-tile", "-mamx-bf16", "-DMATRIX_UNITS")
 _loaders: dict[str, Callable[[torch.dtype], object]] = {}
 
 
-def kernel(name: str) -> Callable[[Loader], Loader]:
-    """Register the loader of the kernel ``name``, which is called once for each low precision."""
+def kernel(name: str, find: Callable[[torch.dtype], ctypes.CDLL | None], functions: Functions) -> Callable[..., Any]:
+    """Register the kernel ``name``, and return its loader, which compiles once for each low precision.
 
-    def registered(loader: Loader) -> Loader:
-        kept: Any = lru_cache(loader)
-        _loaders[name] = kept
-        return kept
+    find: returns the library for a low precision; None, or a CompilerError, if this machine has none. functions: what
+    it is called for.
+    """
 
-    return registered
+    def load(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
+        found = find(low)
+        return None if found is None else typed(found, functions)
+
+    _loaders[name] = kept = lru_cache(load)
+    return kept
+
+
+def typed(found: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
+    """Return a library with the types of what its ``functions`` take."""
+    for name, takes in functions.items():
+        getattr(found, name).argtypes = takes
+    return found
 
 
 def load_kernel(name: str, dtype: torch.dtype = torch.bfloat16) -> object:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from amp_graph.passes.torch_compat.dispatch import is_seen
 
 LIBRARY = torch.library.Library("amp_graph", "DEF")
 OPS: Any = torch.ops.amp_graph
 FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the implementation of each operator, by its overload's name
+_operators: dict[Callable[..., Any], Callable[..., Any]] = {}  # the operator of each implementation
+Result = TypeVar("Result")
 
 
 def define_operator(
@@ -25,7 +29,13 @@ def define_operator(
     LIBRARY.define(schema, tags=tuple(tags))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     FUNCTIONS[f"amp_graph.{name}.default"] = function
+    _operators[function] = getattr(OPS, name).default
     torch.library.register_fake(f"amp_graph::{name}", fake, lib=LIBRARY)
+
+
+def called(function: Callable[..., Result], first: torch.Tensor, *given: Any) -> Result:
+    """Call ``function``, by its operator only if a mode, such as a tracer, observes ``first``: dispatch takes time."""
+    return (_operators[function] if is_seen(first) else function)(first, *given)
 
 
 def define_as_typed(

@@ -10,6 +10,7 @@ import pytest
 from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears, panel_gemm
 from amp_graph.passes.native import kernel_table
 from amp_graph.passes.native.jit_compiler import FOLDER, CompilerError, load
+from amp_graph.passes.native.kernel_table import typed
 
 TILES = Path(__file__).with_name("emulated_tiles.h")
 BUILDS = ("matrix units", "emulated units", "dot products")
@@ -33,10 +34,10 @@ def built(source, name, part=()):
 def every_build(request, monkeypatch):
     """What small linears are multiplied by, in each of its builds."""
     if request.param == "amx product":
-        found = amx_gemm.typed(built(amx_gemm.SOURCE, "matrix units"))
+        found = typed(built(amx_gemm.SOURCE, "matrix units"), amx_gemm.FUNCTIONS)
         monkeypatch.setattr(lower_linears, "MOST_OF_A_CALL", 0)
     else:
-        library, found = panel_gemm.typed(built(panel_gemm.SOURCE, request.param)), None
+        library, found = typed(built(panel_gemm.SOURCE, request.param), panel_gemm.FUNCTIONS), None
         monkeypatch.setattr(panel_gemm, "library", lambda: library)
     monkeypatch.setattr(amx_gemm, "library", lambda: found)
 

@@ -6,7 +6,6 @@ After: ``amp_graph::lstm_forward``, which saves the gates' sums and the cells, a
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.panel_gemm import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import best, kernel, required
+from amp_graph.passes.native.kernel_table import STRUCT, best, kernel, required
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
@@ -24,14 +23,8 @@ from amp_graph.passes.torch_compat.storage import address_of
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
 
-
-@kernel("lstm")
-def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16."""
-    found = best(SOURCE)
-    if found is not None:
-        found.forward.argtypes = found.backward.argtypes = (ctypes.c_char_p,)
-    return found
+# The compiled kernel; None where nothing can be compiled, or the CPU lacks dot products of bf16.
+library = kernel("lstm", lambda low: best(SOURCE), {"forward": (STRUCT,), "backward": (STRUCT,)})
 
 
 def lstm_forward(

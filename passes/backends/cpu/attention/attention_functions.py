@@ -18,10 +18,10 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention import dropout_bits as bits
 from amp_graph.passes.graph.call_arguments import attention_kernel_is_profitable
-from amp_graph.passes.native.operator_library import OPS, define_as_typed
+from amp_graph.passes.native.operator_library import called, define_as_typed
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
-from amp_graph.passes.torch_compat.dispatch import in_forward_mode, is_seen
+from amp_graph.passes.torch_compat.dispatch import in_forward_mode
 from amp_graph.passes.torch_compat.operators import scaled_dot_product_attention_math
 
 own_functions(__name__)
@@ -58,7 +58,7 @@ def attention_low(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     given = (query, key, value, attn_mask, is_causal, scale, dropout_p)
-    return _Attention.apply(*given) if trains else _forward(query, *given[1:6], *_drawn(query, key, dropout_p))
+    return _Attention.apply(*given) if trains else called(kernel.forward, *given[:6], *_drawn(query, key, dropout_p))
 
 
 def by_formula(*given: Any, **options: Any) -> Tensor:
@@ -76,8 +76,7 @@ def _drawn(query: Tensor, key: Tensor, p: float) -> tuple[Tensor | None, float]:
     """Return the bits of the probabilities that a dropout of ``p`` keeps, and ``p``."""
     if not p:
         return None, p
-    calls: Any = OPS if is_seen(query) else bits
-    return calls.dropout_bits(query[..., 0], p, key.shape[2]), p
+    return called(bits.dropout_bits, query[..., 0], p, key.shape[2]), p
 
 
 def _kernel_takes(inputs: tuple[Tensor, ...], mask: Tensor | None, *, grouped: bool, queries: int | None) -> bool:
@@ -90,12 +89,6 @@ def _kernel_takes(inputs: tuple[Tensor, ...], mask: Tensor | None, *, grouped: b
     if not (grouped or key.shape[1] in (1, query.shape[1])) or (mask is not None and mask.dim() not in (2, 4)):
         return False
     return attention_kernel_is_profitable(query.device.type, query.dtype, queries) and kernel.takes(query, key, value)
-
-
-def _forward(query: Tensor, *given: Any) -> Tensor:
-    """Call the kernel, through its operator only if a mode observes it: the dispatcher takes time."""
-    made: Tensor = (OPS.attention_forward if is_seen(query) else kernel.forward)(query, *given)
-    return made
 
 
 class _Attention(torch.autograd.Function):
@@ -113,7 +106,7 @@ class _Attention(torch.autograd.Function):
         kept, _ = _drawn(query, key, dropped)
         ctx.save_for_backward(query, key, value, mask, kept)
         ctx.given = causal, scale, dropped
-        return _forward(query, key, value, mask, causal, scale, kept, dropped)
+        return called(kernel.forward, query, key, value, mask, causal, scale, kept, dropped)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -121,10 +114,10 @@ class _Attention(torch.autograd.Function):
         causal, scale, dropped = ctx.given
         need, rest = ctx.needs_input_grad[:4], (None,) * 3
         if not is_plain(grad) and kernel.backward_library() is not None:  # it is compiled here at the earliest
-            seen, given = is_seen(query), (grad, query, key, value, mask, causal, scale, kept, dropped)
+            given = (query, key, value, mask, causal, scale, kept, dropped)
             if need[3]:
-                return *(OPS.attention_backward_with_mask if seen else kernel.backward_with_mask)(*given), *rest
-            return *(OPS.attention_backward if seen else kernel.backward)(*given), None, *rest
+                return *called(kernel.backward_with_mask, grad, *given), *rest
+            return *called(kernel.backward, grad, *given), None, *rest
         again = functools.partial(_by_products, causal=causal, scale=scale, kept=kept, dropped=dropped)
         return *gradients_by_torch(again, (query, key, value, mask), need, (grad,)), *rest
 

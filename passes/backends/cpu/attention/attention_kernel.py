@@ -7,7 +7,6 @@ compiler, or if the CPU or the tensors are unsupported.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from array import array
 from pathlib import Path
@@ -16,34 +15,17 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import PARTS, threads_for
-from amp_graph.passes.native.kernel_table import best, kernel, required
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, best, kernel, required
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("attention_kernel.c")
 FULL, LOW, NONE = 1, 2, 0  # the kernel's codes for mask precisions, and for no mask
 
 
-@kernel("attention")
-def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the kernel of forward; None where nothing can be compiled, or the CPU lacks its instructions."""
-    return _half(backward=False)
-
-
-@kernel("attention_backward")
-def backward_library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the kernel of backward; None where ``library`` returns None."""
-    return _half(backward=True)
-
-
-def _half(*, backward: bool) -> ctypes.CDLL | None:
-    found = best(SOURCE, PARTS[backward])
-    return None if found is None else typed(found)
-
-
-def typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library with the types of its functions."""
-    found.attention.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    return found
+FUNCTIONS = {"attention": (STRUCT, NUMBER)}
+# The kernels of forward and of backward; None where nothing can be compiled, or the CPU lacks their instructions.
+library = kernel("attention", lambda low: best(SOURCE, PARTS[False]), FUNCTIONS)
+backward_library = kernel("attention_backward", lambda low: best(SOURCE, PARTS[True]), FUNCTIONS)
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

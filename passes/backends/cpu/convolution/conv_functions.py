@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.registry import own_functions
@@ -27,13 +27,9 @@ from amp_graph.passes.torch_compat.storage import address_of
 SOURCE = Path(__file__).with_name("depthwise_kernel.c")
 LAST = torch.channels_last
 
-
-@kernel("depthwise_conv")
-def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
-    found = load(SOURCE, MACROS[low])
-    found.weight_gradient.argtypes = found.input_gradient.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-    return found
+FUNCTIONS = {"weight_gradient": (STRUCT, NUMBER), "input_gradient": (STRUCT, NUMBER)}
+# The library for bf16 or fp16. Raises CompilerError if it cannot be compiled.
+library = kernel("depthwise_conv", lambda low: load(SOURCE, MACROS[low]), FUNCTIONS)
 
 
 def depthwise_weight_gradient(

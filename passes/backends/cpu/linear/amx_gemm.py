@@ -7,37 +7,25 @@ After: ``amx_product(grad.t(), x)``.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from array import array
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import MATRIX_UNITS, built, kernel
-from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.torch_compat.dispatch import is_batched, is_seen
+from amp_graph.passes.native.kernel_table import MATRIX_UNITS, STRUCT, built, kernel
+from amp_graph.passes.native.operator_library import called, define_as_typed
+from amp_graph.passes.torch_compat.dispatch import is_batched
 from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("amx_gemm.c")
 OF_AN_ELEMENT = 64  # multiply-adds in the time that other kernels take for one element
 
-
-@kernel("amx_gemm")
-def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU has no matrix units."""
-    found = built(SOURCE, *MATRIX_UNITS)
-    return None if found is None else typed(found)
-
-
-def typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library with the types of its function."""
-    found.product.argtypes = (ctypes.c_char_p,)
-    return found
+FUNCTIONS = {"product": (STRUCT,)}
+# The compiled kernel; None where nothing can be compiled, or the CPU has no matrix units.
+library = kernel("amx_gemm", lambda low: built(SOURCE, *MATRIX_UNITS), FUNCTIONS)
 
 
 def gradients_of_linear(grad: Tensor, x: Tensor, *, biased: bool) -> tuple[Tensor, Tensor | None]:
@@ -49,10 +37,9 @@ def gradients_of_linear(grad: Tensor, x: Tensor, *, biased: bool) -> tuple[Tenso
     profitable = amx_product_is_profitable(x.device.type, x.dtype, len(x), grad.shape[1], x.shape[1])
     if not profitable or torch.is_grad_enabled() or is_batched(grad) or library() is None:
         return torch.mm(grad.t(), x), grad.sum(0) if biased else None
-    calls: Any = OPS if is_seen(grad) else sys.modules[__name__]  # an operator for tracers, or a direct call
     if not biased:
-        return calls.amx_product(grad.t(), x), None
-    product, sums = calls.amx_product_and_sums(grad, x)
+        return called(amx_product, grad.t(), x), None
+    product, sums = called(amx_product_and_sums, grad, x)
     return product, sums
 
 

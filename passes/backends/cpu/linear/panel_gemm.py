@@ -7,36 +7,23 @@ After: ``linear_by_panels(x, panels, bias)``, by ``panel_gemm.c`` on unpacked ro
 
 from __future__ import annotations
 
-import ctypes
 import math
 from array import array
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import best, kernel, required
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, best, kernel, required
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.torch_compat.storage import address_of
 
 OF_AN_ELEMENT = 8  # multiply-adds in the time that other kernels take for one element
 SOURCE = Path(__file__).with_name("panel_gemm.c")
 
-
-@kernel("panel_gemm")
-def library(low: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions."""
-    found = best(SOURCE)
-    return None if found is None else typed(found)
-
-
-def typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    """Return the library with the types of its functions."""
-    found.panel.restype = found.deep.restype = ctypes.c_int64
-    found.lay_out.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-    found.product.argtypes = (ctypes.c_char_p,)
-    return found
+FUNCTIONS = {"lay_out": (STRUCT, NUMBER, NUMBER, STRUCT), "product": (STRUCT,)}
+# The compiled kernel; None where nothing can be compiled, or the CPU lacks its instructions.
+library = kernel("panel_gemm", lambda low: best(SOURCE), FUNCTIONS)
 
 
 def panels_of(weight: Tensor) -> Tensor:

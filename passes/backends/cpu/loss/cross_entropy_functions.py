@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load_if_possible, threads_for
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.registry import own_functions
@@ -27,14 +27,9 @@ from amp_graph.passes.torch_compat.storage import address_of
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # the kernel's codes for low precision, and for none
 
-
-@kernel("cross_entropy")
-def library(low: torch.dtype) -> ctypes.CDLL | None:
-    """Return what is compiled for ``low``, bf16 or fp16; None where nothing can be compiled."""
-    found = load_if_possible(SOURCE, MACROS[low])
-    if found is not None:
-        found.rows.argtypes = found.backward.argtypes = (ctypes.c_void_p, ctypes.c_int64)
-    return found
+FUNCTIONS = {"rows": (STRUCT, NUMBER), "backward": (STRUCT, NUMBER)}
+# What is compiled for bf16 or fp16; None where nothing can be compiled.
+library = kernel("cross_entropy", lambda low: load_if_possible(SOURCE, MACROS[low]), FUNCTIONS)
 
 
 def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import (
-    OPS,
     batch_norm_relu,
     batch_norm_relu_again,
     batch_norm_relu_backward,
@@ -31,9 +30,14 @@ from amp_graph.passes.memory.recompute_functions import (
     sources_of,
     value_of,
 )
+from amp_graph.passes.native.operator_library import called
 from amp_graph.passes.registry import Traits, declare, own_functions
-from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch, outer_saved_tensors_hooks
-from amp_graph.passes.torch_compat.dispatch import is_seen
+from amp_graph.passes.torch_compat.autograd import (
+    gradients_by_torch,
+    is_plain,
+    leaves_to_torch,
+    outer_saved_tensors_hooks,
+)
 
 own_functions(__name__)
 
@@ -110,15 +114,9 @@ def _made(
         plain = plain if other is None else plain + other
         return F.relu(plain) if relu else plain
     given = (x, other, running_mean, running_var, weight, bias, momentum, eps, relu)
-    made = _NormAndRelu.apply(ask, *given) if torch.is_grad_enabled() else _normed(*given)
+    made = _NormAndRelu.apply(ask, *given) if torch.is_grad_enabled() else called(batch_norm_relu, *given)
     out: Tensor = made[0]
     return out
-
-
-def _normed(x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-    """Return the result and the statistics; after a sum there is always a relu."""
-    found: tuple[Tensor, Tensor] = (OPS.batch_norm_relu.default if is_seen(x) else batch_norm_relu)(x, other, *given)
-    return found
 
 
 def normed_again(
@@ -129,16 +127,14 @@ def normed_again(
     With its statistics, or by computing them again.
     """
     if stats is None:
-        return _normed(x, other, None, None, weight, bias, 0.0, eps, relu)[0]
-    kernel = OPS.batch_norm_relu_again.default if is_seen(x) else batch_norm_relu_again
-    found: Tensor = kernel(x, other, weight, bias, stats, relu)
-    return found
+        return called(batch_norm_relu, x, other, None, None, weight, bias, 0.0, eps, relu)[0]
+    return called(batch_norm_relu_again, x, other, weight, bias, stats, relu)
 
 
 class _NormAndRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ask: Any, x: Tensor, other: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-        out, stats = _normed(x, other, *given)
+        out, stats = called(batch_norm_relu, x, other, *given)
         *_, weight, bias, _, ctx.eps, ctx.relu = given
         ctx.adds, ctx.ask = other is not None, ask
         ctx.save_for_backward(x, weight, bias, stats, out if ctx.adds and ask is None else None)
@@ -167,8 +163,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 def _gradients(ctx: Any, grad: Tensor) -> Gradients:
     x, weight, bias, stats, out = ctx.saved_tensors
     need, out = ctx.needs_input_grad[1:], _result(ctx, out)
-    kernel = OPS.batch_norm_relu_backward.default if is_seen(grad) else batch_norm_relu_backward
-    dweight, dbias, *images = kernel(grad, x, out, weight, bias, stats, ctx.relu, need[0])
+    given = (x, out, weight, bias, stats, ctx.relu, need[0])
+    dweight, dbias, *images = called(batch_norm_relu_backward, grad, *given)
     dx, dother = images[-1] if need[0] else None, images[0] if need[1] else None
     return dx, dother, dweight if need[4] else None, dbias if need[5] else None
 
@@ -177,15 +173,14 @@ def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
     """Return the gradients by operations that have a second derivative, for ``create_graph=True``."""
     x, weight, bias, _, total = ctx.saved_tensors
     need, total = ctx.needs_input_grad[1:], _result(ctx, total)
-    inputs = [(x, need[0]), (weight, need[4]), (bias, need[5])]
-    with torch.enable_grad():
-        if total is not None:
-            grad = torch.where(total <= 0, 0, grad)
+    if total is not None:
+        grad = torch.where(total <= 0, 0, grad)
+
+    def again(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         out = F.batch_norm(x, None, None, weight, bias, True, 0.0, ctx.eps)
-        out = F.relu(out) if ctx.relu and total is None else out
-        wanted = [t for t, needed in inputs if needed]
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    dx, dweight, dbias = [next(found) if needed else None for _, needed in inputs]
+        return F.relu(out) if ctx.relu and total is None else out
+
+    dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), (need[0], need[4], need[5]), (grad,))
     return dx, grad if need[1] else None, dweight, dbias
 
 

@@ -6,7 +6,6 @@ After: ``batch_norm_relu``, which reads its input twice, and in backward ``batch
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import kernel
+from amp_graph.passes.native.kernel_table import NUMBER, REAL, STRUCT, kernel
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.torch_compat.storage import address_of
@@ -24,15 +23,12 @@ SOURCE = Path(__file__).with_name("batch_norm_kernel.c")
 LOW = 2  # what C calls low precision
 LAST = torch.channels_last
 
-
-@kernel("batch_norm")
-def library(low: torch.dtype) -> ctypes.CDLL:
-    """Return the library for ``low``, bf16 or fp16. Raises CompilerError if it cannot be compiled."""
-    found = load(SOURCE, MACROS[low])
-    number, real, table = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-    found.forward.argtypes = (table, real, real, number)
-    found.again.argtypes = found.backward.argtypes = (table, number)
-    return found
+# The library for bf16 or fp16. Raises CompilerError if it cannot be compiled.
+library = kernel(
+    "batch_norm",
+    lambda low: load(SOURCE, MACROS[low]),
+    {"forward": (STRUCT, REAL, REAL, NUMBER), "again": (STRUCT, NUMBER), "backward": (STRUCT, NUMBER)},
+)
 
 
 def batch_norm_relu(

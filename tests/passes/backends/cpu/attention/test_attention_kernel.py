@@ -11,6 +11,7 @@ from amp_graph.passes.backends.cpu.attention import dropout_bits
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.native.jit_compiler import PARTS
+from amp_graph.passes.native.kernel_table import typed
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_B
 
 @pytest.fixture(params=BUILDS, autouse=True)
 def _built_for(request, monkeypatch):
-    found = [kernel.typed(built(kernel.SOURCE, request.param, part)) for part in PARTS.values()]
+    found = [typed(built(kernel.SOURCE, request.param, part), kernel.FUNCTIONS) for part in PARTS.values()]
     monkeypatch.setattr(kernel, "library", lambda: found[0])
     monkeypatch.setattr(kernel, "backward_library", lambda: found[1])
 

@@ -16,6 +16,7 @@ from amp_graph.passes.backends.cpu.linear.amx_gemm import amx_product, amx_produ
 from amp_graph.passes.backends.cpu.linear.lower_linears import linear_low
 from amp_graph.passes.backends.cpu.linear.lower_weight_gradients import LowerWeightGradients
 from amp_graph.passes.manager import run_passes
+from amp_graph.passes.native.kernel_table import typed
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.by_hand import descend
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(panel_gemm.library() is None, reason="needs AVX5
 
 @pytest.fixture(params=["matrix units", "emulated units"], autouse=True)
 def _built_for(request, monkeypatch):
-    found = kernel.typed(built(kernel.SOURCE, request.param))
+    found = typed(built(kernel.SOURCE, request.param), kernel.FUNCTIONS)
     for module in (kernel, lower_weight_gradients):
         monkeypatch.setattr(module, "library", lambda: found)
 

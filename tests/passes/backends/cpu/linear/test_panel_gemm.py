@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
+from amp_graph.passes.native.kernel_table import typed
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_B
 
 @pytest.fixture(params=BUILDS, autouse=True)
 def _built_for(request, monkeypatch):
-    found = kernel.typed(built(kernel.SOURCE, request.param))
+    found = typed(built(kernel.SOURCE, request.param), kernel.FUNCTIONS)
     monkeypatch.setattr(kernel, "library", lambda: found)
 
 

@@ -9,14 +9,23 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from amp_graph.lists import ListError
-from amp_graph.lists.errors import shortened
 from amp_graph.lists.load import FOLDER
-from amp_graph.lists.read_toml import read_text, read_toml
+from amp_graph.lists.read_toml import (
+    FLAG,
+    TABLE,
+    TEXT,
+    Lines,
+    Takes,
+    check_table,
+    one_of,
+    read_text,
+    read_toml,
+)
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 
 MACHINES = FOLDER / "machines"
@@ -35,8 +44,18 @@ ACTIVATIONS = frozenset({
 })  # fmt: skip
 PRODUCT_CALL = "product_call"
 LEAST, MOST = 1e-30, 1e30  # bounds of seconds and rates, so that the arithmetic of the planners stays finite
+
+
+def _is_rate(found: Any) -> bool:
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and LEAST < found < MOST
+
+
+RATE: Takes = (_is_rate, f"a number above 0, from {LEAST:g} to {MOST:g}")
+HEAD = {
+    "name": TEXT, "device": one_of("cpu", "cuda"), "description": TEXT, "call": RATE, "graph": RATE, "kept": RATE,
+    "promotes_by_copy": FLAG,
+}  # fmt: skip
 _NUMBERS = ("call", "graph", "kept")
-_HEAD = ("name", "device", "description", *_NUMBERS, "promotes_by_copy")
 _FIX = "amp-graph calibrate writes a whole file"
 
 
@@ -125,41 +144,15 @@ def _read(path: Path, mtime: int) -> Machine:
 
 def read_machine(text: str, where: str) -> Machine:
     """Parse a machine from TOML text. Every rate is required; raises ListError if one is missing or invalid."""
-    data: dict[str, Any] = read_toml(text, where, _FIX)
-    _check_keys(data, ("machine", PRODUCT_CALL, *FAMILIES), where)
-    head = data["machine"]
-    _check_keys(head, _HEAD, f"{where}: [machine]")
-    _check_head(head, where)
-    for key in _NUMBERS:
-        _check_number(head[key], key, where)
-    for family in (PRODUCT_CALL, *FAMILIES):
-        dtypes = DTYPES[1:] if family == "cast" else DTYPES
-        _check_keys(data[family], dtypes, f"{where}: [{family}]")
-        for dtype in dtypes:
-            _check_number(data[family][dtype], f"{family}.{dtype}", where)
-    return Machine(**head, product_call=data[PRODUCT_CALL], rates={family: data[family] for family in FAMILIES})
-
-
-def _check_head(head: Mapping[str, object], where: str) -> None:
-    for key in ("name", "device", "description"):
-        if not isinstance(head[key], str) or (key == "device" and head[key] not in ("cpu", "cuda")):
-            legal = "cpu, cuda" if key == "device" else "a string"
-            raise ListError(f"{key} = {shortened(head[key])}", where=where, legal=legal, fix=_FIX)
-    if not isinstance(head["promotes_by_copy"], bool):
-        what = f"promotes_by_copy = {shortened(head['promotes_by_copy'])}"
-        raise ListError(what, where=where, legal="true, false", fix=_FIX)
-
-
-def _check_keys(found: Any, legal: tuple[str, ...], where: str) -> None:
-    if not isinstance(found, dict) or set(found) != set(legal):
-        keys = shortened(sorted(found) if isinstance(found, dict) else found)
-        raise ListError(f"holds {keys}", where=where, legal=f"exactly {', '.join(legal)}", fix=_FIX)
-
-
-def _check_number(found: Any, key: str, where: str) -> None:
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not LEAST < found < MOST:
-        legal = f"a number above 0, from {LEAST:g} to {MOST:g}"
-        raise ListError(f"{key} = {shortened(found)}", where=where, legal=legal, fix=_FIX)
+    takes = {"machine": HEAD, **dict.fromkeys((PRODUCT_CALL, *FAMILIES), dict.fromkeys(DTYPES, RATE))}
+    takes["cast"] = dict.fromkeys(DTYPES[1:], RATE)
+    data, at = read_toml(text, where, _FIX), Lines(text, where).at
+    check_table(data, dict.fromkeys(takes, TABLE), "the file", at, _FIX, *takes)
+    found: dict[str, Any] = {
+        name: check_table(data[name], rates, f"[{name}]", partial(at, name, 0), _FIX, *rates)
+        for name, rates in takes.items()
+    }
+    return Machine(**found.pop("machine"), product_call=found.pop(PRODUCT_CALL), rates=found)
 
 
 def machine_text(machine: Machine) -> str:

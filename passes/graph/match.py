@@ -43,12 +43,15 @@ def operation(node: Node) -> tuple[str, list[Any]]:
     return operations[0].packet, args
 
 
+def one_reader(node: Node) -> Node | None:
+    """Return the reader of ``node``; None if it has none, or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 def only_reader(node: Node, *names: str) -> Node | None:
     """Return the only reader of ``node`` if it is one of the operations ``names``."""
-    if len(node.users) != 1:
-        return None
-    (user,) = node.users
-    return user if operation(user)[0] in names else None
+    user = one_reader(node)
+    return user if user is not None and operation(user)[0] in names else None
 
 
 def constant_beside(node: Node, operand: Node) -> float | None:

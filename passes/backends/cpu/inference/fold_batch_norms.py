@@ -17,24 +17,23 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.backends.cpu.inference.folded_conv import Shape, convolution_with_norm_of
 from amp_graph.passes.base import Change, Pass, PassResult, Writes
 from amp_graph.passes.graph.aliasing import Memory, observe
+from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, batch_norm_arguments
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.match import one_reader
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
-from amp_graph.passes.graph.node_info import calls_torch
+from amp_graph.passes.graph.node_info import calls_torch, schema_arguments
+from amp_graph.passes.layout.conv_args import SCHEMA, pair
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import alike
 
-CONV_DEFAULTS = (None, None, None, 1, 0, 1, 1)  # input, weight, bias, stride, padding, dilation, groups
-CONV_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-NORM_NAMES = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 AFTER: dict[tuple[str, ...], str] = {
     (f"aten.{name}{in_place}",): name for name in ("relu", "silu", "hardswish") for in_place in ("", "_")
 }
-NORM_DEFAULTS = (None, None, None, None, None, False, 0.1, 1e-5)
 
 
 @dataclass
@@ -94,7 +93,7 @@ class FoldBatchNorms(Pass):
         if added is not None and found.shape.groups == 1 and added[1] not in found.nodes and _alike(added[1], norm):
             last, found.other = added
             found.nodes.append(last)
-        activation = _only_reader(last)
+        activation = one_reader(last)
         after = None if activation is None or REGION in activation.meta else AFTER.get(names_of(activation))
         if activation is not None and after is not None:
             found.nodes.append(activation)
@@ -105,14 +104,15 @@ class FoldBatchNorms(Pass):
         """Return a norm in evaluation with the convolution before it; None if ``norm`` has none."""
         if names_of(norm) != ("aten.batch_norm",) or norm.target is not F.batch_norm or REGION in norm.meta:
             return None
-        conv, mean, var, gamma, beta, training, _, eps = _arguments(norm, NORM_NAMES, NORM_DEFAULTS)
+        told = batch_norm_arguments(norm)
+        conv, mean, var, gamma, beta, training, _, eps = (told[name] for name in BATCH_NORM_ARGUMENTS)
         if training is not False or not isinstance(conv, Node) or len(conv.users) != 1 or REGION in conv.meta:
             return None
         if names_of(conv) != ("aten.conv2d",) or not calls_torch(conv) or not is_channels_last(value(norm)):
             return None
-        x, weight, bias, *where = _arguments(conv, CONV_NAMES, CONV_DEFAULTS)
-        stride, padding, dilation = map(_both, where[:3])
-        if None in (stride, padding, dilation) or not self._is_frozen(weight) or not is_channels_last(value(x)):
+        given = schema_arguments(SCHEMA, conv.args, dict(conv.kwargs))
+        x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
+        if isinstance(given["padding"], str) or not self._is_frozen(weight) or not is_channels_last(value(x)):
             return None
         if bias is not None and not self._is_frozen(bias):
             return None
@@ -122,32 +122,17 @@ class FoldBatchNorms(Pass):
         vectors = (None if bias is None else bias.args[0], mean, var, gamma, beta)
         if not all(v is None or isinstance(v, Node) for v in vectors) or mean is None or var is None:
             return None
-        shape = Shape(stride, padding, dilation, where[3], eps, after="none")  # type: ignore[arg-type]
+        stride, padding, dilation = (pair(given[name]) for name in ("stride", "padding", "dilation"))
+        shape = Shape(stride, padding, dilation, given["groups"], eps, after="none")
         return Chain([conv, norm], weight.args[0], vectors, shape)
 
     def _is_frozen(self, node: Any) -> bool:
         return isinstance(node, Node) and node.target is self.options.frozen.read
 
 
-def _arguments(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return [given.get(name, default) for name, default in zip(names, defaults, strict=True)]
-
-
-def _both(given: Any) -> tuple[int, ...] | None:
-    """Return a stride, a padding or a dilation for both directions; None for a named one."""
-    if type(given) is int:
-        return (given, given)
-    return tuple(given) if isinstance(given, (tuple, list)) and all(type(n) is int for n in given) else None
-
-
-def _only_reader(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
 def _added_to(node: Node) -> tuple[Node, Node] | None:
     """Return the sum that is the only reader of ``node``, and its other operand; in place only over ``node``."""
-    add = _only_reader(node)
+    add = one_reader(node)
     if add is None or REGION in add.meta or len(add.args) != 2 or add.kwargs:
         return None
     if names_of(add) not in (("aten.add",), ("aten.add_",)) or not calls_torch(add):

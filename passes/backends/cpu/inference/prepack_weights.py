@@ -6,7 +6,7 @@ After: ``w = packed_weight(weight); y = linear_of_packed(x, w, b, "gelu")``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,11 +24,11 @@ from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.native.gemm_thresholds import packing_is_profitable, panels_are_profitable
-from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.native.operator_library import called
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, pack_linear_weight
-from amp_graph.passes.torch_compat.dispatch import is_in_mode, is_seen
+from amp_graph.passes.torch_compat.dispatch import is_in_mode
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 own_functions(__name__, frozen_weights=True)
@@ -73,10 +73,7 @@ def linear_of_panels(
     if weight.dim() == 2 or is_in_mode(x):
         dense = weight if weight.dim() == 2 else dense_of(weight, outputs, x.shape[-1])
         return linear_of_packed(x, dense, bias, after)
-    if not is_seen(x):
-        return linear_by_panels(x, weight, bias, after == "relu", outputs)
-    found: Tensor = OPS.linear_by_panels.default(x, weight, bias, after == "relu", outputs)  # the name in profiles
-    return found
+    return called(linear_by_panels, x, weight, bias, after == "relu", outputs)
 
 
 def linear_of_packed(
@@ -138,16 +135,15 @@ class PrepackWeights(Pass):
         readers = {(turned, few): packed_reader(weights, turned, few) for turned in either for few in either}
         changes = []
         for node in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
-            found = {user: _product(user, node) for user in node.users}
-            form = next(iter(found.values()), None)
-            if form is None or not all(p is not None and p.transposed == form.transposed for p in found.values()):
+            found = {user: product for user in node.users if (product := _product(user, node)) is not None}
+            forms = {product.transposed for product in found.values()}
+            if len(found) < len(node.users) or len(forms) != 1:
                 continue
             few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
-            node.target = readers[form.transposed, few]
-            if form.transposed:
+            node.target = readers[True in forms, few]
+            if True in forms:
                 give_value(node, value(node).t())
             for user, product in found.items():
-                assert product is not None, "asked above"
                 _rewrite(gm, user, product, few)
             how = "in panels" if few else "packed"
             changes.append(Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found)))
@@ -174,8 +170,8 @@ def _is_profitable(node: Node, product: Product) -> bool:
     low, bias = value(product.weight), product.bias
     outputs, inputs = low.shape if low.dim() == 2 else (0, 0)
     outputs, inputs = (inputs, outputs) if product.transposed else (outputs, inputs)
-    tensors = list(_values(node))
-    if len(tensors) != len(node.all_input_nodes) or any(t.dtype != low.dtype for t in tensors):
+    given = [value(source) for source in node.all_input_nodes]
+    if not all(isinstance(t, torch.Tensor) and t.dtype == low.dtype for t in given):
         return False
     if product.x is product.weight or bias is product.weight:
         return False
@@ -184,20 +180,13 @@ def _is_profitable(node: Node, product: Product) -> bool:
     return packing_is_profitable(low.device.type, low.dtype, outputs, inputs)
 
 
-def _has_few_rows(node: Node, product: Product | None) -> bool:
+def _has_few_rows(node: Node, product: Product) -> bool:
     """Say whether our kernel is faster over so few rows, even with a separate call for a gelu or a silu."""
-    assert product is not None, "asked of products"
     if any(type(size) is not int for size in (*value(product.x).shape, *value(node).shape)):
         return False
     low, inputs = value(product.weight), value(product.x).shape[-1]
     outputs = value(node).shape[-1]
     return panels_are_profitable(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
-
-
-def _values(node: Node) -> Iterator[torch.Tensor]:
-    for source in node.all_input_nodes:
-        if isinstance(value(source), torch.Tensor):
-            yield value(source)
 
 
 def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:

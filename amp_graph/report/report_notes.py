@@ -34,7 +34,6 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
         return
     if traced.update:
         yield f"update: {traced.update}"
-    yield f"memory: at most {size_text(traced.most_bytes)} of results at a time"
     for timed in traced.passes:
         counts = Counter(change.action for change in timed.result.changes)
         told = ", ".join(f"{count} {action}" for action, count in counts.items())

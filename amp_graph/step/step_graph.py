@@ -29,7 +29,6 @@ from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outputs, set_outputs
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
-from amp_graph.passes.memory.saved_tensors import most_bytes
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, depends_on_data, dispatch_for_data, make_fx
 from amp_graph.passes.weights.cast_weights import Hoisted, hoist_weight_casts
 from amp_graph.rewrite import Rewritten
@@ -60,7 +59,6 @@ class StepGraph:
     after: Callable[..., None] | None = None  # takes parameters, gradients and found_inf
     update: str = ""  # how it updates, in words; "" if it does not
     copies: Sequence[Copy] = ()  # low-precision copies that it reads, and writes if it updates
-    most_bytes: int = 0  # peak bytes of its intermediates
     absent: Sequence[int] = ()  # places in "trained" of what this rank has no gradients of
 
     def __call__(self, *args: Tensor) -> Any:
@@ -99,7 +97,6 @@ def trace_step(
     appended, tensors = appended_passes(parts, count, inputs)
     done = run_passes(gm, [*passes, *appended])
     state = [*parts.copies.values(), *(tensors[name] for name in joint_of(gm).inputs)]
-    most = most_bytes(gm)
     run = lower(gm, [*parts.of.sharded.given(parts.args), *state])
     parts.args = ()  # do not keep the first batch alive
     absent = [n for n, i in enumerate(parts.trained) if i in parts.absent]
@@ -113,7 +110,6 @@ def trace_step(
         count,
         parts.updates,
         told,
-        most_bytes=most,
         absent=absent,
     )
 

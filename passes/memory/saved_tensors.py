@@ -1,28 +1,24 @@
-"""Which readers of a value would save it for backward, and how much memory a graph needs for its values.
+"""Which readers of a value would save it for backward.
 
 Before: ``h = relu(z); y = conv2d(h, w); s = h + x``.
-After: ``readers_of(h)``: the convolution saves it, the sum does not; ``most_bytes(gm)``, the peak of what is alive at
-the same time.
+After: ``readers_of(h)``: the convolution saves it, the sum does not.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from amp_graph.passes.casts.share_casts import shared_cast
-from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import is_part, names_of, only_views
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, REGION
 from amp_graph.passes.registry import traits_of
 from amp_graph.passes.torch_compat.fake import concrete_size, numel
-from amp_graph.passes.torch_compat.storage import bytes_of, storage_key
 
 PRODUCTS = frozenset({"aten.linear", "aten.addmm", "aten.matmul", "aten.mm"})
 CONVOLUTIONS = frozenset(f"aten.conv{d}d" for d in (1, 2, 3))
@@ -45,11 +41,11 @@ class Readers:
     reason: str = ""
 
 
-def readers_of(*aliases: Node) -> Readers:
-    """Find the readers that save the value of a node, or of several nodes that share its memory."""
+def readers_of(node: Node) -> Readers:
+    """Find the readers that save the value of a node."""
     readers: list[Node] = []
     reasons: list[str] = []
-    stack = [(alias, True) for alias in aliases]
+    stack = [(node, True)]
     while stack:
         source, whole = stack.pop()
         for user in source.users:
@@ -60,7 +56,7 @@ def readers_of(*aliases: Node) -> Readers:
             elif reason := _why_kept(source, user):
                 reasons.append(reason)
     found = tuple(dict.fromkeys(readers))
-    products = sum(_products(r) for r in found) / max(1, numel(value(aliases[0])))
+    products = sum(_products(r) for r in found) / max(1, numel(value(node)))
     return Readers(found, products, reasons[0] if reasons else "")
 
 
@@ -122,30 +118,3 @@ def _products(reader: Any) -> float:
         return numel(out) * numel(weight) / concrete_size(weight.shape[0])
     wide = value(reader.args[1]) if names == "aten.addmm" else x
     return numel(out) * concrete_size(wide.shape[-1])
-
-
-def most_bytes(gm: GraphModule) -> int:
-    """Return the peak number of bytes alive at the same time among what ``gm`` makes.
-
-    Its inputs do not count, nor views of them, nor values without storage (sparse, wrapped tensors).
-    """
-    given: set[int | None] = {None}
-    sizes: dict[int | None, int] = {}
-    first: dict[int | None, int] = {}  # the position in the graph where a storage is made
-    last: dict[int | None, int] = {}
-    for place, node in enumerate(gm.graph.nodes):
-        own = tensors(value(node))
-        if node.op in ("placeholder", "get_attr"):
-            given |= {storage_key(t) for t in own}
-            continue
-        for t in own:
-            if (key := storage_key(t)) not in given:
-                sizes.setdefault(key, concrete_size(bytes_of(t)))
-                first.setdefault(key, place)
-        read = (t for source in node.all_input_nodes for t in tensors(value(source)))
-        last |= {key: place for t in (*own, *read) if (key := storage_key(t)) in sizes}
-    added = Counter[int]()  # change at each position
-    for key, size in sizes.items():
-        added[first[key]] += size
-        added[last[key] + 1] -= size
-    return max(accumulate(added[place] for place in sorted(added)), default=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from amp_graph.passes.precision.precision_assignment import Task, cheapest, cost, is_legal
+from amp_graph.passes.precision.precision_assignment import Task, cheapest, cost, is_legal, most
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Tradeoff:
 
     def fastest(self) -> Point:
         """Return an assignment of least cost; among several, one of least harm."""
-        return self._best(1 + _most(self.harm), 1)
+        return self._best(1 + most(self.harm), 1)
 
     def safest(self) -> Point:
         """Return an assignment of least harm; among several, one of least cost."""
-        return self._best(1, 1 + _most(self.costs))
+        return self._best(1, 1 + most(self.costs))
 
     def within(self, bound: int, others: Iterable[Point] = ()) -> Point:
         """Return the cheapest assignment found with harm up to ``bound``, or the safest one if there is none.
@@ -115,8 +115,3 @@ def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:
         low=tuple(of_cost * x + of_harm * y for x, y in zip(costs.low, harm.low, strict=True)),
         terms=tuple(replace(term, price=factor * term.price) for task, factor in both for term in task.terms),
     )
-
-
-def _most(task: Task) -> int:
-    """Return an upper bound on the cost of any assignment."""
-    return sum(map(max, task.full, task.low)) + sum(term.price for term in task.terms)

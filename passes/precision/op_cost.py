@@ -203,14 +203,11 @@ def _flops(kind: Classification, given: list[torch.Tensor], made: list[torch.Ten
         kernel = next((t for t in given[1:] if t.dim() >= 3), given[0])
         at = given[0] if any("transpose" in name for name in names) else made[0]
         return 2 * numel(at) * math.prod(concrete_size(s) for s in kernel.shape[1:])
-    if "linear" in names and len(names) > 1:  # attention with its projections, which dominate
-        tokens = _rows(given[0])
-        return 2 * tokens * sum(numel(t) for t in given[1:] if t.dim() == 2)
+    projects = "linear" in names and len(names) > 1  # attention with its projections, which dominate
+    if projects or not RECURRENT.isdisjoint(names):
+        return 2 * _rows(given[0]) * sum(numel(t) for t in given[1:] if t.dim() == 2)
     if "scaled_dot_product_attention" in names and len(given) > 1:
         return 4 * numel(given[0]) * concrete_size(given[1].shape[-2])
-    if not RECURRENT.isdisjoint(names):
-        steps = _rows(given[0])
-        return 2 * steps * sum(numel(t) for t in given[1:] if t.dim() == 2)
     return _product_flops(given, made[0])
 
 

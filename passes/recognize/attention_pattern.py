@@ -7,8 +7,9 @@ into the batch, as for ``bmm`` and ``baddbmm``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from amp_graph.passes.graph.match import (
     converts_nothing,
     is_closed,
     is_written_meanwhile,
+    one_reader,
     operation,
 )
 from amp_graph.passes.graph.meta_keys import CHECKPOINT, IDENTITY, REGION, TRANSFORM
 from amp_graph.passes.torch_compat.fake import is_contiguous
 
 PRODUCTS = ("aten.matmul", "aten.bmm")
-STEPS = 6  # the most operations between a matmul and the addition of a mask
+STEPS = 10  # the most operations between a matmul and its softmax
 RESHAPES = (("aten.view",), ("aten.reshape",), ("aten.flatten",), ("aten.unflatten",), ("aten._unsafe_view",))
 
 
@@ -47,21 +49,22 @@ class Term:
     factor: float = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scores:
     """The input of the softmax: queries times transposed keys (``turned``), times ``scale``, plus ``terms``.
 
     ``hidden``: a mask of the positions to hide, which are -inf. ``split``: the node that gives the heads their own
-    dimension again, if they were folded into the batch for the matmul.
+    dimension again, if they were folded into the batch for the matmul. ``folded``: they are folded again behind it.
     """
 
     query: Node
     turned: Node
     scale: float
     terms: tuple[Term, ...]
-    hidden: Term | None
-    split: Node | None
-    inside: set[Node]
+    inside: frozenset[Node]
+    hidden: Term | None = None
+    split: Node | None = None
+    folded: bool = False
 
     @property
     def masks(self) -> list[Term]:
@@ -90,7 +93,7 @@ def attention_around(softmax: Node) -> Found | None:
     if scores is None:
         return None
     chances, inside, dropout = softmax, {softmax, *scores.inside}, None
-    while (reader := _one_reader(chances)) is not None:
+    while (reader := one_reader(chances)) is not None:
         if dropout is None and _dropped_by(reader):
             dropout = reader
         elif not _changes_nothing(reader, scores):
@@ -103,7 +106,7 @@ def attention_around(softmax: Node) -> Found | None:
     if not isinstance(values, Node) or values in inside or not _fits(scores, values):
         return None
     merged = captured(reader).dim() == 3
-    if merged and scores.split is not None and (behind := _one_reader(reader)) is not None and _splits(behind, scores):
+    if merged and scores.split is not None and (behind := one_reader(reader)) is not None and _splits(behind, scores):
         last, merged = behind, False
     formula = Formula(scores.query, last, {*inside, reader, last})
     if not is_closed(formula) or _is_any_written(formula, scores, values):
@@ -116,10 +119,6 @@ def attention_around(softmax: Node) -> Found | None:
 def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
     others = (scores.turned, values, *(term.node for term in scores.masks))
     return any(is_written_meanwhile(formula, node, scores.inside) for node in others)
-
-
-def _one_reader(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_over_the_last(softmax: Node, source: Node) -> bool:
@@ -189,44 +188,48 @@ def _step(node: Node) -> tuple[str, list[Any]]:
     return (name[:-1] if alone else name), args
 
 
-def _scores(node: Node) -> Scores | None:
-    """Match ``node`` backwards to the matmul of queries and keys."""
-    scale, hidden, split, folded = 1.0, None, None, False
-    terms, inside = list[Term](), set[Node]()
-    while True:
-        inside.add(node)
-        in_batch = captured(node).dim() == 3
-        name, args = _step(node)
-        if (product := _product(node)) is not None:
-            query, turned, bias, beta, alpha = product
-            if bias is not None:
-                terms.append(Term(bias, in_batch, scale * beta))
-            found = Scores(query, turned, scale * alpha, tuple(terms), hidden, split, inside)
-            return None if folded and split is None else found
-        if split is None and _unfolds(node):
-            split, node = node, node.args[0]  # type: ignore[assignment]
-        elif split is None and not folded and _folds(node):  # before the softmax
-            folded, node = True, node.args[0]  # type: ignore[assignment]
-        elif name in ("aten.mul", "aten.div") and (before := _scaled(node)) is not None:
-            node, factor = before
-            scale *= factor
-        elif name == "aten.add" and (parts := _masked(args)) is not None:
-            if operation(node)[0] != name and parts[0] is not args[0]:  # the mask is written to
-                return None
-            node, mask = parts
-            terms.append(Term(mask, in_batch, scale))
-        elif name == "aten.masked_fill" and hidden is None and _hides(args, scale):
-            node, hidden = args[0], Term(args[1], in_batch)
-        elif converts_nothing(node):
-            node = node.args[0]  # type: ignore[assignment]
-        else:
-            return None
+def _scores(node: Node, steps: int = STEPS) -> Scores | None:
+    """Match ``node`` backwards to the matmul of queries and keys, by at most so many ``steps``."""
+    if (product := _product(node)) is not None:
+        query, turned, bias, beta, alpha = product
+        terms = () if bias is None else (Term(bias, captured(node).dim() == 3, beta),)
+        return Scores(query, turned, alpha, terms, frozenset({node}))
+    for source, behind in _readings(node) if steps else ():
+        before = _scores(source, steps - 1)
+        found = None if before is None else behind(before)
+        if found is not None:
+            return replace(found, inside=found.inside | {node})
+    return None
 
 
-def _hides(args: list[Any], scale: float) -> bool:
-    """Say whether ``masked_fill`` with these arguments hides positions."""
-    nodes = len(args) == 3 and isinstance(args[0], Node) and isinstance(args[1], Node)
-    return nodes and args[2] == -math.inf and scale > 0
+def _readings(node: Node) -> Iterator[tuple[Any, Callable[[Scores], Scores | None]]]:
+    """Yield what of ``node`` may be scores, and what they are behind it; None where they are none."""
+    name, args = _step(node)
+    in_batch = captured(node).dim() == 3
+    if _unfolds(node):
+        yield node.args[0], lambda s: None if s.split or s.folded else replace(s, split=node)
+    elif _folds(node):  # before the softmax
+        yield node.args[0], lambda s: None if s.folded or s.split is None else replace(s, folded=True)
+    elif name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
+        yield scaled[0], partial(_times, factor=scaled[1])
+    elif name == "aten.add" and len(args) == 2 and all(isinstance(a, Node) for a in args):
+        # In place, what is written to are the scores.
+        for source, mask in (args, args[::-1])[: 1 if operation(node)[0] != name else 2]:
+            if captured(source).dim() in (3, 4):
+                term = Term(mask, in_batch)
+                yield source, lambda s, term=term: replace(s, terms=(term, *s.terms))  # type: ignore[misc]
+    elif name == "aten.masked_fill" and len(args) == 3 and isinstance(args[1], Node) and args[2] == -math.inf:
+        yield args[0], lambda s: None if s.hidden else replace(s, hidden=Term(args[1], in_batch))
+    elif converts_nothing(node):
+        yield node.args[0], lambda s: s
+
+
+def _times(scores: Scores, factor: float) -> Scores | None:
+    """Return scores times ``factor``, with which hidden positions must stay hidden."""
+    if scores.hidden is not None and factor <= 0:
+        return None
+    terms = tuple(replace(term, factor=term.factor * factor) for term in scores.terms)
+    return replace(scores, scale=scores.scale * factor, terms=terms)
 
 
 def _product(node: Node) -> tuple[Node, Node, Node | None, float, float] | None:
@@ -245,29 +248,6 @@ def _scaled(node: Node) -> tuple[Node, float] | None:
     source = next((a for a in operation(node)[1] if isinstance(a, Node)), None)
     factor = constant_beside(node, source) if source is not None else None
     return None if source is None or factor is None else (source, factor)
-
-
-def _masked(args: list[Any]) -> tuple[Node, Node] | None:
-    """Return the summand that comes from a matmul, and the other one."""
-    if len(args) != 2 or not all(isinstance(a, Node) for a in args):
-        return None
-    for scores, mask in (args, args[::-1]):
-        if captured(scores).dim() in (3, 4) and _is_of_products(scores, STEPS):
-            return scores, mask
-    return None
-
-
-def _is_of_products(node: Node, steps: int) -> bool:
-    """Say whether ``node`` comes from a matmul by fewer than ``steps`` operations that ``_scores`` matches."""
-    if _product(node) is not None or steps == 0:
-        return steps > 0
-    name, args = _step(node)
-    source = node.args[0] if _unfolds(node) or _folds(node) or converts_nothing(node) else None
-    if name in ("aten.mul", "aten.div") and (scaled := _scaled(node)) is not None:
-        source = scaled[0]
-    read = {"aten.add": args, "aten.masked_fill": args[:1]}
-    sources = read.get(name, [source])
-    return any(isinstance(s, Node) and _is_of_products(s, steps - 1) for s in sources)
 
 
 def _fits(scores: Scores, values: Node) -> bool:

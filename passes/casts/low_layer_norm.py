@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import GRAD
 from amp_graph.passes.graph.node_info import HALVES, calls_torch
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 own_functions(__name__)
 
@@ -101,7 +103,7 @@ def layer_norm_low(
 
 
 @dataclass(frozen=True)
-class Fp32NormGradients(Pass):
+class Fp32NormGradients(NodePass):
     """Replaces ``layer_norm`` with ``layer_norm_low`` when its input is low precision and its fp32 parameters train.
 
     Only on CPU, whose kernel sums the parameter gradients in low precision. Exactness: the result and the
@@ -111,14 +113,12 @@ class Fp32NormGradients(Pass):
     name: ClassVar[str] = "fp32-norm-gradients"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every layer norm."""
-        changes = []
-        for node in gm.graph.nodes:
-            if _loses_gradients(node):
-                node.target = layer_norm_low
-                changes.append(Change(self.name, "protected", node.name, "the CPU kernel would lose dweight and dbias"))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Let a layer norm that trains in low precision call ours."""
+        if not _loses_gradients(node):
+            return None
+        node.target = layer_norm_low
+        return Change(self.name, "protected", node.name, "the CPU kernel would lose dweight and dbias")
 
 
 def _loses_gradients(node: Node) -> bool:

@@ -12,13 +12,14 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, VerifyError
+from amp_graph.passes.base import Change, VerifyError
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import describe
-from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
+from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call, names_of
 from amp_graph.passes.graph.meta_keys import CAST
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
 from amp_graph.passes.precision.decompose_composites import expand
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -31,7 +32,7 @@ GUARDS = "_guards_fn"  # what torch.export calls its check of the inputs
 
 
 @dataclass(frozen=True)
-class UsePortableOps(Pass):
+class UsePortableOps(NodePass):
     """Replaces methods and Python functions by the ATen operators that they call, and casts by ``aten._to_copy``.
 
     Exactness: bit-exact, as the same operators run.
@@ -40,20 +41,19 @@ class UsePortableOps(Pass):
     name: ClassVar[str] = "use-portable-ops"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every node that computes on tensors."""
-        mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes):
-            if mode is None or not is_tensor_call(node):
-                continue
-            if _is_plain_cast(node):
-                node.op, node.target = "call_function", CAST_OP
-                node.args, node.kwargs = node.args[:1], {"dtype": value(node).dtype}
-                changes.append(Change(self.name, "a cast operator", node.name, "methods are not portable"))
-            elif not isinstance(node.target, OpOverload) and (made := expand(gm, node, frozenset(), mode)) is not None:
-                what = ", ".join(part.name for part in made) or "it is its input"
-                changes.append(Change(self.name, "its ATen operators", node.name, what))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace a node that computes on tensors."""
+        if not is_tensor_call(node):
+            return None
+        if _is_plain_cast(node):
+            node.op, node.target = "call_function", CAST_OP
+            node.args, node.kwargs = node.args[:1], {"dtype": value(node).dtype}
+            return Change(self.name, "a cast operator", node.name, "methods are not portable")
+        made = None if isinstance(node.target, OpOverload) else expand(gm, node, frozenset(), mode)
+        if made is None:
+            return None
+        what = ", ".join(part.name for part in made) or "it is its input"
+        return Change(self.name, "its ATen operators", node.name, what)
 
 
 def _is_plain_cast(node: Node) -> bool:
@@ -78,7 +78,7 @@ def drop_metadata_asserts(gm: GraphModule) -> None:
 
 
 @dataclass(frozen=True)
-class CheckPortable(Pass):
+class CheckPortable(NodePass):
     """Refuses a node that other programs cannot load, and operands of two floating-point dtypes.
 
     Exactness: bit-exact, as nothing changes.
@@ -87,16 +87,14 @@ class CheckPortable(Pass):
     name: ClassVar[str] = "check-portable"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every node; raise VerifyError at the first that is refused."""
-        for node in gm.graph.nodes:
-            if why := _not_portable(node):
-                raise VerifyError(
-                    f"portable: {node.name} = {target_text(node)}: {why}{node_info.at_line(node)}\n"
-                    "  legal: ATen operators and casts whose floating-point operands have one dtype\n"
-                    "  fix:   rewrite(torch.export.export(model, args).module(), portable=True), or portable=False"
-                )
-        return PassResult(gm)
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> None:
+        """Raise VerifyError for a node that is refused."""
+        if why := _not_portable(node):
+            raise VerifyError(
+                f"portable: {node.name} = {target_text(node)}: {why}{node_info.at_line(node)}\n"
+                "  legal: ATen operators and casts whose floating-point operands have one dtype\n"
+                "  fix:   rewrite(torch.export.export(model, args).module(), portable=True), or portable=False"
+            )
 
 
 def _not_portable(node: Node) -> str:

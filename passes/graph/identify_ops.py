@@ -17,10 +17,11 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_values import argument_values, fake_mode_of, fake_result, tensors, value
+from amp_graph.passes.graph.fake_values import argument_values, fake_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
 from amp_graph.passes.torch_compat.autograd import below_autograd
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
@@ -81,27 +82,21 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class IdentifyOps(Pass):
+class IdentifyOps(NodePass):
     """Marks each node with the ATen operations it calls. Changes no node. Exactness: bit-exact."""
 
     name: ClassVar[str] = "identify-ops"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Fill ``node.meta["amp_ops"]``; a node that cannot be traced alone is skipped with the reason."""
-        mode = fake_mode_of(gm)
-        changes: list[Change] = []
-        skips: list[Skip] = []
-        for node in gm.graph.nodes:
-            if mode is None or not is_tensor_call(node) or IDENTITY in node.meta:
-                continue
-            identity = identify(node, mode)
-            if isinstance(identity, Identity):
-                node.meta[IDENTITY] = identity
-                changes.append(Change(self.name, "identified", node.name, ", ".join(identity.names)))
-            else:
-                skips.append(Skip(node.name, identity))
-        return PassResult(gm, tuple(changes), tuple(skips))
+        if not is_tensor_call(node) or IDENTITY in node.meta:
+            return None
+        identity = identify(node, mode)
+        if isinstance(identity, str):
+            return Skip(node.name, identity)
+        node.meta[IDENTITY] = identity
+        return Change(self.name, "identified", node.name, ", ".join(identity.names))
 
 
 def is_part(node: Node) -> bool:
@@ -208,12 +203,6 @@ def taken_apart(
         if not more:
             return found, apart
         apart |= frozenset(more)
-
-
-def operation_of(node: Node, mode: FakeTensorMode) -> Operation | None:
-    """Return the one operation of ``node`` as it is called now; None for several, and for none."""
-    found = identify(node, mode)
-    return found.operations[0] if isinstance(found, Identity) and len(found.operations) == 1 else None
 
 
 def arguments_of(node: Node) -> dict[str, Any] | None:

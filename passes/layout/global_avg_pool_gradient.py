@@ -11,17 +11,19 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.memory_format import averages_places, is_channels_last
 from amp_graph.passes.torch_compat.autograd import leaves_to_torch
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
 @dataclass(frozen=True)
-class GlobalAvgPoolGradient(Pass):
+class GlobalAvgPoolGradient(NodePass):
     """Replaces ``adaptive_avg_pool2d`` to 1x1, and ``mean`` over all pixels, with ``pooled`` where they have gradients.
 
     Law: channels_last images, outside of regions whose precision the user set. Exactness: bit-exact. Torch's gradient
@@ -31,19 +33,16 @@ class GlobalAvgPoolGradient(Pass):
 
     name: ClassVar[str] = "global-avg-pool-gradient"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every average with a gradient."""
-        changes = []
-        for node in gm.graph.nodes:
-            if node.target is pooled or not is_trained(node) or not averages_places(node):
-                continue
-            x: Any = node.all_input_nodes[0]
-            if not is_channels_last(value(x)):
-                continue
-            node.op, node.target, node.kwargs = "call_function", pooled, {}
-            node.args = (x, value(node).dim() == 4, value(node).dtype)
-            changes.append(Change(self.name, "gradient of an average", node.name, "the same for each pixel"))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace an average with a gradient."""
+        if node.target is pooled or not is_trained(node) or not averages_places(node):
+            return None
+        (x,) = node.all_input_nodes
+        if not is_channels_last(value(x)):
+            return None
+        node.op, node.target, node.kwargs = "call_function", pooled, {}
+        node.args = (x, value(node).dim() == 4, value(node).dtype)
+        return Change(self.name, "gradient of an average", node.name, "the same for each pixel")
 
 
 def pooled(x: Tensor, keepdim: bool, dtype: torch.dtype) -> Tensor:

@@ -14,20 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.conv_args import pair
 from amp_graph.passes.torch_compat.autograd import leaves_to_torch
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 POOL = torch.ops.aten.max_pool2d.default
 FEWEST = 1 << 17  # pixels of all channels; of fewer, four calls take longer than one
 
 
 @dataclass(frozen=True)
-class MaxPoolByHalves(Pass):
+class MaxPoolByHalves(NodePass):
     """Replaces ``max_pool2d`` of windows of 2 or 3 and a stride of 2 with ``max_pool_by_halves`` without gradients.
 
     Law: images of even height and width, of 4 and more, on the CPU, padded by 1 for windows of 3. Exactness: the same
@@ -37,16 +39,14 @@ class MaxPoolByHalves(Pass):
 
     name: ClassVar[str] = "max-pool-by-halves"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every max pool."""
-        changes = []
-        for node in gm.graph.nodes:
-            if names_of(node) == ("aten.max_pool2d",) and node_info.calls_torch(node) and not is_trained(node):
-                size = _window(node)
-                if size:
-                    node.target, node.args, node.kwargs = max_pool_by_halves, (node.all_input_nodes[0], size), {}
-                    changes.append(Change(self.name, "without indices", node.name, f"windows of {size}"))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace a max pool."""
+        plain = names_of(node) == ("aten.max_pool2d",) and node_info.calls_torch(node) and not is_trained(node)
+        size = _window(node) if plain else 0
+        if not size:
+            return None
+        node.target, node.args, node.kwargs = max_pool_by_halves, (node.all_input_nodes[0], size), {}
+        return Change(self.name, "without indices", node.name, f"windows of {size}")
 
 
 def _window(node: Node) -> int:

@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.call_arguments import attention_kernel_is_profitable, transposes
 from amp_graph.passes.graph.edit import describe, put_before, put_call
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of
+from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import WISH, WRITTEN_OUT
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.native.kernel_table import is_available
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.recognize.attention_pattern import RESHAPES, Found, attention_around, told
@@ -40,7 +41,7 @@ SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
 @dataclass(frozen=True)
-class FuseAttention(Pass):
+class FuseAttention(NodePass):
     """Replaces attention's formula by ``torch.nn.functional.scaled_dot_product_attention`` where it is profitable.
 
     Law: four dimensions, or three with heads folded into the batch; as many key heads as query heads; scores scaled by
@@ -55,26 +56,18 @@ class FuseAttention(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "fuse-attention"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every softmax."""
-        mode = fake_mode_of(gm)
-        changes, skips = [], []
-        operands = _Operands(gm, mode) if mode is not None else None
-        for node in list(gm.graph.nodes) if self._is_wanted() else ():
-            if names_of(node) not in SOFTMAX:
-                continue
-            found = attention_around(node)
-            if found is None or operands is None or not self._is_free(found.formula.inside):
-                continue
-            if found.dropped and not self._has_dropout_kernel():
-                continue
-            if found.scores.terms and not attention_kernel_is_profitable(self.options.planned_for, self.options.dtype):
-                skips.append(Skip(node.name, "the kernel would round the mask that is added to the scores"))
-                continue
-            made = operands.call(found)
-            what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
-            changes.append(Change(self.name, "fused", made.name, what))
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Fuse what is around a softmax."""
+        found = attention_around(node) if names_of(node) in SOFTMAX and self._is_wanted() else None
+        if found is None or not self._is_free(found.formula.inside):
+            return None
+        if found.dropped and not self._has_dropout_kernel():
+            return None
+        if found.scores.terms and not attention_kernel_is_profitable(self.options.planned_for, self.options.dtype):
+            return Skip(node.name, "the kernel would round the mask that is added to the scores")
+        made = _Operands(gm, mode).call(found)
+        what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
+        return Change(self.name, "fused", made.name, what)
 
     def _is_wanted(self) -> bool:
         rules = [self.options.lists.lookup(op, {}) for op in ALLOWED]

@@ -9,17 +9,18 @@ After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, where each row of ``p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.call_arguments import TRANSPOSES, has_norm, swaps_last_two
 from amp_graph.passes.graph.edit import describe
-from amp_graph.passes.graph.fake_values import fake_mode_of, value
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import only_reader
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -30,7 +31,7 @@ TAKE_ANY_LAYOUT = (("aten.cat",), ("aten.layer_norm",), ("aten.linear",))
 
 
 @dataclass(frozen=True)
-class ConvToLinear(Pass):
+class ConvToLinear(NodePass):
     """Replaces ``conv2d(x, w, b)`` with ``linear`` when ``w`` is as high and wide as ``x``, or as its strides.
 
     Law: no padding, dilation or groups; a kernel larger than 1x1, which ``LowerPointwiseConv`` takes; few channels for
@@ -42,21 +43,18 @@ class ConvToLinear(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "conv-to-linear"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution."""
-        mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes):
-            call = convolution_call(node) if calls_convolution(node) else ""
-            if mode is None or isinstance(call, str) or (self.options.folds_norms and has_norm(node)):
-                continue
-            if _covers_the_image(call):
-                made, why = _as_linear(gm, call, mode), f"its kernel covers images of {call.kernel}"
-            elif _is_of_patches(call, rows := _read_in_rows(node)):
-                made, why = _of_patches(gm, call, rows, mode), f"over patches of {call.kernel}"
-            else:
-                continue
-            changes.append(Change(self.name, "as a linear", made.name, why))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace a convolution."""
+        call = convolution_call(node) if calls_convolution(node) else ""
+        if isinstance(call, str) or (self.options.folds_norms and has_norm(node)):
+            return None
+        if _covers_the_image(call):
+            made, why = _as_linear(gm, call, [], mode), f"its kernel covers images of {call.kernel}"
+        elif _is_of_patches(call, rows := _read_in_rows(node)):
+            made, why = _as_linear(gm, call, rows, mode), f"over patches of {call.kernel}"
+        else:
+            return None
+        return Change(self.name, "as a linear", made.name, why)
 
 
 def _covers_the_image(call: ConvolutionCall) -> bool:
@@ -64,25 +62,6 @@ def _covers_the_image(call: ConvolutionCall) -> bool:
     height, width = call.image.shape[2:]
     fixed = type(height) is int and type(width) is int
     return fixed and (height, width) == call.kernel != ONE and not any(call.padding)
-
-
-def _as_linear(gm: GraphModule, call: ConvolutionCall, mode: FakeTensorMode) -> Node:
-    """Replace the convolution by a linear; return its result as an image of one pixel."""
-    node, graph = call.node, gm.graph
-    channels_last = is_channels_last(value(call.weight))
-
-    def rows(source: Node) -> Node:
-        if channels_last:  # in the memory order of the weight, so that this is a view
-            source = describe(graph.call_method("permute", (source, (0, 2, 3, 1))), node, mode)
-        return describe(graph.call_method("flatten", (source, 1)), node, mode)
-
-    with graph.inserting_before(node):
-        given = (rows(call.input), rows(call.weight), call.bias)
-        product = describe(graph.call_function(F.linear, given), node, mode)
-        made = describe(graph.call_method("view", (product, -1, value(call.weight).shape[0], 1, 1)), node, mode)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-    return made
 
 
 def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
@@ -94,19 +73,22 @@ def _is_of_patches(call: ConvolutionCall, rows: list[Node]) -> bool:
     return not is_channels_last(x) and patches_are_profitable(x.device.type, call.channels, call.kernel, bool(rows))
 
 
-def _of_patches(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:
-    """Replace the convolution, or ``rows``, by a linear over patches; return its result."""
+def _as_linear(gm: GraphModule, call: ConvolutionCall, rows: list[Node], mode: FakeTensorMode) -> Node:
+    """Replace the convolution, or ``rows``, by a linear over patches; return its result, an image without ``rows``."""
     node, graph, (height, width) = call.node, gm.graph, call.kernel
     across = (-1, call.channels, call.image.shape[2] // height, height, call.image.shape[3] // width, width)
+    # A weight that lies as channels_last images do is not copied; of several patches, the copy would be slower so.
+    innermost = is_channels_last(value(call.weight)) and _covers_the_image(call)
     with graph.inserting_before(node):
 
-        def called(name: str, *args: object) -> Node:
-            return describe(graph.call_method(name, args), node, mode)  # type: ignore[arg-type]
+        def called(name: str, *args: Any) -> Node:
+            return describe(graph.call_method(name, args), node, mode)
 
-        patches = called("permute", called("view", call.input, across), (0, 2, 4, 1, 3, 5))
-        given = (called("flatten", patches, 3), called("flatten", call.weight, 1), call.bias)
+        order = (0, 2, 4, 3, 5, 1) if innermost else (0, 2, 4, 1, 3, 5)
+        patches = called("permute", called("view", call.input, across), order)
+        weight = called("permute", call.weight, (0, 2, 3, 1)) if innermost else call.weight
+        given = (called("flatten", patches, 3), called("flatten", weight, 1), call.bias)
         made = describe(graph.call_function(F.linear, given), node, mode)
-        # As an image it has the layout of the convolution's result, for any reader.
         made = called("flatten", made, 1, 2) if rows else called("contiguous", called("permute", made, (0, 3, 1, 2)))
     rows = rows or [node]
     rows[-1].replace_all_uses_with(made)

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.edit import describe, put_before, put_call
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of
+from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.match import Formula
 from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -28,7 +29,7 @@ ALIKE = (torch.ops.aten.matmul.default, torch.ops.aten.bmm.default, torch.ops.at
 
 
 @dataclass(frozen=True)
-class EinsumToMatmul(Pass):
+class EinsumToMatmul(NodePass):
     """Replaces ``einsum`` of two operands by ``matmul``, with transposes of the operands and the result.
 
     Law: exactly one index is summed. Each other index is in one operand and the result (one per operand), or in all
@@ -40,19 +41,16 @@ class EinsumToMatmul(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "einsum-to-matmul"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every einsum."""
-        mode, changes = fake_mode_of(gm), []
-        for node in list(gm.graph.nodes) if self.options.lists.says_the_same_of(ALIKE) else ():
-            given = _einsum_arguments(node)
-            if mode is None or given is None:
-                continue
-            equation, *operands = given
-            product = _with_same_strides(node, equation, operands, mode)
-            if product is not None:
-                made = _put(gm, node, product, operands, mode)
-                changes.append(Change(self.name, "as a matmul", made.name, equation))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace an einsum."""
+        given = _einsum_arguments(node)
+        if given is None or not self.options.lists.says_the_same_of(ALIKE):
+            return None
+        equation, *operands = given
+        product = _with_same_strides(node, equation, operands, mode)
+        if product is None:
+            return None
+        return Change(self.name, "as a matmul", _put(gm, node, product, operands, mode).name, equation)
 
 
 class _Product(NamedTuple):

@@ -15,10 +15,11 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.edit import put_call
-from amp_graph.passes.graph.fake_values import fake_mode_of
 from amp_graph.passes.graph.match import Formula, is_closed, only_reader, operation
+from amp_graph.passes.graph.node_pass import NodePass
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 ROOT = math.sqrt(2 / math.pi)
 # The inner function, the form of torch's GELU that has it, and that GELU of a number.
@@ -44,7 +45,7 @@ AT = (-3.1, -2.3, -1.17, -0.41, 0.29, 0.83, 1.9, 3.3)  # where the two functions
 
 
 @dataclass(frozen=True)
-class FuseGelu(Pass):
+class FuseGelu(NodePass):
     """Replaces GELU's formula, in whatever order it is written, by ``torch.nn.functional.gelu``.
 
     Law: the same function of ``x`` (its values agree to five digits), and no other reader inside the formula.
@@ -53,19 +54,17 @@ class FuseGelu(Pass):
 
     name: ClassVar[str] = "fuse-gelu"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every ``tanh`` and ``erf``."""
-        mode = fake_mode_of(gm)
-        changes = []
-        for node in [node for node in gm.graph.nodes if operation(node)[0] in INNER]:
-            approximate, gelu = INNER[operation(node)[0]]
-            found = _formula(node, gelu)
-            if found is None or mode is None:
-                continue
-            fused = put_call(gm, found, F.gelu, (found.x,), mode, approximate=approximate)
-            what = f"{len(found.inside)} operations are one gelu, approximate={approximate!r}"
-            changes.append(Change(self.name, "fused", fused.name, what))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Fuse what is around a ``tanh`` or an ``erf``."""
+        if operation(node)[0] not in INNER:
+            return None
+        approximate, gelu = INNER[operation(node)[0]]
+        found = _formula(node, gelu)
+        if found is None:
+            return None
+        fused = put_call(gm, found, F.gelu, (found.x,), mode, approximate=approximate)
+        what = f"{len(found.inside)} operations are one gelu, approximate={approximate!r}"
+        return Change(self.name, "fused", fused.name, what)
 
 
 def _formula(inner: Node, gelu: Callable[[float], float]) -> Formula | None:

@@ -11,17 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.call_arguments import given_back
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.meta_keys import RETURNED
+from amp_graph.passes.graph.node_pass import NodePass
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.storage import storage_key
 
 
 @dataclass(frozen=True)
-class RemoveNoOpDropout(Pass):
+class RemoveNoOpDropout(NodePass):
     """Replaces ``dropout(x, p, training)`` by ``x`` when ``training`` is False, or ``p`` is 0.
 
     Law: torch itself returns the same tensor object then (aten/src/ATen/native/Dropout.cpp). An in-place dropout stays.
@@ -30,16 +32,14 @@ class RemoveNoOpDropout(Pass):
 
     name: ClassVar[str] = "remove-no-op-dropout"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every dropout."""
-        changes = []
-        for node in list(gm.graph.nodes):
-            source = given_back(node)
-            if source is not None:
-                changes.append(Change(self.name, "deleted", node.name, "it drops nothing"))
-                # Dynamo's fake dropout is a clone: record its storage as that of the argument.
-                keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
-                source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys
-                node.replace_all_uses_with(source)
-                gm.graph.erase_node(node)
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Remove a dropout."""
+        source = given_back(node)
+        if source is None:
+            return None
+        # Dynamo's fake dropout is a clone: record its storage as that of the argument.
+        keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
+        source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys
+        node.replace_all_uses_with(source)
+        gm.graph.erase_node(node)
+        return Change(self.name, "deleted", node.name, "it drops nothing")

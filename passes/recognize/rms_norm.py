@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.edit import put_call
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of, value
+from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import Formula, constant_beside, converts_nothing, is_closed, only_reader, operation
-from amp_graph.passes.torch_compat.fake import is_number, same
+from amp_graph.passes.graph.node_pass import NodePass
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, is_number, same
 
 
 @dataclass(frozen=True)
-class FuseRmsNorm(Pass):
+class FuseRmsNorm(NodePass):
     """Replaces an RMS norm's formula over the last dimension by ``torch.nn.functional.rms_norm``.
 
     Law: ``x`` over the root of its mean square plus a number, times one weight per column or none, with no other reader
@@ -33,20 +34,16 @@ class FuseRmsNorm(Pass):
 
     name: ClassVar[str] = "fuse-rms-norm"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every mean."""
-        mode = fake_mode_of(gm)
-        changes = []
-        for node in [n for n in gm.graph.nodes if names_of(n) == ("aten.mean",)]:
-            found = _found(node)
-            if found is None or mode is None:
-                continue
-            formula, weight, eps = found
-            width = value(formula.x).shape[-1]
-            fused = put_call(gm, formula, F.rms_norm, (formula.x, (width,), weight, eps), mode)
-            what = f"{len(formula.inside)} operations are one RMS norm of {width}, eps={eps:g}"
-            changes.append(Change(self.name, "fused", fused.name, what))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Fuse what is around a mean."""
+        found = _found(node) if names_of(node) == ("aten.mean",) else None
+        if found is None:
+            return None
+        formula, weight, eps = found
+        width = value(formula.x).shape[-1]
+        fused = put_call(gm, formula, F.rms_norm, (formula.x, (width,), weight, eps), mode)
+        what = f"{len(formula.inside)} operations are one RMS norm of {width}, eps={eps:g}"
+        return Change(self.name, "fused", fused.name, what)
 
 
 def _found(mean: Node) -> tuple[Formula, Node | None, float] | None:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.edit import set_value
-from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, value
-from amp_graph.passes.graph.identify_ops import names_of, operation_of, tensor_inputs
+from amp_graph.passes.graph.fake_values import run_node, value
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, REGION
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
@@ -76,11 +77,11 @@ def aligned_conv2d(
     return F.conv2d(x, F.pad(weight, (0, 0, 0, 0, 0, short)), bias, stride, padding, dilation)
 
 
-LINEAR, CONVOLUTION = ("aten.linear",), ("aten.conv2d",)
+CONVOLUTION = ("aten.conv2d",)
 
 
 @dataclass(frozen=True)
-class PadShapes(Pass):
+class PadShapes(NodePass):
     """Replaces ``linear`` of odd sizes with ``aligned_linear``.
 
     Law: in low precision; a linear with input or output sizes that are no multiples of 8. The result's layout is
@@ -90,14 +91,30 @@ class PadShapes(Pass):
 
     options: PipelineOptions
     name: ClassVar[str] = "pad-shapes"
+    operation: ClassVar[tuple[str, ...]] = ("aten.linear",)
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear once."""
-        return _padded(gm, self.name, self.options.planned_for, LINEAR)
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Pad a call of ``operation`` whose sizes are odd, if that is profitable."""
+        given, convolves = _operands(node, self.operation), self.operation == CONVOLUTION
+        if given is None or value(node).dtype.itemsize != 2:
+            return None
+        told = _odd_channels(given["weight"]) if convolves else _odd_sizes(given["weight"])
+        if not told:
+            return None
+        work = _work(node, value(given["weight"]))
+        lies = not convolves or is_channels_last(value(given["input"]))
+        device = self.options.planned_for
+        if not (lies and aligning_is_profitable(device, value(node).dtype, work)):
+            why = f"in {work} products" if lies else "in images that are not channels_last"
+            # On a CPU nothing is padded, and no report is wanted.
+            return None if device == "cpu" else Skip(node.name, f"{told} are not worth padding {why}")
+        if not _align(node, given, convolves, mode):
+            return None
+        return Change(self.name, "padded", node.name, f"{told}: tensor cores take multiples of 8")
 
 
 @dataclass(frozen=True)
-class PadChannels(Pass):
+class PadChannels(PadShapes):
     """Replaces ``conv2d`` of an odd number of channels with ``aligned_conv2d``.
 
     Law: in low precision; a convolution without groups over channels_last images, whose input channels are padded from
@@ -106,52 +123,17 @@ class PadChannels(Pass):
     which a kernel may order differently.
     """
 
-    options: PipelineOptions
     name: ClassVar[str] = "pad-channels"
-
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution once."""
-        return _padded(gm, self.name, self.options.planned_for, CONVOLUTION)
+    operation: ClassVar[tuple[str, ...]] = CONVOLUTION
 
 
-def _padded(gm: GraphModule, name: str, device: str, operation: tuple[str, ...]) -> PassResult:
-    """Pad every call of ``operation`` whose sizes are odd, if that is profitable on ``device``."""
-    mode = fake_mode_of(gm)
-    changes, skips = [], []
-    for node in gm.graph.nodes:
-        given = _operands(node, operation) if mode is not None else None
-        if mode is None or given is None or value(node).dtype.itemsize != 2:
-            continue
-        convolves = operation == CONVOLUTION
-        told = _odd_channels(given[1]) if convolves else _odd_sizes(given[1])
-        if not told:
-            continue
-        work, lies = _work(node, value(given[1])), not convolves or is_channels_last(value(given[0]))
-        if not (lies and aligning_is_profitable(device, value(node).dtype, work)):
-            if device != "cpu":  # nothing is padded, and no report is wanted
-                why = f"in {work} products" if lies else "in images that are not channels_last"
-                skips.append(Skip(node.name, f"{told} are not worth padding {why}"))
-        elif _align(node, given, convolves, mode):
-            changes.append(Change(name, "padded", node.name, f"{told}: tensor cores take multiples of 8"))
-    return PassResult(gm, tuple(changes), tuple(skips))
-
-
-def _operands(node: Node, operation: tuple[str, ...]) -> tuple[Node, Node, Node | None] | None:
-    """Return input, weight and bias of a linear or a convolution that torch itself computes."""
-    if (
-        names_of(node) != operation
-        or node.op != "call_function"
-        or REGION in node.meta
-        or not isinstance(value(node), torch.Tensor)
-    ):
+def _operands(node: Node, operation: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the arguments of a linear or a convolution that torch itself computes."""
+    ours = str(getattr(node.target, "__module__", "")).startswith("amp_graph")
+    if names_of(node) != operation or node.op != "call_function" or REGION in node.meta or ours:
         return None
-    if getattr(node.target, "__module__", None) and str(node.target.__module__).startswith("amp_graph"):
-        return None
-    operations, tensors = node.meta[IDENTITY].operations, tensor_inputs(node)
-    found = [[tensors[i] for i in operations[0].operands(name)] for name in ("input", "weight", "bias")]
-    if len(operations) != 1 or len(found[0]) != 1 or len(found[1]) != 1 or value(found[1][0]).dim() < 2:
-        return None
-    return found[0][0], found[1][0], next(iter(found[2]), None)
+    given = arguments_of(node)
+    return given if given is not None and value(given["weight"]).dim() > 1 else None
 
 
 def _odd_sizes(weight: Node) -> str:
@@ -171,17 +153,15 @@ def _work(node: Node, weight: torch.Tensor) -> int:
     return inside * math.prod(concrete_size(n) for n in value(node).shape)
 
 
-def _align(node: Node, given: tuple[Node, Node, Node | None], convolves: bool, mode: FakeTensorMode) -> bool:
-    x, weight, bias = given
+def _align(node: Node, given: dict[str, Any], convolves: bool, mode: FakeTensorMode) -> bool:
+    operands = tuple(given[name] for name in ("input", "weight", "bias"))
     if convolves:
-        call = operation_of(node, mode)
-        if call is None or call.arguments["groups"] != 1 or value(node).dim() != 4:
+        if given["groups"] != 1 or value(node).dim() != 4:
             return False
-        geometry: tuple[Any, ...] = tuple(call.arguments[name] for name in ("stride", "padding", "dilation"))
-        node.target, node.args = aligned_conv2d, (x, weight, bias, *geometry)
+        node.target, node.args = aligned_conv2d, (*operands, *(given[n] for n in ("stride", "padding", "dilation")))
     else:
         dense = not all(CAST in n.meta or (n.op, n.target) == ("call_method", "float") for n in node.users)
-        node.target, node.args = aligned_linear, (x, weight, bias, dense)
+        node.target, node.args = aligned_linear, (*operands, dense)
     node.kwargs = {}
     node.meta.pop(IDENTITY, None)
     set_value(node, run_node(node, mode))

@@ -16,13 +16,14 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.recurrent.lstm_functions import is_faster_than_onednn
 from amp_graph.passes.backends.recurrent.rnn_functions import KINDS, recurrent_whole, rounds_its_state
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import operations_of
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.torch_compat.devices import cpu_has_amx
-from amp_graph.passes.torch_compat.fake import concrete_size, same
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size, same
 
 ATEN = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
 # Multiplications of a trained LSTM layer, all steps, from which on it outweighs the calls of our function; the second
@@ -33,7 +34,7 @@ NAMES = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectiona
 
 
 @dataclass(frozen=True)
-class LowerRnn(Pass):
+class LowerRnn(NodePass):
     """Replaces ``torch.lstm``, ``gru``, ``rnn_tanh`` and ``rnn_relu`` with ``recurrent_whole``.
 
     Law: layers over padded batches; those over packed sequences stay. On every device. Exactness: bit-exact; gradients
@@ -43,21 +44,18 @@ class LowerRnn(Pass):
     name: ClassVar[str] = "lower-rnn"
     why: ClassVar[str] = "a compiler would unroll its steps"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every recurrent layer."""
-        changes = []
-        for node in gm.graph.nodes:
-            op = _recurrent(node)
-            if op is None:
-                continue
-            given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
-            hidden: Any = given["hx"] if ATEN[op] == "lstm" else [given["hx"]]
-            if not self.wants(node, ATEN[op], given["input"], hidden):
-                continue
-            node.target, node.kwargs = recurrent_whole, {}
-            node.args = (ATEN[op], given["input"], hidden, *(given[name] for name in NAMES))
-            changes.append(Change(self.name, "kept whole", node.name, self.why))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Replace a recurrent layer."""
+        op = _recurrent(node)
+        if op is None:
+            return None
+        given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
+        hidden: Any = given["hx"] if ATEN[op] == "lstm" else [given["hx"]]
+        if not self.wants(node, ATEN[op], given["input"], hidden):
+            return None
+        node.target, node.kwargs = recurrent_whole, {}
+        node.args = (ATEN[op], given["input"], hidden, *(given[name] for name in NAMES))
+        return Change(self.name, "kept whole", node.name, self.why)
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
         """Say whether this layer is to be replaced."""

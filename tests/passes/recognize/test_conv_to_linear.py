@@ -73,8 +73,8 @@ def _wrongly(describe, orders):
     def described(made, like, mode):
         if made.target == "flatten" and next(orders):
             with made.graph.inserting_before(made):
-                turned = made.graph.call_method("transpose", (made.args[0], 2, 3))
-            made.args = (describe(turned, like, mode), 1)
+                turned = made.graph.call_method("transpose", (made.args[0], -2, -1))
+            made.args = (describe(turned, like, mode), *made.args[1:])
         return describe(made, like, mode)
 
     return described

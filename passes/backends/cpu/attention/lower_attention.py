@@ -6,7 +6,6 @@ After: ``attention_low(q, k, v, is_causal=True)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,19 +15,20 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.lists import OpClass
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low, by_formula
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.call_arguments import ATTENTION_ARGUMENTS, SDPA, attention_kernel_is_profitable, keywords_of
-from amp_graph.passes.graph.fake_values import fake_mode_of, value
+from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of, operations_of
 from amp_graph.passes.graph.meta_keys import MARK, REGION, WRITTEN_OUT
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.native.gemm_thresholds import LEAST_OF_LIBRARY
 from amp_graph.passes.precision.decompose_composites import expand
-from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 
 @dataclass(frozen=True)
-class Attention(Pass):
+class Attention(NodePass):
     """Replaces ``scaled_dot_product_attention`` with ``attention_low`` when it is profitable.
 
     Law: SDPA's. Exactness: rounding-equal, with the kernel's fp32 scores and probabilities, summed in another order;
@@ -38,33 +38,24 @@ class Attention(Pass):
 
     name: ClassVar[str] = "attention"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every attention that trains."""
-        mode = fake_mode_of(gm)
-        for node in list(gm.graph.nodes):
-            if mode is not None and _hides_attention(node):
-                expand(gm, node, frozenset(), mode)
-        changes, skips = [], []
-        for node in gm.graph.nodes:
-            if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
-                continue
-            given = arguments_of(node)
-            if given is None:
-                skips.append(Skip(node.name, "it is called through a function with other arguments"))
-                continue
-            reason = _why_not(given, node)
-            if reason and not _is_worse_fused(node, given["attn_mask"]):
-                skips.append(Skip(node.name, reason))
-                continue
-            target: Callable[..., Any] = by_formula if reason else attention_low
-            if reason:
-                action, reason = "by the formula", "its mask may hide rows, where torch's backward is inexact"
-            else:
-                action, reason = "own kernel", "torch's CPU kernel is slower in bf16"
-            node.op, node.target = "call_function", target
-            node.args, node.kwargs = tuple(given[name] for name in ATTENTION_ARGUMENTS[:3]), keywords_of(given)
-            changes.append(Change(self.name, action, node.name, reason))
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Replace an attention that trains, or that is a part of ``node``."""
+        if _hides_attention(node):
+            node = next(filter(_is_attention, expand(gm, node, frozenset(), mode) or ()), node)
+        if not _is_attention(node) or not (is_trained(node) or _by_ours(node)):
+            return None
+        given = arguments_of(node)
+        if given is None:
+            return Skip(node.name, "it is called through a function with other arguments")
+        reason = _why_not(given, node)
+        if reason and not _is_worse_fused(node, given["attn_mask"]):
+            return Skip(node.name, reason)
+        node.op, node.target = "call_function", by_formula if reason else attention_low
+        node.args, node.kwargs = tuple(given[name] for name in ATTENTION_ARGUMENTS[:3]), keywords_of(given)
+        if reason:
+            why = "its mask may hide rows, where torch's backward is inexact"
+            return Change(self.name, "by the formula", node.name, why)
+        return Change(self.name, "own kernel", node.name, "torch's CPU kernel is slower in bf16")
 
 
 def _hides_attention(node: Node) -> bool:

@@ -13,24 +13,25 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.convolution.conv_functions import depthwise_low, depthwise_rows, library
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution, depthwise_call, padding_of
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 SEQUENCES = torch.ops.aten.conv1d.default
 CALLS = frozenset({torch.conv1d, torch.nn.functional.conv1d, SEQUENCES, torch.ops.aten.conv1d})
 
 
 @dataclass(frozen=True)
-class Depthwise(Pass):
+class Depthwise(NodePass):
     """Replaces ``conv2d`` with as many groups as channels with ``depthwise_low`` when it is profitable.
 
     Also replaces ``conv1d`` with ``depthwise_rows``, even without training. Law: as many output channels, no dilation;
@@ -40,29 +41,22 @@ class Depthwise(Pass):
 
     name: ClassVar[str] = "depthwise"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every depthwise convolution that trains."""
-        changes, skips = [], []
-        for node in gm.graph.nodes:
-            if (found := _of_sequences(node)) is not None:
-                node.target, node.args, node.kwargs = depthwise_rows, found, {}
-                changes.append(
-                    Change(self.name, "as an image", node.name, "one place high, for which there are kernels")
-                )
-                continue
-            call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
-            if isinstance(call, str):
-                continue
-            weight, images = _is_profitable(call)
-            reason = _why_not(call) if weight or images else "torch's kernel has optimized gradients for this form"
-            if reason:
-                skips.append(Skip(node.name, reason))
-                continue
-            node.target, node.kwargs = depthwise_low, {}
-            node.args = (call.input, call.weight, call.bias, call.stride, call.padding, weight, images)
-            what = " and ".join(["weight's gradient"] * weight + ["input's gradient"] * images)
-            changes.append(Change(self.name, what, node.name, "compiled C instead of the kernel's plain loop"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Replace a depthwise convolution, of images if it trains."""
+        if (found := _of_sequences(node)) is not None:
+            node.target, node.args, node.kwargs = depthwise_rows, found, {}
+            return Change(self.name, "as an image", node.name, "one place high, for which there are kernels")
+        call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
+        if isinstance(call, str):
+            return None
+        weight, images = _is_profitable(call)
+        reason = _why_not(call) if weight or images else "torch's kernel has optimized gradients for this form"
+        if reason:
+            return Skip(node.name, reason)
+        node.target, node.kwargs = depthwise_low, {}
+        node.args = (call.input, call.weight, call.bias, call.stride, call.padding, weight, images)
+        what = " and ".join(["weight's gradient"] * weight + ["input's gradient"] * images)
+        return Change(self.name, what, node.name, "compiled C instead of the kernel's plain loop")
 
 
 def _is_profitable(call: ConvolutionCall) -> tuple[bool, bool]:

@@ -12,18 +12,19 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.call_arguments import has_norm
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 own_functions(__name__)
 
@@ -110,7 +111,7 @@ def _image(found: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LowerPointwiseConv(Pass):
+class LowerPointwiseConv(NodePass):
     """Replaces ``conv2d(x, w)`` with ``pointwise_conv(x, w)`` when ``w`` is 1 x 1 and this is profitable.
 
     Law: no padding, dilation or groups, any stride, and ``x`` channels_last, so that its places are rows in memory.
@@ -120,27 +121,22 @@ class LowerPointwiseConv(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "lower-pointwise-conv"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every convolution."""
-        changes, skips = [], []
-        for node in gm.graph.nodes:
-            call = convolution_call(node) if calls_convolution(node) else ""
-            if isinstance(call, str) or not _is_product(call):
-                continue
-            if self.options.folds_norms and has_norm(node):
-                skips.append(Skip(node.name, "the batch norm behind it is folded into it"))
-                continue
-            out = value(node)
-            places = concrete_size(out.shape[0]) * call.places
-            if not pointwise_product_is_profitable(out.device.type, out.dtype, places, call.trains):
-                skips.append(Skip(node.name, f"torch's is as fast for {places} places in {out.dtype}"))
-                continue
-            few = places <= FEW_PLACES
-            node.target, node.kwargs = pointwise_conv, {}
-            node.args = (call.input, call.weight, call.bias, call.stride, few)
-            what = "a matmul forward and backward" if few else "a matmul for the weight's gradient"
-            changes.append(Change(self.name, "as a matmul", node.name, f"{places} places: {what}"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Replace a convolution."""
+        call = convolution_call(node) if calls_convolution(node) else ""
+        if isinstance(call, str) or not _is_product(call):
+            return None
+        if self.options.folds_norms and has_norm(node):
+            return Skip(node.name, "the batch norm behind it is folded into it")
+        out = value(node)
+        places = concrete_size(out.shape[0]) * call.places
+        if not pointwise_product_is_profitable(out.device.type, out.dtype, places, call.trains):
+            return Skip(node.name, f"torch's is as fast for {places} places in {out.dtype}")
+        few = places <= FEW_PLACES
+        node.target, node.kwargs = pointwise_conv, {}
+        node.args = (call.input, call.weight, call.bias, call.stride, few)
+        what = "a matmul forward and backward" if few else "a matmul for the weight's gradient"
+        return Change(self.name, "as a matmul", node.name, f"{places} places: {what}")
 
 
 def _is_product(call: ConvolutionCall) -> bool:

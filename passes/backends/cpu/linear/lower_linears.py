@@ -17,19 +17,20 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.backends.cpu.linear import amx_gemm, panel_gemm
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear, room, side_by_side
 from amp_graph.passes.backends.cpu.linear.panel_gemm import as_rows, library, product
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.native.gemm_thresholds import (
     MOST_OF_A_CALL,
     small_linear_is_profitable,
 )
-from amp_graph.passes.native.operator_library import OPS, define_as_typed
+from amp_graph.passes.native.operator_library import called, define_as_typed
 from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch, unsafe_view
-from amp_graph.passes.torch_compat.dispatch import is_seen
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,7 +49,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return shaped_as(multiplied(as_rows(x), weight.t(), bias), x)
+        return shaped_as(called(product_low, as_rows(x), weight.t(), bias), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -56,13 +57,14 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.needs_input_grad
         plain, rows, of_rows = is_plain(grad), as_rows(grad), None
         if of_x:
-            of_rows = (torch.mm if plain else multiplied)(rows, weight).view(*grad.shape[:-1], weight.shape[1])
+            made = torch.mm(rows, weight) if plain else called(product_low, rows, weight)
+            of_rows = made.view(*grad.shape[:-1], weight.shape[1])
         if not of_weight:
             return of_rows, None, rows.sum(0) if of_bias else None
         read = as_rows(x)
         if plain or by_units(rows.numel() * read.shape[1]):
             return of_rows, *gradients_of_linear(rows, read, biased=of_bias)
-        return of_rows, multiplied(rows.t(), read), rows.sum(0) if of_bias else None
+        return of_rows, called(product_low, rows.t(), read), rows.sum(0) if of_bias else None
 
 
 def shaped_as(rows: Tensor, x: Tensor) -> Tensor:
@@ -71,14 +73,6 @@ def shaped_as(rows: Tensor, x: Tensor) -> Tensor:
     Inside a Function, which spares two nodes of autograd. No view: one that a Function returns cannot be written.
     """
     return rows if x.dim() == 2 else unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
-
-
-def multiplied(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``product_low``: called directly, or as one operator if a mode, such as a tracer, observes it."""
-    if is_seen(a):
-        found: Tensor = OPS.product_low(a, b, bias)
-        return found
-    return product_low(a, b, bias)
 
 
 def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,7 +95,7 @@ Form = tuple[str, torch.dtype, int, int, int]  # device, dtype, rows, outputs, i
 
 
 @dataclass(frozen=True)
-class LowerLinears(Pass):
+class LowerLinears(NodePass):
     """Replaces ``linear(x, w, b)`` that trains over few rows with ``linear_low`` when it is profitable.
 
     Law: the same matmul, and the same two in backward, all in compiled C. Exactness: rounding-equal, fp32 sums in
@@ -110,17 +104,13 @@ class LowerLinears(Pass):
 
     name: ClassVar[str] = "lower-linears"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every linear."""
-        changes = []
-        for node in gm.graph.nodes:
-            form, again = linear_form(node), node.target is computing_again(F.linear)
-            if form is None or not small_linear_is_profitable(*form) or panel_gemm.library() is None:
-                continue
-            node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low
-            why = "by compiled C: oneDNN's calls take longer than the matmuls"
-            changes.append(Change(self.name, "lowered", node.name, why))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Lower a linear."""
+        form, again = linear_form(node), node.target is computing_again(F.linear)
+        if form is None or not small_linear_is_profitable(*form) or panel_gemm.library() is None:
+            return None
+        node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low
+        return Change(self.name, "lowered", node.name, "by compiled C: oneDNN's calls take longer than the matmuls")
 
 
 def linear_form(node: Node) -> Form | None:

@@ -15,17 +15,19 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.linear.amx_gemm import library
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.call_arguments import FLAT_TRANSPOSES
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 ATEN: Any = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class LowerWeightGradients(Pass):
+class LowerWeightGradients(NodePass):
     """Replaces ``mm`` with a column-major first operand with ``amx_product``, when it is profitable.
 
     Also replaces sums over these columns, if a matmul reads them anyway; and ``mm`` and ``addmm`` for which oneDNN
@@ -35,29 +37,22 @@ class LowerWeightGradients(Pass):
 
     name: ClassVar[str] = "lower-weight-gradients"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every matmul."""
-        changes = []
-        for node in gm.graph.find_nodes(op="call_function", target=ATEN.mm.default):
-            a, b = node.args
-            if (
-                not (isinstance(a, Node) and isinstance(b, Node) and _is_profitable(value(a), value(b)))
-                or library() is None
-            ):
-                continue
-            added = _added_up(node, a)
-            if added is None:
-                node.target, node.args = OPS.amx_product.default, (a, b)
-            else:
-                _with_sums(gm, node, b, added)
-            changes.append(Change(self.name, "own kernel", node.name, f"{a.name} lies in columns"))
-        for target in (ATEN.mm.default, ATEN.addmm.default):
-            for node in gm.graph.find_nodes(op="call_function", target=target):
-                if one_thread_idles(node) and library() is not None:
-                    *bias, a, b = node.args
-                    node.target, node.args = OPS.amx_product.default, (a, b, *bias)
-                    changes.append(Change(self.name, "own kernel", node.name, "oneDNN's leaves a thread idle"))
-        return PassResult(gm, tuple(changes))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
+        """Lower a matmul."""
+        if node.target not in (ATEN.mm.default, ATEN.addmm.default):
+            return None
+        given: tuple[Any, ...] = node.args
+        *bias, a, b = given
+        columns = not bias and isinstance(a, Node) and isinstance(b, Node) and _is_profitable(value(a), value(b))
+        if not (columns or one_thread_idles(node)) or library() is None:
+            return None
+        added = _added_up(node, a) if columns else None
+        if added is not None:
+            _with_sums(gm, node, b, added)
+        else:
+            node.target, node.args = OPS.amx_product.default, (a, b, *bias)
+        why = f"{a.name} lies in columns" if columns else "oneDNN's leaves a thread idle"
+        return Change(self.name, "own kernel", node.name, why)
 
 
 def one_thread_idles(node: Node) -> bool:

@@ -16,17 +16,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import give_value, take_over
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, IDENTITY, REGION, TRANSFORM
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from amp_graph.passes.torch_compat.fake import concrete_size
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 OPTIONS = ("target", "ignore_index", "reduction")
 REDUCTIONS = ("none", "mean", "sum")
@@ -50,7 +51,7 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class FuseCrossEntropy(Pass):
+class FuseCrossEntropy(NodePass):
     """Replaces ``cross_entropy(logits.float(), labels)`` with ``cross_entropy_low(logits, labels)`` when it trains.
 
     The logits stay whole, in low precision: recomputing them in backward, or multiplying by chunks of tokens, which
@@ -63,23 +64,20 @@ class FuseCrossEntropy(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "fuse-cross-entropy"
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every cross entropy that trains on upcast logits."""
-        memory, changes, skips = observe(gm, marks(gm)), [], []
-        for node in list(gm.graph.nodes):
-            given = _arguments(node)
-            found = _logits(given["self"]) if given is not None else None
-            if given is None or found is None:
-                continue
-            reason = _why_not(node, given, found, memory) or _why_not_in_parts(given, found, self.options.planned_for)
-            if reason:
-                skips.append(Skip(node.name, reason))
-                continue
-            rows = math.prod(concrete_size(n) for n in value(found.low).shape[:-1])
-            told = f"{rows} x {concrete_size(value(found.low).shape[-1])} logits"
-            changes.append(Change(self.name, "in parts", node.name, f"no fp32 copies of {told} for the loss"))
-            _rewrite(gm, node, given, found)
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Replace a cross entropy that trains on upcast logits."""
+        given = _arguments(node)
+        found = _logits(given["self"]) if given is not None else None
+        if given is None or found is None:
+            return None
+        memory = observe(gm, marks(gm))
+        reason = _why_not(node, given, found, memory) or _why_not_in_parts(given, found, self.options.planned_for)
+        if reason:
+            return Skip(node.name, reason)
+        rows = math.prod(concrete_size(n) for n in value(found.low).shape[:-1])
+        told = f"{rows} x {concrete_size(value(found.low).shape[-1])} logits"
+        _rewrite(gm, node, given, found)
+        return Change(self.name, "in parts", node.name, f"no fp32 copies of {told} for the loss")
 
 
 def _arguments(node: Node) -> dict[str, Any] | None:

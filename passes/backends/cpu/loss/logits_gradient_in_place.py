@@ -12,19 +12,16 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import OPS
-from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
+from amp_graph.passes.base import Change, Skip, Writes
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.graph_text import type_text
 from amp_graph.passes.graph.liveness import Lifetimes
-from amp_graph.passes.torch_compat.dispatch import OpOverload
-from amp_graph.passes.torch_compat.fake import is_contiguous
-
-# Operators of a gradient of logits, their second argument, and those that write it over them: another device adds its.
-IN_PLACE: dict[OpOverload, OpOverload] = {OPS.cross_entropy_backward.default: OPS.cross_entropy_backward_.default}
+from amp_graph.passes.graph.node_pass import NodePass
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, is_contiguous
 
 
 @dataclass(frozen=True)
-class LogitsGradientInPlace(Pass):
+class LogitsGradientInPlace(NodePass):
     """Replaces ``cross_entropy_backward`` with ``cross_entropy_backward_`` when it is the last to read its logits.
 
     Law: the graph made the logits, whole and contiguous, and does not read their memory later. Exactness: bit-exact.
@@ -35,19 +32,16 @@ class LogitsGradientInPlace(Pass):
     name: ClassVar[str] = "logits-gradient-in-place"
     writes: ClassVar[Writes] = Writes.OWN
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every gradient of logits once, in order."""
-        lives = Lifetimes.of(gm)
-        changes, skips = [], []
-        for node in [n for n in gm.graph.nodes if n.op == "call_function" and n.target in IN_PLACE]:
-            logits = node.args[1]
-            assert isinstance(logits, Node), "an operator's logits are a tensor"
-            if not _may_go(node, logits, lives):
-                skips.append(Skip(node.name, f"{logits.name} is read again, not the graph's own, or not contiguous"))
-                continue
-            node.target = IN_PLACE[node.target]
-            changes.append(Change(self.name, "over the logits", node.name, f"{type_text(value(node))} less"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Let a gradient of logits be written over them."""
+        if node.target is not OPS.cross_entropy_backward.default:
+            return None
+        logits = node.args[1]
+        assert isinstance(logits, Node), "an operator's logits are a tensor"
+        if not _may_go(node, logits, Lifetimes.of(gm)):
+            return Skip(node.name, f"{logits.name} is read again, not the graph's own, or not contiguous")
+        node.target = OPS.cross_entropy_backward_.default
+        return Change(self.name, "over the logits", node.name, f"{type_text(value(node))} less")
 
 
 def _may_go(node: Node, logits: Node, lives: Lifetimes) -> bool:

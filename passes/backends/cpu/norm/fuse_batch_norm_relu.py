@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import norm_add_relu, norm_alone, norm_and_relu
 from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import library
-from amp_graph.passes.base import Change, Pass, PassResult, Skip, Writes
+from amp_graph.passes.base import Change, Skip, Writes
 from amp_graph.passes.graph.activation_checkpoints import place_of
 from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, RELUS, batch_norm_arguments
 from amp_graph.passes.graph.fake_values import value
@@ -25,15 +25,16 @@ from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import Formula, is_written_meanwhile, operation
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
+from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.jit_compiler import CompilerError
-from amp_graph.passes.torch_compat.fake import numel, same
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, numel, same
 
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
 
 
 @dataclass(frozen=True)
-class FuseBatchNormRelu(Pass):
+class FuseBatchNormRelu(NodePass):
     """Replaces ``relu(batch_norm(x))`` in training with ``norm_and_relu(x)``, and that of a sum with ``norm_add_relu``.
 
     Law: low-precision channels_last images on the CPU, fp32 parameters, statistics of the batch itself. If the norm has
@@ -46,24 +47,17 @@ class FuseBatchNormRelu(Pass):
     name: ClassVar[str] = "fuse-batch-norm-relu"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
-    def run(self, gm: GraphModule) -> PassResult:
-        """Visit every batch norm that trains."""
-        changes, skips = [], []
-        for node in list(gm.graph.nodes):
-            if not _is_trained_batch_norm(node):
-                continue
-            given = batch_norm_arguments(node)
-            reason = _why_not(node, given)
-            if reason:
-                skips.append(Skip(node.name, reason))
-                continue
-            found = _relu_behind(node)
-            made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
-            parts = "norm" if found is None else f"norm{', sum' if found[2] else ''} and relu"
-            changes.append(
-                Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
-            )
-        return PassResult(gm, tuple(changes), tuple(skips))
+    def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
+        """Fuse a batch norm that trains."""
+        if not _is_trained_batch_norm(node):
+            return None
+        given = batch_norm_arguments(node)
+        if reason := _why_not(node, given):
+            return Skip(node.name, reason)
+        found = _relu_behind(node)
+        made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
+        parts = "norm" if found is None else f"norm{', sum' if found[2] else ''} and relu"
+        return Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
 
 
 def _is_trained_batch_norm(node: Node) -> bool:

@@ -48,19 +48,11 @@ def typed(found: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
     return found
 
 
-def load_kernel(name: str, dtype: torch.dtype = torch.bfloat16) -> object:
-    """Return the library of a kernel for ``dtype``; None if no imported module has registered that kernel.
-
-    Raises CompilerError where the kernel's own loader does.
-    """
-    loader = _loaders.get(name)
-    return None if loader is None else loader(dtype)
-
-
 def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Say whether the kernel ``name`` runs on this machine; compiles it if that was not done yet."""
+    """Say whether an imported module has the kernel ``name`` and it runs here; compiles it if that was not done yet."""
+    loader = _loaders.get(name)
     try:
-        return load_kernel(name, dtype) is not None
+        return loader is not None and loader(dtype) is not None
     except CompilerError:
         return False
 

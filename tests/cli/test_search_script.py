@@ -2,8 +2,12 @@
 
 import copy
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -279,3 +283,26 @@ def test_a_wrong_command_line_is_one_error(capsys, words, told):
     printed = capsys.readouterr().err
     assert told in printed
     assert "fix:" in printed
+
+
+SLOW = HEAD.replace("def forward(self, x, y=None):", "def forward(self, x, y=None):\n        time.sleep(0.05)")
+
+
+def test_control_c_ends_a_search_with_the_best_so_far(tmp_path):
+    path = written(tmp_path, "import time" + SLOW + STYLES["a criterion"])
+    words = [sys.executable, "-m", "amp_graph", "search", "--state", "search.json", "--script", path, "9"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()}, **pipes) as process:
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith("1: bf16-O0"):
+                time.sleep(0.5)  # the next policy is being measured: a step takes 50 ms, and it takes dozens of them
+                process.send_signal(signal.SIGINT)
+                break
+        printed, rest = process.communicate(timeout=300)
+    assert process.returncode == 0, "".join(told) + rest
+    assert "best so far bf16-O0" in told[-1]
+    assert "ended: interrupted; the best so far" in printed
+    assert "Traceback" not in rest
+    assert len(json.loads((tmp_path / "search.json").read_text())["trials"]) == 1

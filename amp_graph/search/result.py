@@ -65,6 +65,7 @@ class SearchResult:
         if self.by_metric:
             return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with a metric of {best.metric:.4g}"
         held = "" if math.isnan(self.held_out) else f", {self.held_out:.3g} on held-out data"
+        held += f": {best.error / self.unit:.2f} times torch.autocast's" if self.unit > 0 else ""
         return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.3g}{held}"
 
     def _why_full(self, others: Sequence[Trial]) -> str:
@@ -76,7 +77,7 @@ class SearchResult:
             return f"the fastest other policy has {1 / min(one.time for one in ran):.2f} times its speed here"
         nearest = min(fast, key=lambda one: one.metric if self.by_metric else one.error)
         found = f"a metric of {nearest.metric:.4g}" if self.by_metric else f"an error of {nearest.error:.3g}"
-        return f"no faster policy is good enough; the nearest is {_short(nearest.policy)}, with {found}"
+        return f"no faster policy is good enough; the nearest is {shown(nearest.policy)}, with {found}"
 
     def line(self) -> str:
         """Return the line of code, or the command, that uses the answer; "" for fp32."""
@@ -105,16 +106,16 @@ class SearchResult:
 
     def table(self) -> list[list[str]]:
         """Return the names of the columns, and a row for each policy that was tried."""
-        shown = [name for name in COLUMNS if (self.by_metric or name != METRIC)
+        columns = [name for name in COLUMNS if (self.by_metric or name != METRIC)
                  and (any(one.memory for one in self.trials) or name != MEMORY)]  # fmt: skip
         cells = [
             dict(zip(COLUMNS, (
-                _short(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.memory / 2**20:.1f} MiB",
+                shown(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.memory / 2**20:.1f} MiB",
                 f"{one.error:.3g}", f"{one.metric:.4g}", self.fate(one), one.why,
             ), strict=True))
             for one in self.trials
         ]  # fmt: skip
-        return [shown, *([row[name] for name in shown] for row in cells)]
+        return [columns, *([row[name] for name in columns] for row in cells)]
 
     def fate(self, one: Trial) -> str:
         """Say whether a policy is the answer, or why it is not."""
@@ -126,8 +127,10 @@ class SearchResult:
             return "no: too much memory"
         if not self.goal.is_met(one):
             return f"no: {self.goal.excess(one):.3g} times the budget"
-        slower = one.time * (1 + self.noise) >= self.best.time
-        return "no: not faster" if slower else "no: beyond the budget on held-out data"
+        if one.time >= self.best.time:
+            return "no: slower"
+        within = one.time * (1 + self.noise) >= self.best.time
+        return "no: as fast, by the noise" if within else "no: beyond the budget on held-out data"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values; infinite numbers and NaN as text."""
@@ -139,5 +142,8 @@ class SearchResult:
         write_or_refuse(path, search_page(self), "search: found.html(path)", 'found.html("search.html")')
 
 
-def _short(policy: str) -> str:
+def shown(policy: str) -> str:
+    """Return how a policy is printed: fp32 by name, and the first words of a long one."""
+    if policy == FULL:
+        return "fp32"
     return policy if len(policy) <= SHOWN else f"{policy[:SHOWN]}..."

@@ -26,7 +26,7 @@ from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.policy import Policy
 from amp_graph.search.bench import Bench, refuse_random_steps
 from amp_graph.search.proposals import propose
-from amp_graph.search.result import SearchResult
+from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
 from amp_graph.search.trials import FULL, Goal, Trial, best_of
 
@@ -144,8 +144,8 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
 def _line(trials: list[Trial], goal: Goal, noise: float) -> str:
     last, best = trials[-1], best_of(trials, goal, noise)
     return (
-        f"{len(trials)}: {last.policy}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
-        f"best so far {best.policy}"
+        f"{len(trials)}: {shown(last.policy)}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
+        f"best so far {shown(best.policy)}"
     )
 
 

@@ -32,7 +32,7 @@ def test_each_policy_is_a_point_and_a_row(open_page, tmp_path):
     assert points[2].rect["x"] < points[1].rect["x"]
     rows = page.all(".tried tbody tr")
     assert [row.find_elements("css selector", "td")[5].text for row in rows] == [
-        "no: not faster", "no: not faster", "the answer", "no: 72.7 times the budget", "no: fails",
+        "no: slower", "no: slower", "the answer", "no: 72.7 times the budget", "no: fails",
     ]  # fmt: skip
     assert page.text("pre") == f'use:   model = amp_graph.convert(model, "{answer}")'
     assert not page.all("td b")  # the text of users is text

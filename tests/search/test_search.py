@@ -169,7 +169,7 @@ def test_the_table_says_of_each_policy_whether_it_was_kept_and_why():
     head, *rows = found.table()
     assert head == ["policy", "time over fp32's", "speed", "peak memory", "error", "kept", "why it was tried"]
     assert [row[5] for row in rows] == [
-        "no: not faster", "the answer", "no: beyond the budget on held-out data", "no: 2 times the budget",
+        "no: slower", "the answer", "no: beyond the budget on held-out data", "no: 2 times the budget",
         "no: too much memory", "no: fails",
     ]  # fmt: skip
     assert [row[3] for row in rows][:2] == ["40.0 MiB", "20.0 MiB"]

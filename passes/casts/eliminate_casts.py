@@ -7,12 +7,14 @@ Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.casts.user_copies import is_returned_copy
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import captured, tensors, value
@@ -112,8 +114,8 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return "gradients of several readers are summed in the wide dtype: kept"
     if _is_callers(origin, memory) and _is_kept_for_backward(node):
         return "backward would read an input of the caller, who may write to it before: kept"
-    if _caller_gets_both(node, origin, memory):
-        return "the caller gets both tensors, and may write to one: kept"
+    if is_returned_copy(node, origin, memory):
+        return "the caller gets the copy, and may write to it: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
 
 
@@ -131,20 +133,13 @@ def _is_callers(node: Node, memory: Memory) -> bool:
     )
 
 
-def _caller_gets_both(made: Node, origin: Node, memory: Memory) -> bool:
-    """Say whether the caller gets ``made``, a copy of ``origin``, together with ``origin`` or a view of it."""
-    graph, of = made.graph, memory.storages.get
-    returned = frozenset().union(*(of(n, frozenset()) for n in graph.output_node().all_input_nodes))
-    given = frozenset().union(*(of(n, frozenset()) for n in graph.find_nodes(op="placeholder")))
-    mine, other = of(made, frozenset()), of(origin, frozenset())
-    return bool(mine & returned) and bool(other & (returned | given)) and not mine & other
-
-
 def _create_converted(node: Node) -> bool:
     """Create a constant that only ``node`` reads, and converts, in the dtype of ``node``; say whether that was done."""
     source: Any = node.args[0]
     dtype, names, made = value(node).dtype, names_of(source), value(source)
     if len(names) != 1 or names[0] not in CREATIONS or made.requires_grad or "out" in source.kwargs:
+        return False
+    if isinstance(source.target, FunctionType):  # a function of torch's Python, a window say, may refuse other dtypes
         return False
     if len(source.users) > 1:  # a write to it, or to a view of it, would be another reader
         return False

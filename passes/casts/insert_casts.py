@@ -110,7 +110,9 @@ class _Insertion:
             self.changes.append(Change("insert-casts", "asks for fp32", node.name, mark.reason))
         self._recompute(node)
         if keep_copy(node, self.memory, self.mode):
-            self.changes.append(Change("insert-casts", "kept a copy", node.name, "it, or its source, is written"))
+            self.changes.append(
+                Change("insert-casts", "kept a copy", node.name, "it, or its source, is written, or returned")
+            )
         if mark is not None and mark.converts_result and value(node).dtype == self.dtype:
             if not all(CAST in user.meta for user in node.users):  # else this was done before
                 self._convert_result(node)

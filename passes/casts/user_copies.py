@@ -1,7 +1,7 @@
 """Keep user conversions a copy if they copied at capture, but the value now has the requested dtype already.
 
 Before: ``b = h.bfloat16(); b.mul_(2)``, where ``h`` was lowered: ``b`` would be ``h`` itself, and the write would
-change ``h``. After: ``b = h.to(torch.bfloat16, copy=True)``.
+change ``h``. After: ``b = h.to(torch.bfloat16, copy=True)``. What is returned may be written by the caller.
 """
 
 from __future__ import annotations
@@ -20,17 +20,28 @@ from amp_graph.passes.torch_compat.storage import storage_key
 
 
 def keep_copy(node: Node, memory: Memory, mode: FakeTensorMode) -> bool:
-    """Make a conversion copy that copied at capture, if it or its source is written; say whether it was changed."""
+    """Make a conversion copy that copied at capture, if it or its source may be written; say whether it was."""
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or not (is_conversion_target(node) or set(names_of(node)) & CONVERSIONS):
         return False
     became_one = not _share(captured(node), captured(source)) and _share(value(node), value(source))
-    if not became_one or not (memory.is_written(node) or memory.is_written(source)):
+    written = memory.is_written(node) or memory.is_written(source) or is_returned_copy(node, source, memory)
+    if not became_one or not written:
         return False
     node.op, node.target = "call_method", "to"
     node.args, node.kwargs = (source, value(node).dtype), {"copy": True}
     set_value(node, run_node(node, mode))
     return True
+
+
+def is_returned_copy(made: Node, source: Node, memory: Memory) -> bool:
+    """Say whether the caller gets ``made``, a copy of ``source`` at capture, or a view of it.
+
+    A write to it must not reach what backward reads of ``source``, nor other copies of ``source`` that the caller gets.
+    """
+    of, outputs = memory.storages.get, made.graph.output_node().all_input_nodes
+    mine, other, *returned = (of(n, frozenset()) for n in (made, source, *outputs))
+    return not mine & other and not mine.isdisjoint(frozenset().union(*returned))
 
 
 def _share(one: Any, other: Any) -> bool:

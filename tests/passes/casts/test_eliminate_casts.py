@@ -15,6 +15,7 @@ from amp_graph.passes.manager import run_passes
 from tests.layers import layers
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
 from tests.passes.programs import captured
+from tests.relative_error import errors
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
@@ -151,6 +152,10 @@ def fills(self, x):
     return torch.full_like(h, 0.5).bfloat16().float() + fill + torch.exp(h)
 
 
+def makes_a_window(self, x):
+    return x @ self.w * torch.signal.windows.hann(1).bfloat16()  # ones, by a function that takes fp32 and fp64 alone
+
+
 def written_zeros(self, x):
     h = (x @ self.w).bfloat16()
     made = torch.zeros_like(h)
@@ -170,7 +175,7 @@ def casts_of_constants(gm):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros])
+@pytest.mark.parametrize("function", [sums_into_zeros, fills, written_zeros, makes_a_window])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
 def test_constants_are_made_in_the_dtype_of_their_reader_bit_for_bit(function, policy):
     _, wrong = effect_of(capture_function(function, X, w=W, rows=ROWS), EliminateCasts(), policy)
@@ -222,6 +227,44 @@ def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
         copied[0].zero_()
     assert torch.equal(source, before[0])
     assert torch.equal(x, before[1])
+
+
+def returned(self, x):
+    return self.layer(x).relu().bfloat16()
+
+
+def returned_twice(self, x):
+    h = self.layer(x).relu()
+    return h.bfloat16(), h.bfloat16().view(-1)
+
+
+def returned_and_read(self, x):
+    h = self.layer(x)
+    return h.bfloat16(), self.layer(h)
+
+
+def returned_by_way_of_fp32(self, x):
+    return self.layer(x).relu().float().bfloat16()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("forward", [returned, returned_twice, returned_and_read, returned_by_way_of_fp32])
+def test_a_callers_write_to_a_copy_reaches_nothing_else(forward, trained):
+    torch.manual_seed(0)
+    model = type("Model", (nn.Module,), {"forward": forward})()
+    model.layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=trained)
+
+    def run():
+        outputs = model(x)
+        first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+        first.add_(1.0)
+        loss = sum(t.float().sum() for t in (first, *others))
+        return [first, *others, *(torch.autograd.grad(loss, x) if trained else ())]
+
+    want = run()
+    amp_graph.convert(model, "bf16")
+    assert max(errors(run(), want)) < 0.02
 
 
 @layers(lambda: dict(layer=nn.Linear(8, 8)))

@@ -17,6 +17,7 @@ from amp_graph.capture.frozen_conversion import FrozenConversion
 from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.capture.sensitivity_sample import Sample, measure
 from amp_graph.compiler_options import options_text, read_options
+from amp_graph.devices import device_of_model, machine_name
 from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
@@ -94,6 +95,7 @@ def convert(
     for device in sorted({p.device.type for p in model.parameters()} or {"cpu"}):
         wanted.op_list(device)  # a bad list raises here, not at the first step
     warn_of_unmatched(model, wanted)
+    _warn_of_other_machine(model, wanted)
     measured = _measured(model, wanted, sample, dynamic)
     wrapped = model.__dict__.get("forward")
     made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs, found)
@@ -271,6 +273,15 @@ def warn_of_unmatched(model: torch.nn.Module, policy: Policy) -> None:
         f"amp_graph: {told} matches no module of {type(model).__name__}, so it keeps nothing in fp32\n"
         f"  legal: {legal}{_few([f'{name}:linear' for name in leaves] if absent else leaves)}",
     )
+
+
+def _warn_of_other_machine(model: torch.nn.Module, policy: Policy) -> None:
+    here = machine_name(device_of_model(model) or "cpu")
+    if policy.measured_on not in ("", here):
+        warn(
+            f"convert: the time, memory and error of '{policy}' were measured on {policy.measured_on}, and not on this "
+            f"{here}, where another policy may be faster\n  fix: amp_graph.search(model, step) here"
+        )
 
 
 def _few(names: list[str]) -> str:

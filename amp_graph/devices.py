@@ -1,4 +1,4 @@
-"""Finds the device that a graph or a model computes on.
+"""Finds the device that a graph or a model computes on, and the name of the machine.
 
 Before: a graph whose values are on "cpu" and "cuda". After: "cuda".
 """
@@ -9,6 +9,12 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.passes.graph.fake_values import tensors, value
+from amp_graph.passes.precision.machine_rates import class_of
+
+
+def machine_name(device: str) -> str:
+    """Return what a measurement on ``device`` ("cpu", "cuda") holds for: the GPU by its name, a CPU by its class."""
+    return torch.cuda.get_device_name() if device == "cuda" else class_of("cpu").name
 
 
 def device_of(gm: GraphModule) -> str:

@@ -129,6 +129,12 @@ class Policy:
         "kernels round ([numerics.md](numerics.md#fp16-without-a-gpu))",
         "cuda",
     )
+    measured_on: str = word(
+        "",
+        "where `amp_graph.search` measured the policy: on another machine, `convert` warns that its time, memory and "
+        "error were not measured there",
+        takes="a name",
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing, alone or together."""

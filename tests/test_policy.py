@@ -35,6 +35,7 @@ OTHER = {
     "calibration": "run.json",
     "keep_ops": ("layers.3.fc:linear", ":add.1"),
     "emulate": "cuda",
+    "measured_on": "NVIDIA H200, of 141 GB",
 }
 FIELDS = [f.name for f in dataclasses.fields(Policy)]
 

@@ -6,12 +6,13 @@ import math
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from amp_graph.numerics.overflow.result import plain_values
 from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.policy import Policy
 from amp_graph.search.search_html import search_page
 from amp_graph.search.trials import FULL, Goal, Trial
 
@@ -25,12 +26,12 @@ ANSWER = "the answer"
 class SearchResult:
     """The fastest policy that was measured and is exact enough.
 
-    ``policy``: its text, as ``convert`` takes it. ``trials``: all that were measured, in order. ``goal``: what they had
-    to keep. ``unit``: torch.autocast's error, NaN if it fails. ``noise``: the share of time that two measurements of
-    the same step differ by. ``held_out``: the error on data that was not used to choose; NaN without such data.
-    ``machine``: where it was measured. ``ended``: why the search ended. ``freeze``: the step was no training, and the
-    model was measured frozen. ``script``: the words of a script that the model and its steps were taken from.
-    ``again``: the command that was given.
+    ``policy``: its text, as ``convert`` takes it, with the machine. ``trials``: all that were measured, in order.
+    ``goal``: what they had to keep. ``unit``: torch.autocast's error, NaN if it fails. ``noise``: the share of time
+    that two measurements of the same step differ by. ``held_out``: the error on data that was not used to choose; NaN
+    without such data. ``machine``: where it was measured. ``ended``: why the search ended. ``freeze``: the step was no
+    training, and the model was measured frozen. ``script``: the words of a script that the model and its steps were
+    taken from. ``again``: the command that was given.
     """
 
     policy: str
@@ -53,7 +54,8 @@ class SearchResult:
     @property
     def best(self) -> Trial:
         """What was measured of the policy."""
-        return next(one for one in self.trials if one.policy == self.policy)
+        measured = str(replace(Policy.parse(self.policy), measured_on=""))
+        return next(one for one in self.trials if one.policy == measured)
 
     def verdict(self) -> str:
         """Return the answer in a line."""
@@ -119,7 +121,7 @@ class SearchResult:
 
     def fate(self, one: Trial) -> str:
         """Say whether a policy is the answer, or why it is not."""
-        if one.policy == self.policy:
+        if one == self.best:
             return ANSWER
         if math.isinf(one.time):
             return "no: fails"

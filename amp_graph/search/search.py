@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from amp_graph.convert import refuse_converted, refuse_what_cannot_be_converted, refuse_what_is_no_model
-from amp_graph.devices import device_of_model
+from amp_graph.devices import device_of_model, machine_name
 from amp_graph.errors import AmpGraphError, PolicyError
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.native.output_file import write_or_refuse
@@ -117,8 +117,9 @@ def search(
     if not trials:
         trials.append(Trial(FULL, 1.0, 0.0, why="nothing was measured"))
     answer, error = _confirmed(bench, trials, goal, noise, held_out)
-    machine = machine_for(device).name
-    return SearchResult(answer, tuple(trials), goal, unit, noise, error, machine, ended, freeze=not bench.trains)
+    machine = machine_name(device)
+    policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
+    return SearchResult(policy, tuple(trials), goal, unit, noise, error, machine, ended, freeze=not bench.trains)
 
 
 def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy | str) -> tuple[Policy, Goal]:
@@ -134,7 +135,7 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
             "search: metric with absolute, which bounds the error instead\n  legal: one of them\n"
             "  fix:   search(model, step, metric=metric, budget=0.05)"
         )
-    asked = Policy.parse(policy)
+    asked = replace(Policy.parse(policy), measured_on="")
     refuse_what_cannot_be_converted(model, asked)
     if metric is not None:
         return asked, Goal(metric=budget)

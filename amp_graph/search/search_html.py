@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amp_graph.report.report_html import asset, template
 
@@ -51,7 +51,7 @@ def search_page(result: SearchResult) -> str:
     up = _axis([0.0, *(min(error, limit + BEYOND * abs(limit)) for _, _, error in shown), limit], HEIGHT)
     points = [
         {"number": number, "x": across.place(one.time), "y": HEIGHT - up.place(error), "policy": one.policy,
-         "kind": "answer" if one.policy == result.policy else "good" if result.goal.is_met(one) else "over",
+         "kind": "answer" if one == result.best else "good" if result.goal.is_met(one) else "over",
          "told": f"{one.policy}: {one.time:.3f} of fp32's time, {error:.3g}; {result.fate(one)}"}
         for number, one, error in shown
     ]  # fmt: skip
@@ -70,9 +70,9 @@ def _axis(values: Sequence[float], length: float) -> Axis:
     return Axis(low, low + 1.1 * ((high - low) or 1.0), length)
 
 
-def _front(points: list[dict[str, float]]) -> str:
+def _front(points: list[dict[str, Any]]) -> str:
     """Return the line through the policies that no other beats in both time and error."""
-    kept: list[dict[str, float]] = []
+    kept: list[dict[str, Any]] = []
     for point in sorted(points, key=lambda one: (one["x"], -one["y"])):
         if not kept or point["y"] > kept[-1]["y"]:
             kept.append(point)

@@ -1,6 +1,7 @@
 """The search over real models; times are made up where low precision must be fast, which it is not in small models."""
 
 import copy
+import importlib
 import json
 import math
 
@@ -10,7 +11,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import amp_graph
-from amp_graph.errors import AmpGraphError, PolicyError
+from amp_graph.devices import machine_name
+from amp_graph.errors import AmpGraphError, AmpGraphWarning, PolicyError
 from amp_graph.search.bench import Bench
 from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
@@ -53,7 +55,7 @@ def test_the_answer_is_a_policy_whose_measured_error_is_within_the_budget_also_o
     model = mlp()
     before = copy.deepcopy(model.state_dict())
     found = search(model, step_of(), held_out=step_of(1))
-    assert found.policy == "bf16-O1"
+    assert found.best.policy == "bf16-O1"
     assert 0 < found.best.error <= found.goal.error == found.unit
     assert 0 < found.held_out <= 1.1 * found.goal.error
     assert "2.00 times fp32's speed" in found.verdict()
@@ -95,7 +97,7 @@ def test_fp16_that_overflows_is_no_answer():
 @pytest.mark.usefixtures("_low_is_fast")
 def test_a_users_metric_bounds_the_answer_instead_of_the_error():
     found = search(mlp(), step_of(), metric=lambda model: 0.2, budget=0.3)
-    assert found.policy == "bf16-O1"
+    assert found.best.policy == "bf16-O1"
     assert found.best.metric == 0.2
     assert search(mlp(), step_of(), metric=lambda model: 0.4, budget=0.3).policy == FULL
 
@@ -109,7 +111,7 @@ def test_each_step_draws_the_same_numbers_and_begins_with_the_same_buffers(insid
     model = mlp(inside)
     before = torch.get_rng_state()
     found = search(model, step)
-    assert found.policy == "bf16-O1"
+    assert found.best.policy == "bf16-O1"
     assert found.best.error < 0.02
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -152,8 +154,24 @@ def test_the_number_of_policies_and_the_time_are_limited():
 @pytest.mark.usefixtures("_low_is_fast")
 def test_the_result_is_plain_data():
     told = json.loads(json.dumps(search(mlp(), step_of()).to_dict()))
-    assert told["policy"] == "bf16-O1"
+    assert told["policy"].startswith("bf16-O1,measured_on=")
     assert {"policy", "time", "error", "why"} <= set(told["trials"][0])
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_on_another_machine_convert_says_what_was_not_measured_there(monkeypatch):
+    found = search(mlp(), step_of())
+    here = machine_name("cpu")
+    assert found.policy == f"bf16-O1,measured_on={here}"
+    assert found.line() == f'model = amp_graph.convert(model, "{found.policy}")'
+    amp_graph.convert(mlp(), found.policy)  # a warning is an error here
+    again = search(mlp(), step_of(), policy=found.policy)
+    assert again.policy == found.policy
+    monkeypatch.setattr(importlib.import_module("amp_graph.convert"), "machine_name", lambda device: "toaster")
+    told = rf"the time, memory and error of '{found.policy}' were measured on {here}, and not on this toaster"
+    with pytest.warns(AmpGraphWarning, match=told):
+        assert torch.isfinite(step_of()(amp_graph.convert(mlp(), found.policy)))
+    amp_graph.convert(mlp(), "bf16")
 
 
 def test_the_table_says_of_each_policy_whether_it_was_kept_and_why():

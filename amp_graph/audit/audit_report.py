@@ -13,7 +13,7 @@ from amp_graph.audit.audit_text import audit_text, unseen_lines
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
-from amp_graph.audit.speed.plan import plan_lines
+from amp_graph.audit.speed.plan import PlanLines
 from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``
@@ -45,21 +45,19 @@ class AuditReport:
     every: int = 0
 
     @staticmethod
-    def of(
-        training: Training, findings: Sequence[Finding], seconds: Mapping[int, float], silenced: int = 0
-    ) -> AuditReport:
-        """Return the report of ``training`` so far, with these ``findings``.
+    def of(training: Training, findings: Sequence[Finding], seconds: Mapping[int, float], **others: Any) -> AuditReport:
+        """Return the report of ``training`` so far, with these ``findings``; ``seconds``: of each step, by its number.
 
-        ``silenced``: how many others there are. ``seconds``: of each step, by its number.
+        ``others``: fields that ``training`` does not know.
         """
         ordered = sorted(findings, key=lambda f: (-LEVELS.index(f.level), f.code, f.place))
         looked = [seconds[n] for n in training.looked_at if n in seconds]
-        others = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
+        unlike = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
         return AuditReport(
-            ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at), silenced,
-            between_ranks(training), outside_of_models(training), list(training.unseen),
-            {"looked_at": _median(looked), "others": _median(others)},
-            plan=plan_lines(training),
+            ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
+            between_ranks=between_ranks(training), outside_of_models=outside_of_models(training),
+            unseen=list(training.unseen), seconds={"looked_at": _median(looked), "others": _median(unlike)},
+            plan=PlanLines(training), **others,
         )  # fmt: skip
 
     @property

@@ -36,7 +36,13 @@ HEADING = (
 
 def audit_text(report: AuditReport) -> str:
     """Return ``report`` as text."""
-    parts = [[verdict(report)], *_findings(report), _table(report), _unseen(report), _plan(report)]
+    parts = [
+        wrapped(verdict(report), "", "  ", WIDTH),
+        *_findings(report),
+        _table(report),
+        _unseen(report),
+        _plan(report),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 

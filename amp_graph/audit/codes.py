@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _TABLES: dict[str, Any] = dict(read_toml(FILE.read_text("utf-8"), str(FILE), "")
 CODES = {name: Code(name, **fields) for name, fields in _TABLES.items()}
 
 
-def finding(code: str, place: Place, text: str, fix: str, *, level: str = "", **evidence: Any) -> Finding:
+def finding(
+    code: str, place: Place, text: str, fix: str, *, level: str = "", also: Sequence[str] = (), **evidence: Any
+) -> Finding:
     """Return a finding, at the level of its code unless another is given."""
-    return Finding(code, level or CODES[code].level, place, text, fix, evidence)
+    return Finding(code, level or CODES[code].level, place, text, fix, evidence, also)

@@ -10,13 +10,25 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import CONVERSION, LOW, Call, Finding, Place, Places, Training, Watcher, dtype_name
+from amp_graph.audit.codes import finding
+from amp_graph.audit.records import (
+    CONVERSION,
+    LOW,
+    Call,
+    Finding,
+    Place,
+    Places,
+    Training,
+    Watcher,
+    dtype_name,
+    tensors_in,
+)
 from amp_graph.audit.speed.predicted_time import is_product
 from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
@@ -66,13 +78,6 @@ class Use:
     modules: dict[str, None] = field(default_factory=dict)
 
 
-class Held(NamedTuple):
-    """Memory that has a quantized value, or one that was cast up from it; and the quantized dtype."""
-
-    memory: StorageWeakRef
-    dtype: str
-
-
 class CustomOperators(Watcher):
     """Looks at operators outside of ATen, at autograd functions in Python, and at what quantized values become."""
 
@@ -81,10 +86,13 @@ class CustomOperators(Watcher):
         super().__init__(training)
         self.uses: dict[tuple[str, Place, str], Use] = {}
         self._places = Places()
-        self._step = self._models = -1
         self._context = 0  # the id of the last autograd function's
-        self._quantized: dict[int, Held] = {}  # weights and buffers
-        self._up: dict[int, Held] = {}  # what was cast up from quantized values, in this step
+        # What was cast up from quantized values in this step, held weakly, and their dtype.
+        self._up: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def began(self) -> None:
+        """Forget what was cast up."""
+        self._up.clear()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Look at one operation of the forward."""
@@ -104,9 +112,10 @@ class CustomOperators(Watcher):
         for (code, place, name), use in self.uses.items():
             what, fix = TEXTS[code]
             values = {"name": name, **use.values}
-            yield Finding(
-                code, use.level, place, f"{what.format(**values)} (calls a step: {use.calls / looks:g})",
-                fix.format(**values), {**values, "calls": use.calls}, sorted(filter(None, use.modules)),
+            yield finding(
+                code, place, f"{what.format(**values)} (calls a step: {use.calls / looks:g})",
+                fix.format(**values),
+                level=use.level, also=sorted(filter(None, use.modules)), calls=use.calls, **values,
             )  # fmt: skip
 
     def _use(self, code: str, place: Place, name: str, call: Call, level: str, **values: str) -> None:
@@ -157,37 +166,29 @@ class CustomOperators(Watcher):
 
     def _follow(self, call: Call, given: Any, result: Any) -> None:
         """Follow values from where they are cast up to the product that reads them."""
-        if (self._step, self._models) != (self.training.steps, len(self.training.models)):
-            self._step, self._models = self.training.steps, len(self.training.models)
-            self._up.clear()
-            named = (t for m in list(self.training.models) for t in (*m.parameters(), *m.buffers()))
-            self._quantized = {storage_key(t) or 0: _held(t) for t in named if dtype_name(t.dtype) in QUANTIZED}
-        if not self._quantized and not self._up and not (call.inputs and call.inputs[0].startswith("float8")):
+        tensors = tensors_in(given)
+        held, source = next(((held, t) for t in tensors if (held := self._held_in(t))), ("", None))
+        if source is None and call.operator == CONVERSION and call.inputs and call.inputs[0].startswith("float8"):
+            held, source = call.inputs[0], tensors[0]
+        if source is None:
             return
-        tensors = [t for t in tree_leaves(given) if isinstance(t, Tensor)]
-        found = next(((h, t) for t in tensors if (h := self._held_by(t)) is not None), None)
-        if found is None and call.operator == CONVERSION and call.inputs[:1] and call.inputs[0].startswith("float8"):
-            found = _held(tensors[0]), tensors[0]
-        if found is None:
-            return
-        held, source = found
         if is_product(call):
             if "scaled" not in call.operator and not call.inputs[0].startswith("float8"):
                 name = ".".join(call.operator.split(".")[:2])
-                self._use("AMP805", call.place, name, call, "note", dtypes=call.inputs[0], other=held.dtype)
+                self._use("AMP805", call.place, name, call, "note", dtypes=call.inputs[0], other=held)
             return
-        for t in tree_leaves(result):
-            is_same_value = isinstance(t, Tensor) and t.numel() <= MOST_UNPACKED * source.numel()
-            if is_same_value and (key := storage_key(t)) is not None and key not in self._quantized:
-                self._up[key] = Held(StorageWeakRef(storage_of(t)), held.dtype)
+        for t in tensors_in(result):
+            is_same_value = t.numel() <= MOST_UNPACKED * source.numel()
+            if is_same_value and (key := storage_key(t)) is not None and key not in self.training.weights:
+                self._up[key] = StorageWeakRef(storage_of(t)), held
 
-    def _held_by(self, tensor: Tensor) -> Held | None:
-        key = storage_key(tensor)
-        return None if key is None else self._quantized.get(key) or self._up.get(key)
-
-
-def _held(tensor: Tensor) -> Held:
-    return Held(StorageWeakRef(storage_of(tensor)), dtype_name(tensor.dtype))
+    def _held_in(self, tensor: Tensor) -> str:
+        """Return the dtype in which a quantized value is held that a tensor has; "" of any other."""
+        key = storage_key(tensor) or 0
+        weight = self.training.weights.get(key)
+        if weight is not None and weight.dtype in QUANTIZED:
+            return weight.dtype
+        return self._up[key][1] if key in self._up else ""
 
 
 def _runs_on(operator: OpOverload, device: str) -> bool:

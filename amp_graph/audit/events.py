@@ -67,7 +67,6 @@ def hear(tell: Tell) -> Callable[[], None]:
 def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
-    @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return plain(*args, **kwargs)
@@ -82,4 +81,4 @@ def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., An
         return result
 
     call.__code__ = call.__code__.replace(co_filename=UNCOUNTED)
-    return call
+    return functools.wraps(plain)(call)

@@ -1,4 +1,4 @@
-"""AMP105: a model that is called outside of the autocast region that covers its sisters.
+"""AMP105: models that are called outside of the autocast region that covers their sisters.
 
 Before: generator and discriminator in one loop, and ``discriminator(real)`` a line below the ``with`` block. After: a
 finding at that line, as the generator's products run in bf16 and these in fp32.
@@ -6,18 +6,15 @@ finding at that line, as the generator's products run in bf16 and these in fp32.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.autocast_regions import class_of
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import CONVERSION, LOW, Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training
 from amp_graph.lists import OpClass
 
 
@@ -29,66 +26,64 @@ class Called:
     user. ``low``: products in low precision; ``full``: products in fp32 outside of all regions.
     """
 
+    model: int  # its id
     kind: str
+    place: Place
     trains: bool
     calls: int = 0
     raised: bool = False
     low: int = 0
-    full: int = 0
+    full: Counter[Call] = field(default_factory=Counter)
 
 
-class ModelCalls(Watcher):
+class ModelCalls:
     """Compares the calls of models with each other: some are in regions, some are not."""
 
     def __init__(self, training: Training) -> None:
         """Begin."""
-        super().__init__(training)
+        self.training = training
         self._called: dict[tuple[int, Place, bool], Called] = {}
         self._running: Called | None = None
-        self._raised: dict[int, weakref.ref[Tensor]] = {}  # results of casts from low precision to fp32, by id
 
-    def heard(self, event: Event) -> None:
-        """Take the call of an outermost module."""
-        if event.name != "model.call":
-            return
+    def heard(self, event: Event, *, is_raised: bool) -> None:
+        """Take the call of an outermost module; ``is_raised``: the user has cast an input to fp32."""
         if event.is_after:
             self._running = None
             return
-        model = event.arguments["self"]
+        model, place = event.arguments["self"], event.place
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        self._running = self._called.setdefault((id(model), event.place, trains), Called(type(model).__name__, trains))
+        called = Called(id(model), type(model).__name__, place, trains)
+        self._running = self._called.setdefault((id(model), place, trains), called)
         self._running.calls += 1
-        self._running.raised |= any(self._is_raised(t) for t in tree_leaves(event.arguments["args"]))
+        self._running.raised |= is_raised
 
-    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Count a product of the model that runs; outside of models, remember what the user cast."""
-        if call.phase != "forward":
-            return
-        if self._running is None:
-            if call.operator == CONVERSION and call.output == "float32" and set(call.inputs) & set(LOW):
-                self._raised[id(result)] = weakref.ref(result)
-        elif class_of(operator) is OpClass.ALLOW:
+    def ran(self, call: Call, operator: Any) -> None:
+        """Count a product of the model that runs."""
+        if self._running is not None and call.phase == "forward" and class_of(operator) is OpClass.ALLOW:
             self._running.low += call.output in LOW
-            self._running.full += call.output == "float32" and not self.training.open
+            if call.output == "float32" and not self.training.open:
+                self._running.full[call] += 1
 
-    def _is_raised(self, given: Any) -> bool:
-        return isinstance(given, Tensor) and (known := self._raised.get(id(given))) is not None and known() is given
+    # -- findings -------------------------------------------------------------------------------------
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield the calls in full precision, where other calls of the training run low."""
-        low = {model for (model, _, _), called in self._called.items() if called.low and called.trains}
-        sisters = sorted({str(place) for (_, place, _), called in self._called.items() if called.low and called.trains})
-        for (model, place, _), called in self._called.items():
-            if not low or not called.full or called.low:
-                continue
-            # Full precision was meant, or costs little: gradient penalties, evaluation, frozen models, x.float().
-            meant = model in low or not called.trains or called.raised
-            how = "" if called.trains else ", without gradients of its own"
-            yield finding(
-                "AMP105", place,
-                f"{called.kind} was called {called.calls} times outside of autocast{how}: {called.full} products and "
-                f"convolutions ran in fp32, while those called at {', '.join(sisters)} run in low precision",
-                "call it inside of the same autocast region",
-                level="note" if meant else "", model=called.kind, calls=called.calls, products=called.full,
-                sisters=sisters,
-            )  # fmt: skip
+    def outside(self) -> list[Called]:
+        """Return the calls in full precision, where others run low."""
+        return [called for called in self._called.values() if self._sisters() and called.full and not called.low]
+
+    def finding(self, called: Called, gain: str, *, is_large: bool) -> Finding:
+        """Return AMP105 of such calls; ``gain``: what low precision would save, and whether that ``is_large``."""
+        sisters, count = sorted({str(one.place) for one in self._sisters()}), called.full.total()
+        # Full precision was meant, or costs little: gradient penalties, evaluation, frozen models, x.float().
+        is_low = any(one.model == called.model for one in self._sisters())
+        is_meant = is_low or not called.trains or called.raised
+        how = "" if called.trains else ", without gradients of its own"
+        return finding(
+            "AMP105", called.place,
+            f"{called.kind} was called {called.calls} times outside of autocast{how}: {count} products and "
+            f"convolutions ran in fp32, while those called at {', '.join(sisters)} run in low precision{gain}",
+            "call it inside of the same autocast region", level="note" if is_meant and not is_large else "",
+            model=called.kind, calls=called.calls, products=count, sisters=sisters,
+        )  # fmt: skip
+
+    def _sisters(self) -> list[Called]:
+        return [called for called in self._called.values() if called.low and called.trains]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,18 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from amp_graph.audit.events import Tell as Heard
-from amp_graph.audit.records import CONVERSION, NOWHERE, Call, Place, Places, Totals, Training, dtype_name, tensors_in
+from amp_graph.audit.records import (
+    CONVERSION,
+    NOWHERE,
+    Call,
+    Place,
+    Places,
+    Totals,
+    Training,
+    Watcher,
+    dtype_name,
+    tensors_in,
+)
 from amp_graph.audit.speed.model_sketch import call_of
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import is_mutable
@@ -44,11 +55,11 @@ OF_CPU = {  # torch has no formula for these
 CALL = torch.nn.Module.__call__.__code__
 ENGINE = "torch.autograd.graph"  # whose function runs backward, in this thread
 DYNAMO = ("torch._dynamo", "torch._compile")
-Tell = Callable[[str, Call, Any, Sequence[Any], Mapping[str, Any], Any], None]
+Tell = Callable[[Callable[[Watcher], None]], None]
 
 
 class Operations(TorchDispatchMode):
-    """The mode of one looked-at step; ``tell`` gets "before" and "ran" of each operation.
+    """The mode of one looked-at step; ``tell`` tells each watcher of an operation, before it and when it ran.
 
     ``heard`` gets the calls of outermost modules, as an event.
     """
@@ -62,8 +73,9 @@ class Operations(TorchDispatchMode):
         self.is_training = False  # whether it has seen the call of a model, a backward or a product
         self.is_paused = False  # while watchers work, or a TrainStep does
         self.ran_graph = False  # whether a TrainStep did
-        self._outermost = 0  # the id of the frame of the call of a model that runs
+        self._outermost: tuple[int, ...] = ()  # the call of a model that runs
         self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
+        training.list_weights()
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
@@ -108,14 +120,16 @@ class Operations(TorchDispatchMode):
     def _see_model(self, frame: FrameType | None, *, begins: bool = True) -> None:
         """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs.
 
-        By the ``id`` of its frame, which would keep the arguments alive.
+        A call is the ``id`` of its frame, which would keep the arguments alive, and where it stands in its caller: the
+        next frame may get the same one.
         """
-        if self._outermost and (frame is None or id(frame) != self._outermost):
-            self._outermost = 0
+        running = () if frame is None else (id(frame), frame.f_back.f_lasti if frame.f_back is not None else 0)
+        if self._outermost not in ((), running):
+            self._outermost = ()
             self.heard("model.call", {}, sys._getframe(1), True, None)
         if frame is None or self._outermost or not begins or in_backward():
             return
-        self._outermost, self.is_training = id(frame), True
+        self._outermost, self.is_training = running, True
         model, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
         if id(model) not in self._names:
             self._add_model(model)
@@ -128,6 +142,7 @@ class Operations(TorchDispatchMode):
     def _add_model(self, model: torch.nn.Module) -> None:
         self.training.add_model(model)
         self._names |= self.training.module_names(model)
+        self.training.list_weights()
 
     # -- what backward will read ----------------------------------------------------------------------
 
@@ -135,12 +150,12 @@ class Operations(TorchDispatchMode):
         """Count the activations that the graph behind ``results`` keeps for its backward, each once."""
         if not self._saved:  # of this step, not of the one before
             self.training.saved.clear()
-        stored = {storage_key(p) for model in list(self.training.models) for p in model.parameters()}
         for node in nodes_behind(t.grad_fn for t in tensors_in(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
                 memory = storage_key(t)
-                if memory is not None and t.is_floating_point() and memory not in stored and memory not in self._saved:
+                known = memory is None or memory in self.training.weights or memory in self._saved
+                if memory is not None and t.is_floating_point() and not known:
                     self._saved.add(memory)
                     self.training.saved[module, dtype_name(t.dtype)] += t.numel() * t.element_size()
 
@@ -155,7 +170,7 @@ class Operations(TorchDispatchMode):
             given = tensors_in((args, kwargs))
             call = self._call_of(name, given, sys._getframe(1))
             if isinstance(func, OpOverload) and is_mutable(func):
-                self._tell("before", call, func, args, kwargs, None, given)
+                self._tell(lambda watcher: watcher.before(call, func, args, kwargs), func, given)
         result = func(*args, **kwargs)
         with Attempt() as counting:
             if seeing.error is None:
@@ -167,6 +182,7 @@ class Operations(TorchDispatchMode):
     def _call_of(self, operator: str, tensors: list[Tensor], caller: FrameType | None) -> Call:
         frame = _outside_of_dynamo(caller)
         region = self.training.open[-1] if self.training.open else -1
+        self.training.records = torch.is_grad_enabled()
         given = tuple([dtype_name(t.dtype) for t in tensors if t.is_floating_point()])
         module = self._module_of(frame, operator)
         if module is None and in_backward():
@@ -175,23 +191,24 @@ class Operations(TorchDispatchMode):
             self._begin_group(("backward", number))
             return Call(operator, path, place, "backward", given, "", region)
         path, place = module or "", self.places.of(frame)
+        library = self.places.library_of(frame) if operator == CONVERSION else ""
         self._begin_group((id(frame), None if frame is None else frame.f_lasti))
         # The first one that meets a number made its node; those that make none meet that of the node before.
         self._forward.setdefault(next_sequence_number() - 1, (path, place))
-        is_update = self.updates and not torch.is_grad_enabled()  # a closure's forward has gradients
-        return Call(operator, path, place, "update" if is_update else "forward", given, "", region)
+        is_update = self.updates and not self.training.records  # a closure's forward has gradients
+        return Call(operator, path, place, "update" if is_update else "forward", given, "", region, "", library)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
         results = tensors_in(result)
         output = next((dtype_name(t.dtype) for t in results if t.is_floating_point()), "")
-        call = Call(*call[:5], output, call.region)  # _replace takes three times as long
+        call = Call(*call[:5], output, *call[6:])  # _replace takes three times as long
         moved = sum([t.numel() * t.element_size() for t in (*given, *results)])
         if call.operator == CONVERSION and call.inputs and call.output not in ("", call.inputs[0]):
             self._casts.append((call, moved))
         else:
             self._end_group(computes=True)
             self._add(call, moved, _flops(func, args, kwargs, result))
-        self._tell("ran", call, func, args, kwargs, result, [*given, *results])
+        self._tell(lambda watcher: watcher.ran(call, func, args, kwargs, result), func, [*given, *results])
 
     def _add(self, call: Call, moved: int, flops: int = 0) -> None:
         self.is_training = self.is_training or flops > 0 or call.phase == "backward"
@@ -207,13 +224,13 @@ class Operations(TorchDispatchMode):
     def _end_group(self, *, computes: bool) -> None:
         """Count the casts of the present call of torch, which goes on to compute, or not."""
         for call, moved in self._casts:
-            made_by = "autocast" if computes and call.region >= 0 else "user"
-            self._add(call._replace(cast=made_by if call.phase == "forward" else ""), moved)
+            by_autocast = computes and call.region >= 0
+            made_by = "autocast" if by_autocast else "user"
+            library = "" if by_autocast else call.library
+            self._add(call._replace(cast=made_by if call.phase == "forward" else "", library=library), moved)
         self._casts.clear()
 
-    def _tell(
-        self, what: str, call: Call, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[Tensor]
-    ) -> None:
+    def _tell(self, tell: Callable[[Watcher], None], func: Any, tensors: list[Tensor]) -> None:
         """Tell watchers, who may read values, of operators on plain tensors with memory; others are only counted."""
         if not isinstance(func, OpOverload):
             return
@@ -221,7 +238,7 @@ class Operations(TorchDispatchMode):
             if is_wrapper(t) or t.is_meta or t.layout is not torch.strided:
                 return
         with self.watching():
-            self.tell(what, call, func, args, kwargs, result)
+            self.tell(tell)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

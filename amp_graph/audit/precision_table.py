@@ -85,7 +85,8 @@ def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: I
 
 def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
     if call.cast == "user":
-        row.decided[f"cast at {call.place}"] += totals.calls
+        by = f"by {call.library}, called " if call.library else ""
+        row.decided[f"cast {by}at {call.place}"] += totals.calls
     if call.operator == CONVERSION or is_view_by_name(call.operator):
         return
     (row.forward if call.phase == "forward" else row.backward)[call.output] += totals.calls

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.audit.codes import finding
 from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Training, Watcher, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.numerics.differences import first_of
@@ -144,19 +145,21 @@ class Ranges(Watcher):
         """Yield overflows by their place, and of near ends and underflows the worst place, with the others."""
         for place, found in self._infinite.items():
             by_scale = self._is_scaled and found.phase == "backward"
-            yield Finding(
-                "AMP501", "note" if by_scale else "warning", place,
+            yield finding(
+                "AMP501", place,
                 f"{found.operation}{_where(found)} of finite inputs was infinite or NaN in {found.dtype} {found.times} "
                 f"times in {found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
-                _FIX_LARGE, _evidence(found), list(found.modules)[1:],
+                _FIX_LARGE,
+                level="note" if by_scale else "warning", also=list(found.modules)[1:], **_evidence(found),
             )  # fmt: skip
         near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
         for place, found in list(near.items())[:1]:  # what reads it is near the end, too
-            yield Finding(
-                "AMP502", "warning", place,
+            yield finding(
+                "AMP502", place,
                 f"{found.operation}{_where(found)} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
                 f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
-                _FIX_LARGE, _evidence(found), [str(p) for p in list(near)[1:]],
+                _FIX_LARGE,
+                also=[str(p) for p in list(near)[1:]], **_evidence(found),
             )  # fmt: skip
         off = {} if self._is_scaled else self.training.off
         for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
@@ -165,14 +168,14 @@ class Ranges(Watcher):
             for place, small in tiny[:1]:
                 level = "warning" if phase == "backward" and not self._is_scaled else "note"
                 what = "gradients" if phase == "backward" else "values"
-                yield Finding(
-                    code, level, place,
+                yield finding(
+                    code, place,
                     f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
                     "subnormal, which is below 6e-5"
                     + _others(len(tiny) - 1) + ("".join(f"; {why}" for why in off) if phase == "backward" else ""),
                     (", ".join(off.values()) or _FIX_SCALE) if phase == "backward" else _FIX_SMALL,
-                    {"share": small.share, "values": small.elements, "operation": small.operation},
-                    [str(p) for p, _ in tiny[1:]],
+                    level=level, also=[str(p) for p, _ in tiny[1:]], share=small.share, values=small.elements,
+                    operation=small.operation,
                 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 from amp_graph.run.call_site import NOWHERE as NOWHERE
 from amp_graph.run.call_site import Place as Place
 from amp_graph.run.call_site import Places as Places
@@ -56,7 +57,8 @@ class Call(NamedTuple):
     ``phase``: "forward", "backward", "update" (inside of an optimizer's step). ``inputs``: the floating dtypes of
     tensors that are read, in order, and ``output`` of the first that is returned: "bfloat16", "" for none. ``region``:
     the innermost open autocast region, as an index of ``Audit.regions``; -1 for none. ``cast``: of a conversion between
-    floating dtypes, who made it: "user" or "autocast"; "" for anything else.
+    floating dtypes, who made it: "user" or "autocast"; "" for anything else. ``library``: the function of a library in
+    which a conversion stands that ``place`` calls; "" for one of the user's own, and for autocast's.
     """
 
     operator: str
@@ -67,6 +69,7 @@ class Call(NamedTuple):
     output: str
     region: int = -1
     cast: str = ""
+    library: str = ""
 
 
 @dataclass
@@ -109,12 +112,14 @@ class Training:
     ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
     all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were given or called outermost, with what their
-    paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``updates``: how many steps of
-    optimizers ran. ``saved``: bytes that the last looked-at step kept for backward, by module and dtype. ``gradients``:
-    dtype and bytes of those of the last looked-at update, by the ``id`` of the parameter. ``group``: a number of the
-    call of torch that dispatched the last operation, with its casts. ``model_calls``: one call of each model;
-    ``sketches``: of those that are trained, by ``id``, or why there is none. ``unseen``: what was not looked at, and
-    why. ``off``: disabled scalers that were given losses, in words, each with the one to make.
+    paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``weights``: of the models, by
+    their memory, in looked-at steps. ``updates``: how many steps of optimizers ran. ``saved``: bytes that the last
+    looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
+    update, by the ``id`` of the parameter. ``group``: a number of the call of torch that dispatched the last operation,
+    with its casts. ``records``: whether gradients were on then.
+    ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why there is none.
+    ``unseen``: what was not looked at, and why. ``off``: disabled scalers that were given losses, in words, each with
+    the one to make.
     """
 
     steps: int = 0
@@ -124,10 +129,12 @@ class Training:
     calls: dict[Call, Totals] = field(default_factory=dict)
     models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    weights: dict[int, Weight] = field(default_factory=dict)
     updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
     group: int = 0
+    records: bool = True
     model_calls: weakref.WeakKeyDictionary[torch.nn.Module, ModelCall] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -150,8 +157,30 @@ class Training:
         """Return the names of the parameters of all models, by ``id``."""
         return {id(p): self._path(model, name) for model in list(self.models) for name, p in model.named_parameters()}
 
+    def list_weights(self) -> None:
+        """List the memory of all models as it is now."""
+        updated = {id(p) for one in list(self.optimizers) for group in one.param_groups for p in group["params"]}
+        self.weights = {
+            key: Weight(
+                StorageWeakRef(storage_of(t)),
+                dtype_name(t.dtype),
+                t.requires_grad and (not updated or id(t) in updated),
+            )
+            for model in list(self.models)
+            for t in (*model.parameters(), *model.buffers())
+            if (key := storage_key(t)) is not None
+        }
+
     def _path(self, model: torch.nn.Module, name: str) -> str:
         return ".".join(filter(None, (self.models[model], name)))
+
+
+class Weight(NamedTuple):
+    """The memory of a parameter or a buffer of a model, held weakly, its dtype, and whether an optimizer trains it."""
+
+    held: StorageWeakRef
+    dtype: str
+    is_trained: bool
 
 
 class Event(NamedTuple):
@@ -200,6 +229,9 @@ class Watcher:
 
     def heard(self, event: Event) -> None:
         """Take an event; in every step."""
+
+    def began(self) -> None:
+        """Begin a looked-at step."""
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Take an operation of a looked-at step, after it ran: what it wrote to in place is changed already."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Training, Watcher, dtype_name
+from amp_graph.audit.codes import finding
+from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Training, Watcher, dtype_name
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
@@ -58,8 +59,7 @@ class Reductions(Watcher):
         super().__init__(training)
         self._models: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
-        self._reduced: Counter[tuple[str, Wrapped, str]] = Counter()
-        self._bytes: Counter[tuple[str, Wrapped, str]] = Counter()
+        self._reduced: dict[tuple[str, Wrapped, str], Totals] = defaultdict(Totals)
         self._backward = NOWHERE  # the line of this step's
         self._sharded = NOWHERE  # the line of the last
         self._ranks = 1
@@ -84,9 +84,8 @@ class Reductions(Watcher):
         numbers = max(t.numel() for t in tensors)
         by_hand = call.phase == "forward" and call.module == "" and self._backward != NOWHERE and numbers > 1
         if low and (call.phase == "backward" or by_hand):
-            key = *self._cause(call), low
-            self._reduced[key] += 1
-            self._bytes[key] += numbers * tensors[0].element_size()
+            totals = self._reduced[(*self._cause(call), low)]
+            totals.calls, totals.bytes = totals.calls + 1, totals.bytes + numbers * tensors[0].element_size()
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the next step: what is reduced before its backward is no gradient."""
@@ -95,19 +94,20 @@ class Reductions(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield the low reductions, and sisters in different dtypes."""
         looks = max(1, len(self.training.looked_at))
-        for (code, wrapped, dtype), count in self._reduced.items():
+        for (code, wrapped, dtype), totals in self._reduced.items():
             if self._ranks < 2:
                 continue
             who, fix = TEXTS[code]
             asked = code == "AMP902" or "reduces in" in wrapped.policy
-            megabytes = self._bytes[code, wrapped, dtype] / looks / 1e6
-            yield Finding(
-                code, "note" if asked else "warning", wrapped.place,
+            count, size = totals.calls / looks, totals.bytes / looks
+            yield finding(
+                code, wrapped.place,
                 f"gradients are added up over {self._ranks} ranks in {dtype}, "
-                f"{who.format(hook=wrapped.hook, policy=wrapped.policy)}: {count / looks:g} reductions a step, "
-                f"{megabytes:.3g} MB; each addition rounds to {BITS[dtype]} bits",
+                f"{who.format(hook=wrapped.hook, policy=wrapped.policy)}: {count:g} reductions a step, "
+                f"{size / 1e6:.3g} MB; each addition rounds to {BITS[dtype]} bits",
                 fix,
-                {"ranks": self._ranks, "dtype": dtype, "reductions": count / looks, "bytes": megabytes * 1e6},
+                level="note" if asked else "warning", ranks=self._ranks, dtype=dtype, reductions=count,
+                bytes=size,
             )  # fmt: skip
         for model in list(self.training.models):
             yield from self._sisters(model)
@@ -136,13 +136,13 @@ class Reductions(Watcher):
             if len(found) > 1:
                 most, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
                 odd = [one for dtype in others for one in found[dtype]]
-                yield Finding(
-                    "AMP905", "warning", place,
+                yield finding(
+                    "AMP905", place,
                     f"{', '.join(odd[:3])}{' and others' if len(odd) > 3 else ''}: {what} {' and '.join(others)}, and "
                     f"the other {len(found[most])} of {name} {most}",
                     "give all layers of a kind one dtype, and one policy",
-                    {"name": name, "dtypes": {dtype: len(names) for dtype, names in found.items()}},
-                    odd,
+                    also=odd, name=name,
+                    dtypes={dtype: len(names) for dtype, names in found.items()},
                 )  # fmt: skip
 
 

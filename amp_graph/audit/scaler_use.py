@@ -27,6 +27,22 @@ STATIC = 8  # a loss that is multiplied by as much is scaled by hand
 OR_BY_TORCH = " or by torch, as there is no CUDA"  # a scaler does not say which
 
 
+TEXTS = {
+    "AMP203": (
+        "{norm} clipped here while they were multiplied by the loss scale: they are cut to nearly nothing",
+        "scaler.unscale_(optimizer) before it, after the last backward",
+    ),
+    "AMP204": (
+        "unscale_ was called again for an optimizer whose gradients are unscaled: it raises",
+        "call scaler.unscale_(optimizer) once, after the last backward of the step",
+    ),
+    "AMP205": (
+        "scaler.step was called again for this optimizer, without scaler.update() in between: it raises",
+        "scaler.update() after scaler.step(optimizer), in each step",
+    ),
+}
+
+
 def steps_text(steps: Sequence[int], most: int = 5) -> str:
     """Return the numbers of steps as a text."""
     shown = ", ".join(map(str, steps[:most])) + (", ..." if len(steps) > most else "")
@@ -180,8 +196,9 @@ class ScalerUse(Watcher):
             )  # fmt: skip
         yield from self._needless()
         for (code, place), steps in self._faults.items():
-            text, fix = self._words(code, place)
-            yield finding(code, place, f"{text} ({steps_text(steps)})", fix, steps=len(steps))
+            what, fix = TEXTS[code]
+            norm = f"a norm of {self._norms[place]:.3g} was" if place in self._norms else "gradients were"
+            yield finding(code, place, f"{what.format(norm=norm)} ({steps_text(steps)})", fix, steps=len(steps))
         for place, made in self._scalers.items():
             if made >= max(3, self.training.steps - 1):
                 yield finding(
@@ -202,24 +219,6 @@ class ScalerUse(Watcher):
                     f"convolutions seen ran in float16: what would underflow there does not in {ran}",
                     "GradScaler(enabled=dtype == torch.float16), or none", dtype=ran, products=self._products,
                 )  # fmt: skip
-
-    def _words(self, code: str, place: Place) -> tuple[str, str]:
-        if code == "AMP203":
-            norm = self._norms.get(place)
-            size = f"a norm of {norm:.3g} was clipped here" if norm is not None else "gradients were clipped here"
-            return (
-                f"{size} while they were multiplied by the loss scale: they are cut to nearly nothing",
-                "scaler.unscale_(optimizer) before it, after the last backward",
-            )
-        if code == "AMP204":
-            return (
-                "unscale_ was called again for an optimizer whose gradients are unscaled: it raises",
-                "call scaler.unscale_(optimizer) once, after the last backward of the step",
-            )
-        return (
-            "scaler.step was called again for this optimizer, without scaler.update() in between: it raises",
-            "scaler.update() after scaler.step(optimizer), in each step",
-        )
 
 
 def _pass(iteration: Iteration, event: Event) -> None:

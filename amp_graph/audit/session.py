@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
-from amp_graph.audit.records import NOWHERE, Call, Event, Place, Places, Region, Training, Watcher, dtype_name
+from amp_graph.audit.records import NOWHERE, Event, Place, Places, Region, Training, Watcher, dtype_name
 from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
@@ -115,8 +114,9 @@ class Audit:
         kept = loud(findings, self.ignored, self._folder)
         wrong = unknown_codes(self._places.files, self._folder)
         self.training.unseen |= dict.fromkeys([*wrong, *self._compiled(), *_other_ranks()])
-        report = AuditReport.of(self.training, kept, self.seconds, len(findings) - len(kept))
-        return replace(report, looks=sorted(self.looks), every=self.every)
+        silenced = len(findings) - len(kept)
+        asked = {"looks": sorted(self.looks), "every": self.every}
+        return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, **asked)
 
     def _compiled(self) -> Iterator[str]:
         for model in list(self.training.models):
@@ -134,8 +134,9 @@ class Audit:
                 self.training.unseen[f"step {number}: another dispatch mode was on"] = None
             else:
                 self.training.looked_at.append(number)
-                self._look = Operations(self.training, self._places, self._tell, self._heard)
+                self._look = Operations(self.training, self._places, self._quietly, self._heard)
                 self._look.__enter__()
+                self._quietly(lambda watcher: watcher.began())
         self._began = time.perf_counter()
 
     def _end_step(self, *, skipped: bool = False) -> None:
@@ -267,14 +268,6 @@ class Audit:
         self.training.open.append(number)
         self.training.regions[number].entered += 1
         self.training.regions[number].looked_at += self._look is not None
-
-    def _tell(
-        self, what: str, call: Call, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        if what == "before":
-            self._quietly(lambda watcher: watcher.before(call, func, args, kwargs))
-        else:
-            self._quietly(lambda watcher: watcher.ran(call, func, args, kwargs, result))
 
     def _quietly(self, tell: Callable[[Watcher], None]) -> None:
         """Tell each watcher; what one raises ends it."""

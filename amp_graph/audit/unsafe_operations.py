@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from amp_graph.audit.codes import finding
 from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training, Watcher, dtype_name, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
@@ -233,21 +234,19 @@ class UnsafeOperations(Watcher):
             bad = [e for e in errors.values() if e.severity > 1 or e.why]
             bad.sort(key=lambda e: -e.severity)
             for worst in bad[:1]:
-                yield Finding(
-                    code, "warning" if worst.severity > 1 else "note", place,
+                yield finding(
+                    code, place,
                     str(worst) + (f"; and {len(bad) - 1} more here" if bad[1:] else ""), FIXES[code],
-                    {
-                        "dtype": worst.dtype, "operation": worst.operation, "error": worst.own.error,
-                        "roundings": worst.own.error / worst.eps, "error_of_inputs": worst.steep.error,
-                        "reason": worst.why,
-                    },
-                    [f"{e.module}: {e.operation}".removeprefix(": ") for e in bad[1:]],
+                    level="warning" if worst.severity > 1 else "note",
+                    also=[f"{e.module}: {e.operation}".removeprefix(": ") for e in bad[1:]], dtype=worst.dtype,
+                    operation=worst.operation, error=worst.own.error, roundings=worst.own.error / worst.eps,
+                    error_of_inputs=worst.steep.error, reason=worst.why,
                 )  # fmt: skip
             is_told |= bool(bad) and code == "AMP401"
         for place, dtype in () if is_told else self._losses.items():
             digits = int(-math.log10(torch.finfo(getattr(torch, dtype)).eps / 2))
             text = f"this loss is in {dtype}, which has {digits} to {digits + 1} digits"
-            yield Finding("AMP401", "note", place, text, _FIX_LOSS, {"dtype": dtype, "digits": digits})
+            yield finding("AMP401", place, text, _FIX_LOSS, level="note", dtype=dtype, digits=digits)
         for (code, place), rounded in self._rounded.items():
             share = rounded.wrong / rounded.of
             if code == "AMP404":
@@ -257,10 +256,10 @@ class UnsafeOperations(Watcher):
                 )
             else:
                 text = f"the probabilities were rounded to {rounded.dtype}, and {share:.1%} of them are 0 or 1"
-            yield Finding(
-                code, "warning" if rounded.wrong else "note", place, text, FIXES[code],
-                {"dtype": rounded.dtype, "share": share, "values": rounded.of, "largest": rounded.largest},
-                list(rounded.modules)[1:],
+            yield finding(
+                code, place, text, FIXES[code],
+                level="warning" if rounded.wrong else "note", also=list(rounded.modules)[1:], dtype=rounded.dtype,
+                share=share, values=rounded.of, largest=rounded.largest,
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""AMP3xx: updates of parameters, of their averages and of optimizer states that round to nothing in their dtype.
+"""AMP3xx: updates of parameters and of optimizer states that round to nothing in their dtype.
 
 Before: ``1.0 - 1e-4`` in bfloat16, which is 1.0. After: "82 % of the updates of 14 parameters round to nothing".
 
@@ -10,10 +10,9 @@ lost whose gradient is not 0 and that the update left as it was.
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_graph.audit.records import Call, Finding, Place, Places, Training, Watcher, dtype_name
+from amp_graph.audit.codes import finding
+from amp_graph.audit.records import Finding, Place, Places, Training, Watcher, dtype_name
 from amp_graph.audit.samples import local, sample
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES
 
 MANY, STILL, FEW = 0.1, 0.9, 0.01  # shares of lost updates: a warning, a parameter that stands still, a note
 MOST = 1 << 16  # elements of a parameter that are looked at, where an optimizer treats each by itself
-AVERAGED = 1 << 12  # elements of an average
+COMPARED = 1 << 12  # elements of a parameter before and after a step
 ELEMENTWISE = frozenset(
     ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
@@ -184,14 +184,11 @@ class Updates(Watcher):
         self._stepped: dict[Place, Stepped] = {}
         self._running: Stepped | None = None  # what the update that runs is counted in
         self._before: list[tuple[Tensor, Tensor]] = []  # parameters, and samples of their values before an update
-        self._averages: dict[Place, tuple[str, Lost]] = {}
-        self._decayed: dict[int, tuple[Tensor, float]] = {}  # by address: values before, and what part of them is kept
 
     # -- optimizers -----------------------------------------------------------------------------------
 
     def updating(self, optimizer: Optimizer) -> None:
         """Step each low parameter alone, in float32."""
-        self._decayed.clear()
         self._running = None
         low = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.dtype in HALVES]
         if not low:
@@ -224,7 +221,7 @@ class Updates(Watcher):
                     counts.append((found.states.setdefault(kind, Lost()), lost, weight))
             return counts
         found.why = str(tried.error)
-        self._before.append((p, sample(local(p.detach()), AVERAGED).clone()))
+        self._before.append((p, sample(local(p.detach()), COMPARED).clone()))
         return []
 
     def updated(self, optimizer: Optimizer) -> None:
@@ -235,53 +232,19 @@ class Updates(Watcher):
         found.names |= self.training.parameter_names()
         for p, old in self._before:
             if p.grad is not None:
-                moves = sample(local(p.grad), AVERAGED) != 0
-                stays = moves & (sample(local(p.detach()), AVERAGED) == old)
+                moves = sample(local(p.grad), COMPARED) != 0
+                stays = moves & (sample(local(p.detach()), COMPARED) == old)
                 lost = found.parameters.setdefault(id(p), Lost())
                 lost.add([int(moves.sum()), int(stays.sum())], local(p).numel() / max(1, old.numel()))
         self._before.clear()
 
-    # -- averages -------------------------------------------------------------------------------------
-
-    def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take what an average was before it decays: ``mul_`` by 0.9 to 1, or ``lerp_``."""
-        kept = _kept_part(call, args)
-        if kept is not None and 0.9 <= kept < 1:
-            for t in _listed(args[0]):
-                if t.dtype in HALVES and t.numel():
-                    self._decayed[t.data_ptr()] = sample(t, AVERAGED).clone(), kept
-
-    def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Compare an average with what it was, once a new value is added."""
-        change = _ADDS.get(_name(call))
-        if change is None or not self._decayed or call.phase != "forward" or not _listed(args[1]):
-            return
-        alpha = kwargs.get("alpha", 1)
-        for target, new in zip(_listed(args[0]), _listed(args[1]), strict=False):
-            found = self._decayed.pop(target.data_ptr(), None)
-            if found is None or new.numel() != target.numel():
-                continue
-            old, kept = found
-            moves = change(old.float(), sample(new, AVERAGED).float(), kept, alpha) != 0
-            stays = moves & (sample(target, AVERAGED) == old)
-            _, lost = self._averages.setdefault(call.place, (dtype_name(target.dtype), Lost()))
-            lost.add([int(moves.sum()), int(stays.sum())], target.numel() / old.numel())
-
     # -- findings -------------------------------------------------------------------------------------
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what was lost, by the line of ``step()`` or of the average."""
+        """Yield what was lost, by the line of ``step()``."""
         for place, found in self._stepped.items():
             yield from _of_parameters(place, found)
             yield from _of_states(place, found)
-        for place, (dtype, lost) in self._averages.items():
-            if lost.share >= MANY:
-                yield Finding(
-                    "AMP303", "warning" if lost.share >= 0.5 else "note", place,
-                    f"{lost.share:.0%} of the elements of an average in {dtype} stay as they are where it should move",
-                    "keep the average in float32: ema = [p.detach().float().clone() for p in model.parameters()]",
-                    {"dtype": dtype, "share": lost.share, "elements": lost.changes},
-                )  # fmt: skip
 
 
 def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
@@ -290,7 +253,7 @@ def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
         found.names.get(key, f"parameter {n}"): one.share for n, (key, one) in enumerate(found.parameters.items())
     }
     worst = sorted(shares, key=lambda name: -shares[name])
-    evidence = {
+    evidence: dict[str, Any] = {
         "optimizer": found.optimizer, "dtype": found.dtype, "share": total.share, "elements": total.changes,
         "learning_rate_factor": total.factor(), "parameters": {name: shares[name] for name in worst[:20]},
         "estimated_as": found.why,
@@ -302,20 +265,22 @@ def _of_parameters(place: Place, found: Stepped) -> Iterator[Finding]:
         "them"
     )
     if total.share >= FEW:
-        yield Finding(
-            "AMP301", "warning" if total.share >= MANY else "note", place,
+        yield finding(
+            "AMP301", place,
             f"{total.share:.0%} of the updates of {len(worst)} parameters in {found.dtype} round to nothing (most of "
             f"{worst[0]}: {shares[worst[0]]:.0%}){factor}{how}",
-            fix, evidence, worst[1:],
+            fix,
+            level="warning" if total.share >= MANY else "note", also=worst[1:], **evidence,
         )  # fmt: skip
     still = [name for name in worst if shares[name] >= STILL]
     if 0 < len(still) < len(worst):
-        yield Finding(
-            "AMP302", "warning", place,
+        yield finding(
+            "AMP302", place,
             f"{len(still)} of {len(worst)} parameters in {found.dtype} stand still: "
             f"{shares[still[0]]:.0%} of the updates of {still[0]} round to nothing, of all "
             f"{total.share:.0%}{how}",
-            fix, evidence, still[1:],
+            fix,
+            also=still[1:], **evidence,
         )  # fmt: skip
 
 
@@ -323,46 +288,10 @@ def _of_states(place: Place, found: Stepped) -> Iterator[Finding]:
     kinds = sorted(found.states, key=lambda kind: -found.states[kind].share)
     if kinds and (share := found.states[kinds[0]].share) >= FEW:
         lost = ", ".join(f"{found.states[kind].share:.0%} of {kind}" for kind in kinds)
-        yield Finding(
-            "AMP304", "warning" if share >= 0.5 else "note", place,
+        yield finding(
+            "AMP304", place,
             f"the state of {found.optimizer} is in {found.dtype}, and changes of it round to nothing: {lost}",
             f"keep the parameters that {found.optimizer} gets in float32: its state has their dtype",
-            {"optimizer": found.optimizer, "dtype": found.dtype, "states": {k: found.states[k].share for k in kinds}},
+            level="warning" if share >= 0.5 else "note", optimizer=found.optimizer, dtype=found.dtype,
+            states={k: found.states[k].share for k in kinds},
         )  # fmt: skip
-
-
-# -- operations of averages -----------------------------------------------------------------------------------
-
-
-def _added(old: Tensor, new: Tensor, kept: float, alpha: float) -> Tensor:
-    return alpha * new - (1 - kept) * old
-
-
-def _drawn(old: Tensor, new: Tensor, kept: float, alpha: float) -> Tensor:
-    return new - old
-
-
-_ADDS: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
-    "add_": _added, "_foreach_add_": _added, "lerp_": _drawn, "_foreach_lerp_": _drawn,
-}  # fmt: skip
-
-
-def _kept_part(call: Call, args: Sequence[Any]) -> float | None:
-    """Return which part of its target an operation keeps; None if it is none of an average."""
-    given: Any = {"mul_": 1, "_foreach_mul_": 1, "lerp_": 2, "_foreach_lerp_": 2}.get(_name(call))
-    if given is None or call.phase != "forward" or len(args) <= given:
-        return None
-    number = args[given]
-    if isinstance(number, Tensor) and number.dim() == 0:
-        number = float(number)
-    if not isinstance(number, float) or math.isnan(number):
-        return None
-    return number if given == 1 else 1 - number
-
-
-def _name(call: Call) -> str:
-    return call.operator.split(".")[1]
-
-
-def _listed(given: Any) -> list[Tensor]:
-    return [t for t in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(t, Tensor)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from amp_graph.audit.autocast_regions import AutocastRegions
+from amp_graph.audit.averages import Averages
 from amp_graph.audit.custom_operators import CustomOperators
-from amp_graph.audit.model_calls import ModelCalls
 from amp_graph.audit.ranges import Ranges
 from amp_graph.audit.records import Watcher
 from amp_graph.audit.reductions import Reductions
@@ -18,11 +18,11 @@ from amp_graph.audit.updates import Updates
 
 WATCHERS: tuple[type[Watcher], ...] = (
     AutocastRegions,
-    ModelCalls,
     ScalerUse,
     SkippedSteps,
     ScalerCheckpoints,
     Updates,
+    Averages,
     UnsafeOperations,
     Ranges,
     MissedOperations,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 PYTHON = os.path.dirname(os.__file__) + os.sep
+HANDED_ON = ("__torch_function__", "__torch_dispatch__")  # functions that call what the user called
 CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
@@ -49,17 +50,28 @@ class Places:
         """Return the nearest line of the user's own files, from ``frame`` outwards; else the nearest of a library."""
         other = NOWHERE
         while frame is not None:
-            file = frame.f_code.co_filename
-            known = self._names.get(file)
-            if known is None:
-                known = self._names[file] = _named(file, frame.f_globals.get("__name__", ""))
-            name, is_users = known
+            name, is_users = self._named(frame)
             if is_users:
                 return Place(name, frame.f_lineno)
             if name and other is NOWHERE:
                 other = Place(name, frame.f_lineno)
             frame = frame.f_back
         return other
+
+    def library_of(self, frame: FrameType | None) -> str:
+        """Return "transformers.modeling:70 (forward)", the function that calls torch; "" if it is the user's own."""
+        while frame is not None and frame.f_code.co_name in HANDED_ON:
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_filename.startswith("<") or self._named(frame)[1]:
+            return ""
+        return f"{frame.f_globals.get('__name__', '')}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+    def _named(self, frame: FrameType) -> tuple[str, bool]:
+        file = frame.f_code.co_filename
+        known = self._names.get(file)
+        if known is None:
+            known = self._names[file] = _named(file, frame.f_globals.get("__name__", ""))
+        return known
 
 
 def _named(file: str, module: str) -> tuple[str, bool]:

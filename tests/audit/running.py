@@ -6,23 +6,27 @@ finding must be when it is faulty, and none of these codes may be found when it 
 
 import contextlib
 import io
+import json
 import os
 import random
 import re
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
 import torch
 
 from amp_graph.audit.audit_report import AuditReport
+from amp_graph.audit.audit_text import WIDTH
 from amp_graph.audit.session import Audit
 from amp_graph.run.script import StepsAreOver, execute, script_target
 
 SCRIPTS = Path(__file__).with_name("scripts")
 CLEAN = Path(__file__).with_name("clean")
+DOCS = Path(__file__).parents[2] / "docs"
+TYPES = {"text": str, "number": (int, float), "true or false": bool, "list": list, "table": dict}
 EXPECTED = re.compile(r"# expect: ((?:AMP\d{3}[ ,]*)+)")
 
 
@@ -76,3 +80,50 @@ def expected(path):
 def found(run, path):
     """Return the findings of a run that are in the script at ``path``, as (code, line)."""
     return {(f.code, f.place.line) for f in run.report.findings if Path(f.place.file).name == path.name}
+
+
+# -- the views of a report --------------------------------------------------------------------------------
+
+
+def keys_of_the_docs():
+    """Return {path of a key: its type} of the table of the docs."""
+    table = (DOCS / "audit.md").read_text().partition("## As plain values")[2]
+    return dict(re.findall(r"^\| `([\w.\[\]*]+)` \| ([a-z ]+) \|", table, re.MULTILINE))
+
+
+def keys_of(value, path=""):
+    """Yield (path, value) of all keys: ``findings[].code``; ``*`` is a key that is a dtype or a name."""
+    if isinstance(value, dict):
+        free = re.fullmatch(r"between_ranks|outside_of_models|modules\[\]\.\w+|findings\[\]\.evidence", path)
+        for key, inner in value.items():
+            name = f"{path}.{'*' if free else key}".strip(".")
+            yield name, inner
+            yield from keys_of(inner, name) if not name.startswith("findings[].evidence") else ()
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner, f"{path}[]")
+
+
+def is_a(value, kind):
+    """Say whether a value is of a type of the docs; true is no number."""
+    return kind not in TYPES or (
+        isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind == "true or false")
+    )
+
+
+def faults_in(data):
+    """Return what in ``data`` is not as the docs have it."""
+    documented = keys_of_the_docs()
+    found = list(keys_of(data))
+    unknown = [f"{path} is not documented" for path, _ in found if path not in documented]
+    wrong = [f"{path} is {value!r}" for path, value in found
+             if path in documented and not is_a(value, documented[path])]  # fmt: skip
+    return sorted({*unknown, *wrong})
+
+
+def assert_readable(report):
+    """Assert that the data is as the docs say, and that all lines but long names fit in 80 columns."""
+    report = replace(report, plan=())  # which takes seconds to make
+    assert faults_in(json.loads(json.dumps(report.to_dict()))) == []
+    too_long = [line for line in report.text().splitlines() if len(line) > WIDTH]
+    assert [line for line in too_long if " " in line.strip()] == []

@@ -1,5 +1,7 @@
 """Products in full precision: what a machine gains by lowering them decides the level, and not whether it is told."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -25,20 +27,30 @@ def findings_of(call, **modules):
             optimizer.zero_grad()
     report = audit.report()
     assert not report.unseen
-    return [f for f in report.findings if f.code.startswith("AMP6")]
+    return [f for f in report.findings if f.code.startswith("AMP6") or f.code == "AMP105"]
 
 
 @pytest.mark.parametrize(("machine", "level"), [("cpu_amx", "warning"), ("cpu", "note")])
 def test_it_is_a_warning_where_low_precision_is_profitable(machine, level, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
-    (found,) = findings_of(
-        lambda m: m["full"](torch.randn(256, 256)).mean(), low=nn.Linear(256, 256), full=nn.Linear(256, 256)
-    )
-    assert (found.code, found.level, list(found.also)) == ("AMP601", level, ["Linear"])
+    modules = {"low": nn.Linear(256, 256), "full": nn.Linear(256, 256)}
+    (found,) = findings_of(lambda m: (torch.randn(256, 256) @ m["full"].weight).mean(), **modules)
+    assert (found.code, found.level) == ("AMP601", level)
     assert ("not profitable" in found.text) == (level == "note")
     assert (found.evidence["seconds_low"] < found.evidence["seconds"]) == (level == "warning")
     # two looked-at steps; the gradient of the input is not asked for
     assert found.evidence["flops"] == 2 * 2 * 2 * 256**3
+
+
+@pytest.mark.parametrize(("width", "level"), [(1024, "warning"), (8, "note")])
+def test_a_model_that_is_called_outside_is_told_once_at_its_call_with_the_gain(width, level):
+    """It is not trained, so it is a note, unless it takes a large part of the step."""
+    full = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).requires_grad_(False)
+    (found,) = findings_of(lambda m: m["full"](torch.randn(width, width)).mean(), low=nn.Linear(256, 256), full=full)
+    assert (found.code, found.level, found.evidence["products"]) == ("AMP105", level, 2 * 2)
+    line = test_a_model_that_is_called_outside_is_told_once_at_its_call_with_the_gain.__code__.co_firstlineno
+    assert found.place.line == line + 4
+    assert re.search(r"; bfloat16 is predicted to take \d+\.\d\d of their time on \S", found.text)
 
 
 @pytest.mark.parametrize(("margin", "is_advised"), [(0.99, True), (1.01, False)])
@@ -89,15 +101,15 @@ def test_what_torch_itself_casts_up_is_its_own_business(dropout):
         return found.float().mean()
 
     codes = [f.code for f in findings_of(attention, low=nn.Linear(256, 256))]
-    assert codes == ["AMP601"]  # of the product outside of the region
+    assert codes == ["AMP105"]  # of the call outside of the region
     assert set(seen) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("rows", "told"), [(64, 1), (2048, 2)])
 def test_what_saves_little_of_the_step_is_not_told(rows, told):
     def two_products(modules):
-        large = modules["full"](torch.randn(4096, 512)).mean()
-        return large + modules["full"](torch.randn(rows, 512)).mean()
+        large = (torch.randn(4096, 512) @ modules["full"].weight).mean()
+        return large + (torch.randn(rows, 512) @ modules["full"].weight).mean()
 
     found = findings_of(two_products, low=nn.Linear(256, 256), full=nn.Linear(512, 512))
     assert [f.code for f in found] == ["AMP601"] * told

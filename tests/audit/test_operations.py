@@ -1,5 +1,8 @@
 """What is seen of operations: their phase, module and line, and who cast what."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ class TwoLayers(nn.Module):
         self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
 
     def forward(self, x):
-        return self.second(self.first(x).float())  # line 18
+        return self.second(self.first(x).float())
 
 
 def calls_of(train, **options):
@@ -63,6 +66,78 @@ def test_a_cast_is_autocasts_or_the_users():
         ("user", "", "float32"): 1,
         ("autocast", "second", "bfloat16"): 3,
     }
+
+
+LIBRARY = """
+import torch
+
+def head(x, weight):
+    return x.float() @ weight  # line 5
+
+def twice(x):
+    return x.to(torch.bfloat16), x.to(torch.bfloat16)  # line 8
+
+def there_and_back(x):
+    return x.float().to(torch.bfloat16)  # line 11
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A module that is installed, and casts."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "of_others.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    yield importlib.import_module("of_others")
+    del sys.modules["of_others"]
+
+
+class Own:
+    """The same in the user's file."""
+
+    @staticmethod
+    def head(x, weight):
+        return x.float() @ weight
+
+    @staticmethod
+    def twice(x):
+        return x.to(torch.bfloat16), x.to(torch.bfloat16)
+
+    @staticmethod
+    def there_and_back(x):
+        return x.float().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_library", [True, False])
+def test_a_cast_in_a_library_is_the_librarys_and_the_users_line_is_where_it_is_called(library, is_library):
+    uses = library if is_library else Own
+
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit(looks=(1, 2)) as audit:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                low = model(torch.randn(64, 8))
+            uses.twice(torch.randn(4096))
+            uses.there_and_back(low.detach() * 1)
+            uses.head(low, torch.randn(4, 64)).mean().backward()
+            optimizer.step()
+    report = audit.report()
+    casts = {f.code: f for f in report.findings if f.code in ("AMP604", "AMP702", "AMP703")}
+    by = {"AMP604": "of_others:5 (head)", "AMP702": "of_others:8 (twice)", "AMP703": "of_others:11 (there_and_back)"}
+    assert {*casts} == {*by}
+    for code, cast in casts.items():
+        assert (f"in {by[code]}, called from" in cast.text) == is_library
+        assert cast.place.file == "tests/audit/test_operations.py"
+        assert (cast.place.line > Own.there_and_back.__code__.co_firstlineno + 5) == is_library
+    decided = {who for row in report.rows for who in row.decided if who.startswith("cast")}
+    assert len({who for who in decided if "of_others" in who and ", called at tests/" in who}) == len(by) * is_library
+
+
+def test_a_cast_under_a_mode_of_functions_is_the_users_own():
+    with torch.device("cpu"):  # which hands each call on
+        casts = {(c.cast, c.library) for c, _ in calls_of(step) if c.cast == "user"}
+    assert casts == {("user", "")}
 
 
 @pytest.mark.parametrize(("every", "seen"), [(0, [2, 3]), (5, [2, 3, 5, 10])])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.audit.running import CLEAN, SCRIPTS, expected, found, run_script
+from tests.audit.running import CLEAN, SCRIPTS, assert_readable, expected, found, run_script
 
 
 def assert_found_at_its_line(path):
@@ -17,6 +17,7 @@ def assert_found_at_its_line(path):
         assert audited.printed == plain.printed != ""
         assert (audited.error, audited.random) == (plain.error, plain.random)
         assert not [one for one in audited.report.unseen if "compiled" not in one]
+        assert_readable(audited.report)
 
 
 @pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
@@ -30,6 +31,7 @@ def test_a_clean_script_has_no_warning_and_changes_no_bit(path):
     assert [f for f in audited.report.findings if f.level != "note"] == []
     assert not audited.error
     assert audited.report.looked_at
+    assert_readable(audited.report)
     assert not [one for one in audited.report.unseen if "ended" in one]
     assert audited.printed == plain.printed != ""
     assert (audited.error, audited.random) == (plain.error, plain.random)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim import swa_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_graph.audit.session import Audit
@@ -193,3 +194,108 @@ def test_updates_with_a_closure_are_those_without():
             train(*asked)
         shares.append(next(f for f in audit.report().findings if f.code == "AMP301").evidence["share"])
     assert shares[0] == shares[1]
+
+
+# -- averages -------------------------------------------------------------------------------------------------
+
+KEPT = 0.999
+
+
+def each(write):
+    """Return the update of an average by ``write(mean, p)`` of each parameter."""
+
+    @torch.no_grad()
+    def update(means, parameters):
+        for mean, p in zip(means, parameters, strict=True):
+            write(mean, p)
+
+    return update
+
+
+def of_data(means, parameters):
+    for mean, p in zip(means, parameters, strict=True):
+        mean.data.mul_(KEPT).add_(p.data, alpha=1 - KEPT)
+
+
+@torch.no_grad()
+def of_lists(means, parameters):
+    differences = torch._foreach_sub(means, [p.to(mean.dtype) for p, mean in zip(parameters, means, strict=True)])
+    torch._foreach_sub_(means, differences, alpha=1 - KEPT)
+
+
+def of_a_module(means, parameters):
+    class Mean(nn.Module):
+        def forward(self):
+            each(lambda mean, p: mean.sub_((1 - KEPT) * (mean - p)))(means, parameters)
+
+    Mean()()
+
+
+AVERAGES = {
+    "lerp_": each(lambda mean, p: mean.lerp_(p.to(mean.dtype), 1 - KEPT)),
+    "mul_ and add_": each(lambda mean, p: mean.mul_(KEPT).add_(p, alpha=1 - KEPT)),
+    "copy_": each(lambda mean, p: mean.copy_(KEPT * mean + (1 - KEPT) * p)),
+    "copy_ of float32": each(lambda mean, p: mean.copy_(torch.lerp(mean.float(), p, 1 - KEPT))),
+    "sub_": each(lambda mean, p: mean.sub_((1 - KEPT) * (mean - p))),
+    "addcmul_": each(lambda mean, p: mean.addcmul_(p - mean, torch.full_like(mean, 1 - KEPT))),
+    "a tensor decays": each(lambda mean, p: mean.mul_(torch.tensor(KEPT)).add_(p * (1 - torch.tensor(KEPT)))),
+    "data": of_data,
+    "lists": of_lists,
+    "module": of_a_module,
+}
+NONE = {
+    "a copy": each(lambda mean, p: mean.copy_(p)),
+    "a sum": each(lambda mean, p: mean.add_(p, alpha=1e-4)),
+    "a decay": each(lambda mean, p: mean.mul_(0.9999)),
+    "a product": each(lambda mean, p: mean.mul_(1 + 1e-4 * p)),
+}
+
+
+def average_of(update, dtype):
+    """Return the finding of an average in ``dtype``, if there is one, and the share that a count in float64 has."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    means, counts = [(p.detach() * 1.01).to(dtype) for p in model.parameters()], []
+    with Audit(looks=(2, 3, 4)) as audit:
+        for _ in range(4):
+            model(torch.randn(8, 24)).square().mean().backward()
+            optimizer.step()
+            before = [mean.clone() for mean in means]
+            update(means, list(model.parameters()))
+            wide = [KEPT * old.double() + (1 - KEPT) * p.detach().double()
+                    for old, p in zip(before, model.parameters(), strict=True)]  # fmt: skip
+            moves = [new != old for new, old in zip(wide, before, strict=True)]
+            stays = [(old == new) & moved for old, new, moved in zip(before, means, moves, strict=True)]
+            counts.append((sum(int(m.sum()) for m in moves), sum(int(one.sum()) for one in stays)))
+    assert not [one for one in audit.report().unseen if "Averages" in one]
+    moved, stayed = map(sum, zip(*counts[1:], strict=True))
+    return next((f for f in audit.report().findings if f.code == "AMP303"), None), stayed / max(1, moved)
+
+
+@pytest.mark.parametrize("form", AVERAGES)
+def test_an_average_that_loses_its_updates_is_found_in_any_form(form):
+    finding, share = average_of(AVERAGES[form], torch.bfloat16)
+    assert share > 0.5
+    assert finding.evidence["share"] == pytest.approx(share, abs=0.01)
+    assert average_of(AVERAGES[form], torch.float32)[0] is None
+
+
+@pytest.mark.parametrize("form", NONE)
+def test_what_is_written_with_other_weights_is_no_average(form):
+    assert average_of(NONE[form], torch.bfloat16)[0] is None
+
+
+@pytest.mark.parametrize("average", [swa_utils.get_ema_multi_avg_fn, swa_utils.get_ema_avg_fn])
+def test_the_averaged_model_of_torch_is_seen(average):
+    model = mlp().bfloat16()
+    name = "multi_avg_fn" if "multi" in average.__name__ else "avg_fn"
+    mean = swa_utils.AveragedModel(model, **{name: average(KEPT)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(4):
+            model(torch.randn(8, 24).bfloat16()).square().mean().backward()
+            optimizer.step()
+            mean.update_parameters(model)
+    (finding,) = (f for f in audit.report().findings if f.code == "AMP303")
+    assert finding.evidence["share"] > 0.9

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from amp_graph.audit.codes import finding
 from amp_graph.audit.records import CONVERSION, LOW, Call, Event, Finding, Place, Totals, Training, Watcher, tensors_in
 from amp_graph.audit.speed.predicted_time import LEAST_SHARE, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
@@ -63,12 +64,12 @@ class Cast:
 
 
 class Widened(NamedTuple):
-    """Memory that a cast up wrote, or what ran in full precision on it: the cast's place, source and call of torch."""
+    """Memory that a cast up wrote, or what ran in full precision on it: the cast's source and call of torch."""
 
     held: StorageWeakRef
     version: int
     dtype: str  # low, before the cast
-    place: Place
+    call: Call
     group: int
     operation: Place | None  # that autocast cast up for; None of the cast's own result
 
@@ -77,15 +78,12 @@ class Widened(NamedTuple):
 class Repeat:
     """Casts with one fault at one line."""
 
-    casts: int = 0
+    call: Call  # the first
     totals: Totals = field(default_factory=Totals)
     modules: dict[str, None] = field(default_factory=dict)
-    call: Call | None = None
 
     def add(self, call: Call, moved: int) -> None:
         """Count one more."""
-        self.call = self.call or call
-        self.casts += 1
         self.totals.calls, self.totals.bytes = self.totals.calls + 1, self.totals.bytes + moved
         self.modules[call.module] = None
 
@@ -95,16 +93,19 @@ class CastCounts(Watcher):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self.repeats: dict[tuple[str, Place], Repeat] = {}
-        self._step = -1
+        self.repeats: dict[tuple[str, Place, str], Repeat] = {}  # by code, place and the library that cast
         self._backwards = 0
         self._device = "cpu"
-        self._models = 0  # whose weights are listed
-        self._weights: dict[int, tuple[StorageWeakRef, bool]] = {}  # whether each is trained, by its memory
         self._casts: dict[tuple[Any, ...], Cast] = {}
         self._widened: dict[int, Widened] = {}
         self._again: list[tuple[Call, int, int, bool]] = []  # cast again, and by whom is not known yet
         self._frozen: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # in all steps; bytes not yet counted
+
+    def began(self) -> None:
+        """Forget the values of other steps."""
+        self._decide(by_autocast=False)
+        self._casts.clear()
+        self._widened.clear()
 
     def heard(self, event: Event) -> None:
         """Count the backward passes."""
@@ -112,10 +113,6 @@ class CastCounts(Watcher):
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Follow a cast, or an operation on what was cast."""
-        if self._step != self.training.steps:
-            self._begin_step()
-        if self._models != len(self.training.models):
-            self._list_weights()
         if call.phase != "forward" or in_backward():  # a checkpoint computes again what it did not keep
             return
         if call.operator == CONVERSION and call.inputs and call.output not in ("", call.inputs[0]):
@@ -132,48 +129,29 @@ class CastCounts(Watcher):
         all_bytes = max(1, sum(t.bytes for t in counted.values()))
         all_seconds = max(seconds_of_steps(counted, machine), 1e-30)
         looks = max(1, len(self.training.looked_at))
-        for (code, place), repeat in self.repeats.items():
-            assert repeat.call is not None, "each was counted once at least"
+        for (code, place, library), repeat in self.repeats.items():
             seconds = seconds_of(repeat.call, repeat.totals, machine)
             share, of_time = repeat.totals.bytes / all_bytes, seconds / all_seconds
             if max(share, of_time) < LEAST_SHARE:
                 continue
             large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES
             what, fix = TEXTS[code]
-            count = repeat.casts / looks
-            yield Finding(
-                code, "warning" if large else "note", place,
-                f"{what.format(times=self._entered(place))}: casts a step beyond what is needed: {count:g}, "
+            count = repeat.totals.calls / looks
+            by = f", in {library}, called from this line" if library else ""
+            yield finding(
+                code, place,
+                f"{what.format(times=self._entered(place))}{by}: casts a step beyond what is needed: {count:g}, "
                 f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
                 f"predicted {of_time:.1%} of the step's time on {machine.name}",
                 fix,
-                {"casts": count, "bytes": repeat.totals.bytes / looks, "share_of_bytes": share,
-                 "share_of_time": of_time, "machine": machine.name},
-                sorted(filter(None, repeat.modules)),
+                level="warning" if large else "note", also=sorted(filter(None, repeat.modules)), casts=count,
+                library=library, bytes=repeat.totals.bytes / looks, share_of_bytes=share, share_of_time=of_time,
+                machine=machine.name,
             )  # fmt: skip
 
     def _entered(self, place: Place) -> str:
         entered = sum(r.looked_at for r in self.training.regions if r.place == place)
         return f"{entered / max(1, len(self.training.looked_at)):g} times"
-
-    def _begin_step(self) -> None:
-        self._decide(by_autocast=False)
-        self._step = self.training.steps
-        self._casts.clear()
-        self._widened.clear()
-        self._models = 0
-
-    def _list_weights(self) -> None:
-        self._models = len(self.training.models)
-        updated = {
-            id(p) for one in list(self.training.optimizers) for group in one.param_groups for p in group["params"]
-        }
-        self._weights = {
-            key: (StorageWeakRef(storage_of(t)), t.requires_grad and (not updated or id(t) in updated))
-            for model in list(self.training.models)
-            for t in (*model.parameters(), *model.buffers())
-            if (key := storage_key(t)) is not None
-        }
 
     # -- casts ----------------------------------------------------------------------------------------
 
@@ -191,8 +169,9 @@ class CastCounts(Watcher):
         known = (key, value._version, value.storage_offset(), *value.shape, *value.stride(), call.output)
         last = self._casts.get(known)
         self._casts[known] = made
-        is_weight, is_trained = key in self._weights, self._weights.get(key, (None, True))[1]
-        if is_weight and not is_trained:
+        weight = self.training.weights.get(key)
+        is_weight = weight is not None
+        if weight is not None and not weight.is_trained:
             self._cast_frozen(known, made.held, call, moved)
         elif last is None:
             return
@@ -224,12 +203,13 @@ class CastCounts(Watcher):
     def _decide(self, *, by_autocast: bool) -> None:
         """Count what was cast again: the present operation reads it, if they are of one call of torch."""
         for call, moved, group, is_weight in self._again:
-            mine = by_autocast and group == self.training.group and call.region >= 0 and not is_weight
-            self._repeat("AMP706" if mine else "AMP702", call.place, call, moved)
+            mine = by_autocast and group == self.training.group and call.region >= 0
+            code = "AMP706" if mine and not is_weight else "AMP702"
+            self._repeat(code, call.place, call, moved, library="" if mine else call.library)
         self._again.clear()
 
-    def _repeat(self, code: str, place: Place, call: Call, moved: int) -> None:
-        self.repeats.setdefault((code, place), Repeat()).add(call, moved)
+    def _repeat(self, code: str, place: Place, call: Call, moved: int, *, library: str = "") -> None:
+        self.repeats.setdefault((code, place, library), Repeat(call)).add(call, moved)
 
     # -- between casts --------------------------------------------------------------------------------
 
@@ -237,7 +217,7 @@ class CastCounts(Watcher):
         key = storage_key(wide)
         if key is not None and not wide.is_inference():
             self._widened[key] = Widened(
-                StorageWeakRef(storage_of(wide)), wide._version, dtype, call.place, self.training.group, operation
+                StorageWeakRef(storage_of(wide)), wide._version, dtype, call, self.training.group, operation
             )
 
     def _undone(self, call: Call, value: Tensor, moved: int, key: int) -> None:
@@ -248,7 +228,7 @@ class CastCounts(Watcher):
         if wide.operation is not None:
             self._repeat("AMP704", wide.operation, call, 2 * moved)
         elif wide.version == value._version:
-            self._repeat("AMP703", wide.place, call, 2 * moved)
+            self._repeat("AMP703", wide.call.place, call, 2 * moved, library=wide.call.library)
 
     def _computed(self, call: Call, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Mark what an operation makes of values that autocast cast up for it, and what else is made of that alone."""

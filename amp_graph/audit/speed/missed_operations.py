@@ -1,7 +1,8 @@
 """AMP6xx: matrix products, convolutions and attention that ran in full precision, though a list allows them lower.
 
 Before: ``aten.addmm`` in float32 at ``train.py:42``, outside of the region that covers the rest of the model. After:
-AMP601, with the seconds that low precision is predicted to save on this machine, or that it saves none.
+AMP601, with the seconds that low precision is predicted to save on this machine, or that it saves none. Products of a
+model that is called outside of the region are told once, at the line of the call: AMP105.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from amp_graph.audit.records import CONVERSION, LOW, NOWHERE, Call, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.codes import finding
+from amp_graph.audit.model_calls import ModelCalls
+from amp_graph.audit.records import CONVERSION, LOW, NOWHERE, Call, Event, Finding, Place, Totals, Training, Watcher
 from amp_graph.audit.speed.predicted_time import (
     LEAST_SHARE,
     dtype_of,
@@ -71,11 +74,24 @@ class Missed:
         return [*self.forward, *self.backward]
 
 
+class Gain(NamedTuple):
+    """The predicted seconds of products as they ran, and ``lower`` in a low dtype; parts of the looked-at steps' time.
+
+    ``part``: of the products; ``share``: what the low dtype saves.
+    """
+
+    full: float
+    lower: float
+    part: float
+    share: float
+    text: str
+
+
 class CastUp(NamedTuple):
-    """The memory of what was cast up, held weakly, the line of the cast, and the call of torch that it was in."""
+    """The memory of what was cast up, held weakly, the cast, and the call of torch that it was in."""
 
     held: StorageWeakRef
-    place: Place
+    call: Call
     group: int
 
 
@@ -84,34 +100,43 @@ class MissedOperations(Watcher):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._step = self._group = -1  # the group of the last cast up
+        self._models = ModelCalls(training)
+        self._group = -1  # of the last cast up
         self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
-        self._cast_up: dict[Call, Place] = {}  # products that read it
+        self._cast_up: dict[Call, Call] = {}  # products that read it, and the cast
         self._inside: set[Call] = set()  # those for which torch itself cast it, as in attention without a fused kernel
         self._devices: Counter[str] = Counter()
 
+    def began(self) -> None:
+        """Forget what was cast up in another step."""
+        self._up.clear()
+
+    def heard(self, event: Event) -> None:
+        """Take the call of a model, and whether the script cast its inputs up."""
+        if event.name == "model.call":
+            casts = [one.call for one in self._marked(event.arguments.get("args"))]
+            self._models.heard(event, is_raised=any(not one.library and not one.module for one in casts))
+
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Remember what was cast up, and which product reads it."""
-        if self._step != self.training.steps:
-            self._step = self.training.steps
-            self._up.clear()
+        self._models.ran(call, operator)
         if call.operator == CONVERSION:
             if call.phase == "forward" and call.output in FULL and call.inputs[:1] in _LOWS:
-                self._mark(result, call.place)
+                self._mark(result, call)
         elif is_product(call):
             self._devices[result.device.type if isinstance(result, Tensor) else "cpu"] += 1
             for given in self._marked((args, kwargs)):
-                self._cast_up.setdefault(call, given.place)
+                self._cast_up.setdefault(call, given.call)
                 if given.group == self.training.group:
                     self._inside.add(call)
-        elif self._group == self.training.group and self._marked((args, kwargs)):
+        elif self._group == self.training.group and (marked := self._marked((args, kwargs))):
             for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
-                self._mark(t, call.place)
+                self._mark(t, marked[0].call)
 
-    def _mark(self, wide: Any, place: Place) -> None:
+    def _mark(self, wide: Any, call: Call) -> None:
         if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
             self._group = self.training.group
-            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), place, self._group))
+            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), call, self._group))
 
     def _marked(self, values: Any) -> list[CastUp]:
         if not self._up:
@@ -123,17 +148,22 @@ class MissedOperations(Watcher):
         """Yield what ran in full precision and need not."""
         calls = self.training.calls
         products = {c: t for c, t in calls.items() if c.phase != "update" and is_product(c) and self._is_allowed(c)}
-        if not products:
-            return
         machine = machine_for(self._device)
         count: Counter[str] = Counter()
         for call, totals in products.items():
             count[dtype_of(call)] += totals.calls
         lowest = max((d for d in count if d in LOW), key=count.__getitem__, default="")
-        for (code, place), missed in self._grouped(products).items():
+        outside = self._models.outside()
+        grouped = self._grouped(products, {call: called.place for called in outside for call in called.full})
+        for called in outside:
+            gain = self._gain(grouped.pop(("AMP105", called.place), Missed()), machine, lowest or "bfloat16")
+            text = f"; {gain.text}" if gain.full else ""
+            yield self._models.finding(called, text, is_large=gain.share > LARGE_SHARE)
+        for (code, place), missed in grouped.items():
             if lowest or (code == "AMP603" and "float32" in count):
                 yield from self._told(code, place, missed, machine, lowest or "float32")
-        if not lowest and not any(one.enabled and one.device == self._device for one in self.training.regions):
+        is_on = any(one.enabled and one.device == self._device for one in self.training.regions)
+        if products and not lowest and not is_on:
             yield self._unused(products, machine)
 
     @property
@@ -149,14 +179,19 @@ class MissedOperations(Watcher):
         name = LISTED_AS.get(packet) or LISTED_AS.get(family_of(call.operator), packet)
         return any(rule.cls is OpClass.ALLOW for rule in rules.get(name, ()))
 
-    def _grouped(self, products: Mapping[Call, Totals]) -> dict[tuple[str, Place], Missed]:
-        """Return the products in full precision by cause and line; a backward is with its forward."""
+    def _grouped(
+        self, products: Mapping[Call, Totals], outside: Mapping[Call, Place]
+    ) -> dict[tuple[str, Place], Missed]:
+        """Return the products in full precision by cause and line; a backward is with its forward.
+
+        ``outside``: products of models that are called outside of the region, with the line of the call.
+        """
         found: dict[tuple[str, Place], Missed] = {}
         of_forward: dict[tuple[str, Place], Missed] = {}
         full = [(call, totals) for call, totals in products.items() if dtype_of(call) in FULL]
         for call, totals in full:
             if call.phase == "forward" and call not in self._inside:
-                missed = found.setdefault(self._cause(call), Missed())
+                missed = found.setdefault(self._cause(call, outside), Missed())
                 missed.forward.append((call, totals))
                 of_forward[call.module, call.place] = missed
         for call, totals in full:
@@ -164,7 +199,7 @@ class MissedOperations(Watcher):
                 of_forward[call.module, call.place].backward.append((call, totals))
         return found
 
-    def _cause(self, call: Call) -> tuple[str, Place]:
+    def _cause(self, call: Call, outside: Mapping[Call, Place]) -> tuple[str, Place]:
         if "float64" in call.inputs:
             return "AMP603", call.place
         around = self.training.regions[call.region] if call.region >= 0 else None
@@ -173,33 +208,38 @@ class MissedOperations(Watcher):
         if around is not None:
             return "AMP605" if around.enabled else "AMP602", call.place
         if call in self._cast_up:
-            return "AMP604", self._cast_up[call]
-        return "AMP601", call.place
+            return "AMP604", self._cast_up[call].place
+        return ("AMP105", outside[call]) if call in outside else ("AMP601", call.place)
+
+    def _gain(self, missed: Missed, machine: Machine, dtype: str) -> Gain:
+        """Return what ``dtype`` is predicted to save of products; of none, nothing."""
+        full, lower = _seconds(missed, machine, dtype)
+        steps = max(seconds_of_steps(self.training.calls, machine), 1e-30)
+        share = (full - lower) / steps
+        saves = f", which saves {share:.1%} of the step" if share > 0 else ": it is not profitable on this machine"
+        relative = lower / full if full else 1.0
+        text = f"{dtype} is predicted to take {relative:.2f} of their time on {machine.name}, casts included{saves}"
+        return Gain(full, lower, full / steps, share, text)
 
     def _told(self, code: str, place: Place, missed: Missed, machine: Machine, dtype: str) -> Iterator[Finding]:
-        full, lower = _seconds(missed, machine, dtype)
-        steps = seconds_of_steps(self.training.calls, machine)
-        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
-        gain = full - lower
-        if min(full, abs(gain)) < LEAST_SHARE * steps:  # a loss is told, too: a form to leave as it is
+        gain = self._gain(missed, machine, dtype)
+        if min(gain.part, abs(gain.share)) < LEAST_SHARE:  # a loss is told, too: a form to leave as it is
             return
+        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
         where, fix = IN_FULL_PRECISION[code]
+        if code == "AMP604" and (libraries := {self._cast_up[call].library for call, _ in missed.forward} - {""}):
+            where += f", in {', '.join(sorted(libraries))}, called from it"
         wider = "float64" if code == "AMP603" else "float32"
         looks = max(1, len(self.training.looked_at))
-        gains = f"{dtype} is predicted to take {lower / full:.2f} of their time on {machine.name}, casts included"
-        if gain <= 0:
-            gains += ": it is not profitable on this machine"
-        else:
-            gains += f", which saves {gain / steps:.1%} of the step"
-        large = gain > LARGE_SHARE * steps and code != "AMP602"  # which was asked for
-        yield Finding(
-            code, "warning" if large else "note", place,
+        large = gain.share > LARGE_SHARE and code != "AMP602"  # which was asked for
+        yield finding(
+            code, place,
             f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
-            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {gains}",
+            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {gain.text}",
             fix,
-            {"calls": count, "flops": flops, "seconds": full, "seconds_low": lower, "share": gain / steps,
-             "dtype": wider, "machine": machine.name},
-            sorted({call.module for call, _ in missed.forward if call.module}),
+            level="warning" if large else "note",
+            also=sorted({call.module for call, _ in missed.forward if call.module}), calls=count, flops=flops,
+            seconds=gain.full, seconds_low=gain.lower, share=gain.share, dtype=wider, machine=machine.name,
         )  # fmt: skip
 
     def _unused(self, products: Mapping[Call, Totals], machine: Machine) -> Finding:
@@ -212,12 +252,12 @@ class MissedOperations(Watcher):
         speed = steps / max(steps - full + lower, 1e-30)
         place = max(everything.all, key=lambda one: one[1].flops)[0].place
         fix = "with torch.autocast(device, torch.bfloat16) around the forward, or amp_graph.convert(model)"
-        return Finding(
-            "AMP606", "note", place or NOWHERE,
+        return finding(
+            "AMP606", place or NOWHERE,
             f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
             f"speed on {machine.name}",
             fix if speed >= WORTH_IT else "none: low precision does not pay on this machine for these sizes",
-            {"speed": speed, "flops": sum(t.flops for _, t in everything.all), "machine": machine.name},
+            level="note", speed=speed, flops=sum(t.flops for _, t in everything.all), machine=machine.name,
         )  # fmt: skip
 
 

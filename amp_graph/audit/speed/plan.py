@@ -8,10 +8,10 @@ The plan is the real one, of the model on fake tensors of the sizes that were se
 from __future__ import annotations
 
 import importlib
-from collections import Counter
+from collections import Counter, UserList
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from amp_graph.audit.records import LOW, Training
 from amp_graph.audit.speed.model_sketch import Sketch, refuse, sketch_of
@@ -48,33 +48,20 @@ def draw_sketches(training: Training) -> None:
                 training.sketches[id(model)] = _why(tried)
 
 
-def plan_lines(training: Training) -> Sequence[str]:
-    """Return what amp_graph would do with the models that were trained: lines for a report."""
-    return PlanLines(training)
+class PlanLines(UserList[str]):
+    """What amp_graph would do with the models that were trained, in lines: they are made when they are first read.
 
-
-class PlanLines(Sequence[str]):
-    """The lines, made when they are first read: to capture a model takes seconds."""
+    To capture a model takes seconds.
+    """
 
     def __init__(self, training: Training) -> None:
         """Begin."""
         self._training = training
 
     @cached_property
-    def _lines(self) -> list[str]:
+    def data(self) -> list[str]:  # type: ignore[override]
+        """The lines."""
         return list(_lines(self._training))
-
-    @overload
-    def __getitem__(self, at: int) -> str: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[str]: ...
-    def __getitem__(self, at: int | slice) -> str | Sequence[str]:
-        """Return a line, or several."""
-        return self._lines[at]
-
-    def __len__(self) -> int:
-        """Return how many lines there are."""
-        return len(self._lines)
 
 
 def _lines(training: Training) -> Iterator[str]:

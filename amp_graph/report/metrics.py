@@ -6,7 +6,7 @@ Before: ``scaler.get_scale()`` and ``scaler.skipped_steps.item()``, a copy to th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,10 +74,10 @@ def _of(source: Any) -> Iterator[tuple[str, Value]]:
             "  fix:   metrics(amp_graph.convert(model), scaler)"
         )
     if isinstance(scale, LossScale):
-        state: Sequence[Value] = scale.state if scale.ready else scale.values()
-        yield from (("loss_scale", state[0]), ("skipped_steps", state[3]))
+        yield "loss_scale", scale.scale if scale.ready else scale.values()[0]
+        yield "skipped_steps", scale.skipped
         if scale.records.count:
-            yield "skipped_of_last_100", state[3] - scale.records.skipped_before(LATELY)
+            yield "skipped_of_last_100", scale.skipped - scale.records.skipped_before(LATELY)
     elif isinstance(scale, torch.amp.GradScaler):
         yield "loss_scale", scale._init_scale if scale._scale is None else scale._scale  # torch's counts no skips
 

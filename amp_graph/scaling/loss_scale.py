@@ -53,24 +53,21 @@ class LossScale:
             )
         for name in WHOLE:
             setattr(self, name, int(getattr(self, name)))
-        self._state: tuple[torch.Tensor, ...] | None = None
-        self._start = (float(self.init_scale), 0, int(self.hysteresis), 0, 0)
+        # On the host, in fp64, until there is a device.
+        counts = [torch.tensor(n, dtype=torch.int32, device="cpu") for n in (0, int(self.hysteresis), 0, 0)]
+        self._state = torch.tensor(float(self.init_scale), dtype=torch.float64, device="cpu"), *counts
+        self.ready = False  # whether the state is on a device already
         self.records = ScaleRecords()
 
     # -- state ----------------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> LossScale:
         """Place the state on ``device`` at the first call; it stays there."""
-        if self._state is None:
-            value, *counts = self._start
-            tensors = [torch.tensor(n, dtype=torch.int32, device=device) for n in counts]
-            self._state = (torch.tensor(value, dtype=torch.float32, device=device), *tensors)
+        if not self.ready:
+            scale, *counts = self._state
+            self._state = scale.to(device, torch.float32), *(n.to(device, torch.int32) for n in counts)
+            self.ready = True
         return self
-
-    @property
-    def ready(self) -> bool:
-        """Whether the state is on a device already."""
-        return self._state is not None
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -78,7 +75,7 @@ class LossScale:
 
         Raises ScaleError before ``to``.
         """
-        if self._state is None:
+        if not self.ready:
             raise ScaleError("loss scale: it has no device yet\n  fix:   scaler.scale(loss) before anything else")
         return self._state
 
@@ -90,7 +87,7 @@ class LossScale:
     @property
     def skipped(self) -> torch.Tensor:
         """How many steps were skipped, a 0-d int32 tensor: on the device, and written by ``update``, after ``to``."""
-        return torch.tensor(self._start[3], dtype=torch.int32) if self._state is None else self._state[3]
+        return self._state[3]
 
     def inverse(self) -> torch.Tensor:
         """Return 1 / scale, 0-d fp32, computed in fp64 and correctly rounded."""
@@ -111,12 +108,10 @@ class LossScale:
 
     def note(self) -> None:
         """Record a step that is about to run, whose graph updates the scale."""
-        self.records.note(self._start if self._state is None else self._state)
+        self.records.note(self._state)
 
     def values(self) -> tuple[float, int, int, int, int]:
         """Return the state as numbers, with one copy to the host from another device."""
-        if self._state is None:
-            return self._start
         scale, *counts = torch.stack([t.double() for t in self._state]).tolist()
         good, left, skipped, stuck = map(int, counts)
         return scale, good, left, skipped, stuck
@@ -167,8 +162,7 @@ class LossScale:
         start = (float(state["scale"]), good, left, int(state.get("_skipped", 0)), int(state.get("_stuck", 0)))
         for name, value in given.items():
             setattr(self, name, value)
-        self._start = start
-        for tensor, value in zip(self._state or (), start, strict=False):
+        for tensor, value in zip(self._state, start, strict=True):
             tensor.fill_(value)
 
     def change(self, name: str, value: Any) -> None:
@@ -188,20 +182,13 @@ class LossScale:
             _refuse({"scale": value}, "new_", "a power of two, for example 2.0**16")
         elif value.numel() != 1 or value.requires_grad:
             raise ScaleError(f"loss scale: new_scale has {value.numel()} elements\n  legal: one, without gradient")
-        if self._state is None:
-            self._start = (float(value), *self._start[1:])
-        elif isinstance(value, torch.Tensor):
-            self.scale.copy_(value.reshape(()))
-        else:
-            self.scale.fill_(value)
+        self._state[0].fill_(value.reshape(()) if isinstance(value, torch.Tensor) else value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle and copy as options and numbers, independent of the device."""
-        return {**self.__dict__, "_start": self.values(), "_state": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickle, which may be of a version without records."""
-        self.__dict__.update({"records": ScaleRecords(), **state})
+        scale, *counts = self._state
+        known = scale.to("cpu", torch.float64, copy=True), *(n.to("cpu", copy=True) for n in counts)
+        return {**self.__dict__, "_state": known, "ready": False}
 
 
 WHOLE = ("growth_interval", "hysteresis")  # options that are whole numbers

@@ -31,18 +31,12 @@ class ScaleRecords:
         self._ring: tuple[Tensor, Tensor] | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # of the ring
 
-    def note(self, state: Sequence[Any]) -> None:
+    def note(self, state: Sequence[Tensor]) -> None:
         """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
         scale, skipped = state[0], state[3]
-        on_device = isinstance(scale, Tensor)
-        if self._ring is None or (on_device and self._ring[0].device != scale.device):
-            self._place_on(scale.device if on_device else torch.device("cpu"))
-        into = self._places[self.count % self.most]
-        if on_device:
-            foreach_copy_(into, (scale, skipped))
-        else:  # before there was a device
-            into[0].fill_(scale)
-            into[1].fill_(skipped)
+        if self._ring is None or self._ring[0].device != scale.device:
+            self._place_on(scale.device)
+        foreach_copy_(self._places[self.count % self.most], (scale, skipped))
         self.count += 1
 
     def _place_on(self, device: torch.device) -> None:

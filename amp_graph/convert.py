@@ -22,7 +22,7 @@ from amp_graph.errors import CaptureError, PolicyError, warn
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters
 from amp_graph.optim.master_weights import lower_parameters, restore_parameters
 from amp_graph.optim.widened_parameters import narrow_parameters, trained_halves, widen_parameters
-from amp_graph.passes.calibration.node_keys import module_of
+from amp_graph.passes.calibration.node_keys import few, module_of
 from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.dynamo_entries import compiled_in_place
 from amp_graph.passes.torch_compat.modules import uninitialized
@@ -100,7 +100,8 @@ def convert(
     wrapped = model.__dict__.get("forward")
     made = Conversion(model, wanted, compile, dynamic, strict, wrapped, measured, max_graphs, found)
     # Nothing of the model has changed so far; what follows is undone if it raises.
-    with widen_parameters(model) if wanted.widen else nullcontext(None) as before:
+    # O3 has no masters: its optimizers update low parameters by low states.
+    with widen_parameters(model, states=wanted.level != "O3") if wanted.widen else nullcontext(None) as before:
         made.narrows_to = before or {}
         if wanted.level in HELD_LOW:
             let_optimizers_update_masters()
@@ -200,7 +201,7 @@ def refuse_meta(caller: str, model: torch.nn.Module) -> None:
     meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if meta:
         raise CaptureError(
-            f"{caller}: {len(meta)} tensors are on the meta device and hold no values: {_few(meta)}\n"
+            f"{caller}: {len(meta)} tensors are on the meta device and hold no values: {few(meta)}\n"
             f"  fix:   model.to_empty(device='cpu') and load its weights before amp_graph.{caller}(model)"
         )
 
@@ -236,14 +237,14 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     inside = [name for name, part in model.named_modules() if part is not model and conversion_of(part) is not None]
     if inside:
         raise CaptureError(
-            f"convert: {len(inside)} of its submodules are already converted: {_few(inside)}\n"
+            f"convert: {len(inside)} of its submodules are already converted: {few(inside)}\n"
             f"  fix:   amp_graph.revert(model.get_submodule({inside[0]!r})); that converts its submodules, too"
         )
     refuse_meta("convert", model)
     lazy = uninitialized(model.named_parameters()) if policy.level in HELD_LOW else []
     if lazy:
         raise CaptureError(
-            f"convert: level {policy.level} changes parameters, and {len(lazy)} are not initialized: {_few(lazy)}\n"
+            f"convert: level {policy.level} changes parameters, and {len(lazy)} are not initialized: {few(lazy)}\n"
             "  fix:   call the model once on a batch before amp_graph.convert(model), to initialize them; level "
             "O1 accepts them"
         )
@@ -251,7 +252,7 @@ def refuse_what_cannot_be_converted(model: torch.nn.Module, policy: Policy) -> N
     if half and policy.level == "O1" and not policy.widen:
         raise CaptureError(
             f"convert: level O1 trains parameters in fp32, and {len(half)} are in half precision: "
-            f"{_few(half)}\n"
+            f"{few(half)}\n"
             f"  legal: frozen parameters in half precision, beside trained ones in fp32\n"
             f"  fix:   amp_graph.convert(model, '{policy},widen=true'), which holds trained parameters in fp32 until "
             "amp_graph.revert; or amp_graph.convert(model.float()); or level O2, which holds them in low precision"
@@ -271,7 +272,7 @@ def warn_of_unmatched(model: torch.nn.Module, policy: Policy) -> None:
     leaves = [name for name, part in model.named_modules() if name and not list(part.children())]
     warn(
         f"amp_graph: {told} matches no module of {type(model).__name__}, so it keeps nothing in fp32\n"
-        f"  legal: {legal}{_few([f'{name}:linear' for name in leaves] if absent else leaves)}",
+        f"  legal: {legal}{few([f'{name}:linear' for name in leaves] if absent else leaves)}",
     )
 
 
@@ -282,7 +283,3 @@ def _warn_of_other_machine(model: torch.nn.Module, policy: Policy) -> None:
             f"convert: the time, memory and error of '{policy}' were measured on {policy.measured_on}, and not on this "
             f"{here}, where another policy may be faster\n  fix: amp_graph.search(model, step) here"
         )
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 from amp_graph.errors import CaptureError, ScaleError
-from amp_graph.lists.errors import shortened
+from amp_graph.lists.errors import Attempt, Undo, shortened
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # one number per parameter
 OTHERWISE_SHAPED = (Adafactor, LBFGS)  # their state is factored, or a history
@@ -67,26 +67,19 @@ def refuse_hooks(optimizer: Optimizer) -> None:
 
 
 def refuse_state_of_another_model(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    """Raise ScaleError if ``given``, a ``state_dict``, has state in shapes other than the parameters'."""
-    keys = chain.from_iterable(group["params"] for group in given.get("param_groups", ()))  # torch reports if missing
-    states = given.get("state", {})
-    _refuse(caller, optimizer, (states.get(key, {}) for key in keys))
+    """Raise ScaleError if ``given`` has state in shapes other than the parameters'.
 
-
-def refuse_own_state(caller: str, optimizer: Optimizer) -> None:
-    """Raise ScaleError if ``optimizer`` already holds another model's state."""
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    _refuse(caller, optimizer, (optimizer.state.get(p, {}) for p in params))
-
-
-def _refuse(caller: str, optimizer: Optimizer, states: Iterable[Mapping[str, Any]]) -> None:
-    """Check torch's own optimizers, whose state has its parameter's shape; the state of others is not known."""
+    given: a ``state_dict``, or the attributes of an optimizer. Torch's own optimizers are checked, whose state has its
+    parameter's shape; the state of others is not known.
+    """
     kind = type(optimizer)
     if not is_torchs(optimizer) or issubclass(kind, OTHERWISE_SHAPED):
         return
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, (parameter, state) in enumerate(zip(params, states, strict=False)):
-        for name, value in state.items():
+    keys = chain.from_iterable(group["params"] for group in given.get("param_groups", ()))  # torch reports if missing
+    states = given.get("state", {})
+    for number, (parameter, key) in enumerate(zip(params, keys, strict=False)):
+        for name, value in states.get(key, {}).items():
             if isinstance(value, Tensor) and name not in SCALARS and value.shape != parameter.shape:
                 raise ScaleError(
                     f"{caller}: the state of {kind.__name__} has {name!r} of shape {tuple(value.shape)} for parameter "
@@ -154,27 +147,22 @@ def load_or_refuse(caller: str, optimizer: Optimizer, given: Mapping[str, Any]) 
     What an optimizer with a ``load_state_dict`` of its own, such as Lookahead, saves is known to itself only.
     """
     before = optimizer.state, optimizer.param_groups
-    try:
+
+    def undo() -> None:
+        optimizer.state, optimizer.param_groups = before
+
+    with Attempt(ScaleError) as tried, Undo(undo):
         optimizer.load_state_dict(dict(given))
-        refuse_own_state(caller, optimizer)
+        refuse_state_of_another_model(caller, optimizer, vars(optimizer))
         plain = type(optimizer).load_state_dict is Optimizer.load_state_dict
-        wrong = next(_unfit(optimizer, before[1]), "") if plain else ""
-    except Exception as error:
-        optimizer.state, optimizer.param_groups = before
-        if isinstance(error, ScaleError):
-            raise
-        raise ScaleError(_message(caller, f"{type(error).__name__}: {str(error)[:300]}")) from error
-    if wrong:
-        optimizer.state, optimizer.param_groups = before
-        raise ScaleError(_message(caller, wrong))
-
-
-def _message(caller: str, wrong: str) -> str:
-    return (
-        f"{caller}: the optimizer's state does not fit: {wrong}\n"
-        "  legal: what state_dict() of an optimizer over the same model returned\n"
-        "  fix:   load the checkpoint of this model"
-    )
+        if wrong := next(_unfit(optimizer, before[1]), "") if plain else "":
+            raise ValueError(wrong)
+    if tried.error is not None:
+        raise ScaleError(
+            f"{caller}: the optimizer's state does not fit: {tried.reason[:300]}\n"
+            "  legal: what state_dict() of an optimizer over the same model returned\n"
+            "  fix:   load the checkpoint of this model"
+        ) from tried.error
 
 
 def _unfit(optimizer: Optimizer, before: list[dict[str, Any]]) -> Iterator[str]:
@@ -223,9 +211,7 @@ def _one_step(kind: type[Optimizer], group: Mapping[str, Any], like: Tensor) -> 
     dtype = like.dtype if like.is_complex() else torch.float32
     tiny = torch.zeros((1,) * max(like.dim(), 1), device=like.device, dtype=dtype, requires_grad=True)
     tiny.grad = torch.zeros_like(tiny)
-    try:
+    with Attempt() as tried:
         made = kind([tiny], **options)
         made.step()
-    except Exception as error:
-        return error
-    return made.state[tiny]
+    return tried.error or made.state[tiny]

@@ -18,11 +18,10 @@ from amp_graph.errors import warn
 from amp_graph.lists.errors import Undo
 from amp_graph.optim.master_weights import MASTER, updated_master, write_back
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
-from amp_graph.passes.torch_compat.operators import foreach_mul_
 from amp_graph.passes.torch_compat.optimizers import living, load_hooks_of, on_every_optimizer_step
 
 INSIDE = "_amp_graph_masters"  # the attribute of an optimizer that is stepping on masters
-INVERSE = "_amp_graph_inverse_scale"  # the attribute by which a scaler passes the factor of gradients
+GIVEN = "_amp_graph_given"  # the attribute of an optimizer that is loading the state that is its value
 
 
 class MastersInPlace:
@@ -38,14 +37,14 @@ class MastersInPlace:
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.pairs = [(p, full) for p in params if (full := updated_master(p)) is not None]
 
-    def enter(self, inverse_scale: Tensor | None = None) -> None:
-        """Swap; all gradients are then fp32, multiplied by ``inverse_scale`` (0-d fp32) if given."""
+    def enter(self) -> None:
+        """Swap; all gradients are then fp32, in the layouts of masters.
+
+        A parameter's memory format may have changed since, and fused optimizers ignore strides.
+        """
         for p, full in self.pairs:
-            full.grad = gradient_of_master(p, full)
+            full.grad = None if p.grad is None else laid_out_as(full, p.grad.float())
         self.swap()
-        if inverse_scale is not None:
-            grads = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            foreach_mul_(grads, inverse_scale)
 
     def outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap ``closure`` for a step on masters: it sees the parameters in their places, with current values.
@@ -86,14 +85,6 @@ class MastersInPlace:
         for old, new in pairs:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
-
-
-def gradient_of_master(parameter: Tensor, full: Tensor) -> Tensor | None:
-    """Return the gradient of ``parameter`` in fp32, in the layout of its master; None without a gradient.
-
-    A parameter's memory format may have changed since, and fused optimizers ignore strides.
-    """
-    return None if parameter.grad is None else laid_out_as(full, parameter.grad.float())
 
 
 def step_with_gradients(optimizer: Optimizer, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -141,11 +132,6 @@ def _held_low(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if updated_master(p) is not None]
 
 
-def steps_on_masters(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` has low-precision parameters with masters."""
-    return bool(_held_low(optimizer))
-
-
 def let_optimizers_update_masters() -> None:
     """Make ``step()`` of every torch optimizer, built before or after this call, update masters."""
     on_every_optimizer_step(_before_step, _after_step)
@@ -162,37 +148,25 @@ def optimizers_there() -> list[Optimizer]:
     return [one for one in living(Optimizer) if "optimizer" not in vars(one)]
 
 
-class _KeepStates:
-    """Hooks of the ``load_state_dict`` of one optimizer: fp32 states, which torch rounds, get the loaded values."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def before(self, optimizer: Optimizer, state: Any) -> None:
-        self.given.append(state)
-
-    def after(self, optimizer: Optimizer) -> None:
-        _put_states_back(optimizer, self.given)
-
-
 def _keeps_states(optimizer: Optimizer) -> bool:
-    before, _ = load_hooks_of(optimizer)
-    return any(isinstance(getattr(hook, "__self__", None), _KeepStates) for hook in before.values())
+    return _before_load in load_hooks_of(optimizer)[0].values()
 
 
 def keep_states(optimizer: Optimizer) -> None:
     """Let ``optimizer`` load fp32 states of parameters with masters: by hooks of this very optimizer."""
     if _keeps_states(optimizer) or not any(hasattr(p, MASTER) for g in optimizer.param_groups for p in g["params"]):
         return
-    keep = _KeepStates()
-    optimizer.register_load_state_dict_pre_hook(keep.before)
-    optimizer.register_load_state_dict_post_hook(keep.after)
+    optimizer.register_load_state_dict_pre_hook(_before_load)
+    optimizer.register_load_state_dict_post_hook(_after_load)
 
 
-def _put_states_back(optimizer: Optimizer, given: list[Any]) -> None:
-    """Give states that torch has just rounded the values that were ``given``."""
-    loaded = given.pop()
-    given.clear()  # of loads that raised
+def _before_load(optimizer: Optimizer, state: Any) -> None:
+    optimizer.__dict__[GIVEN] = state
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    """Give states that torch has just rounded the values that were given."""
+    loaded = optimizer.__dict__.pop(GIVEN)
     ids = [i for group in loaded["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
         state, full = optimizer.state.get(p, {}), updated_master(p)
@@ -225,7 +199,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not inside.pairs:
         return None
     _warn_of_rounded_states(optimizer)
-    inside.enter(optimizer.__dict__.pop(INVERSE, None))
+    inside.enter()
     optimizer.__dict__[INSIDE] = inside
     if len(args) > 1 and callable(args[1]):
         return (args[0], inside.outside(args[1]), *args[2:]), kwargs

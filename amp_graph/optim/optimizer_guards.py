@@ -7,7 +7,8 @@ After: the next step is traced again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,6 @@ from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 RATES = frozenset(("lr", "initial_lr"))  # set by schedules before each step; graphs read them as tensors
 NOT_IN_GRAPHS = RATES | {"params"}
 RESTLESS = 4  # consecutive steps with changed options: a schedule changes them
-
-State = tuple[Tensor, tuple[tuple[str, Tensor], ...]]  # the state of a parameter that graphs read, by name
 
 
 class WatchedOptimizer:
@@ -42,13 +41,12 @@ class WatchedOptimizer:
         self.why_outside = why_not_fused(optimizer)
         self._options = self._read_options()
         self._changes = 0  # consecutive calls with changed options
-        self._read: dict[int, State] = {}
         hooks = [*_forget_when_loaded(optimizer, weakref.WeakMethod(forget))]
         hooks.append(optimizer.register_step_post_hook(show_update))
         weakref.finalize(self, _remove, hooks).atexit = False
 
     def has_changed(self) -> bool:
-        """Return whether options changed since the last call, or the state was replaced; reset the flag.
+        """Return whether options changed since the last call; reset the flag.
 
         Raises CaptureError if parameters have new hooks.
         """
@@ -56,7 +54,7 @@ class WatchedOptimizer:
         before, self._options = self._options, self._read_options()
         if before == self._options:
             self._changes = 0
-            return not all(self._has(p, values) for p, values in self._read.values())
+            return False
         self._changed(before)
         return True
 
@@ -84,27 +82,13 @@ class WatchedOptimizer:
         """Return the optimizer's parameters, by id."""
         return {id(p) for group in self.optimizer.param_groups for p in group["params"]}
 
-    # -- state ----------------------------------------------------------------------------------------
-
-    def was_read_by(self, updates: Sequence[GroupUpdate]) -> None:
-        """Record the state that a graph reads."""
-        self._read.update((id(p), (p, values)) for p, values in _states(updates))
-
-    def forget_state(self) -> None:
-        """Record that no graph reads any state."""
-        self._read.clear()
-
     def has_state_of(self, updates: Sequence[GroupUpdate]) -> bool:
         """Return whether the optimizer still has the state that ``updates`` read; a new layout replaces it."""
-        return all(self._has(p, values) for p, values in _states(updates))
-
-    def _has(self, parameter: Tensor, values: tuple[tuple[str, Tensor], ...]) -> bool:
-        now = self.optimizer.state.get(parameter)
-        if now is None:
-            return not values
-        for name, value in values:
-            if now.get(name) is not value:
-                return False
+        for update in updates:
+            for p, *values in zip(update.params, *update.states, strict=True):
+                now = self.optimizer.state.get(p, {})
+                if not all(map(is_, map(now.get, update.names), values)):
+                    return False
         return True
 
     # -- options --------------------------------------------------------------------------------------
@@ -129,13 +113,6 @@ def _mark(option: Any) -> Any:
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_mark, option)) if isinstance(option, (tuple, list)) else option
-
-
-def _states(updates: Sequence[GroupUpdate]) -> Iterator[State]:
-    for update in updates:
-        names = update.state_names()
-        for n, p in enumerate(update.params):
-            yield p, tuple((name, values[n]) for name, values in zip(names, update.states, strict=True))
 
 
 def show_update(optimizer: Optimizer, *_: Any) -> None:

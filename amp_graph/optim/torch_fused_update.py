@@ -69,11 +69,8 @@ class GroupUpdate:
     group: dict[str, Any]
     kind: type[Optimizer]
     params: tuple[Tensor, ...]
-    states: tuple[tuple[Tensor, ...], ...]  # by name of STATES, one tensor per parameter
-
-    def state_names(self) -> tuple[str, ...]:
-        """Return the names of ``states`` in the optimizer's own state."""
-        return _state_names(self.kind, self.group)
+    names: tuple[str, ...]  # of its states in the optimizer's own state
+    states: tuple[tuple[Tensor, ...], ...]  # by name, one tensor per parameter
 
     def apply(
         self,
@@ -104,7 +101,7 @@ class GroupUpdate:
         lr: Tensor,
         found_inf: Tensor | None,
     ) -> None:
-        steps = states[-1] if "step" in self.state_names() else []
+        steps = states[-1] if "step" in self.names else []
         run = self._kernel(lr, found_inf)
         if steps:
             foreach_add_(steps, 1)
@@ -237,18 +234,14 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
         if not params:
             continue
         kind = type(optimizer)
-        names = _state_names(kind, group)
+        names = STATES[Adam if kind is AdamW else kind](group)
         for p in params:
             master = updated_master(p)
             if names:  # reading it would create an empty one
                 _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
-        found.append(GroupUpdate(group, kind, params, states))
+        found.append(GroupUpdate(group, kind, params, names, states))
     return found
-
-
-def _state_names(kind: type[Optimizer], group: dict[str, Any]) -> tuple[str, ...]:
-    return STATES[Adam if kind is AdamW else kind](group)
 
 
 def _make_state(state: dict[str, Any], parameter: Tensor, names: Sequence[str]) -> None:

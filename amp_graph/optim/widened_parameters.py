@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 
 from amp_graph.errors import CaptureError
 from amp_graph.lists.errors import Undo
-from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises, updated_master
-from amp_graph.passes.torch_compat.optimizers import on_every_optimizer_step
+from amp_graph.optim.master_weight_updates import optimizers_there
+from amp_graph.optim.master_weights import MASTER, hold_as, unchanged_where_it_raises
 from amp_graph.policy_words import HALVES
-
-WIDENED = "_amp_graph_widened"  # the attribute of a parameter that came in half precision
 
 
 def trained_halves(model: Module) -> dict[str, Parameter]:
@@ -30,11 +26,11 @@ def trained_halves(model: Module) -> dict[str, Parameter]:
 
 
 @contextmanager
-def widen_parameters(model: Module) -> Iterator[dict[str, torch.dtype]]:
+def widen_parameters(model: Module, *, states: bool) -> Iterator[dict[str, torch.dtype]]:
     """Hold trained half-precision parameters in fp32, and buffers beside them; yield the dtypes that they had.
 
-    They are the same Parameter objects, so an optimizer that was built before holds them already; what its earlier
-    steps left as half-precision state becomes fp32 at its next step. If the block raises, everything is restored.
+    They are the same Parameter objects, so an optimizer that was built before holds them already. states: what its
+    earlier steps left as half-precision state becomes fp32, too. If the block raises, everything is restored.
     """
     halves = trained_halves(model)
     if known := [name for name, p in halves.items() if hasattr(p, MASTER)]:
@@ -43,20 +39,16 @@ def widen_parameters(model: Module) -> Iterator[dict[str, torch.dtype]]:
             f"{known[0]}\n  fix:   amp_graph.convert(model, ...) first, then the optimizer"
         )
     buffers = _buffers_beside(model, halves)
-    with unchanged_where_it_raises(model, halves.values()):
+    found = [vars(one).get("state", {}) for one in optimizers_there()] if states else []  # of a wrapper, maybe none
+    kept = [state[p] for state in found for p in halves.values() if p in state]
+    with unchanged_where_it_raises(model, halves.values(), kept):
         before = {name: t.dtype for name, t in (*halves.items(), *buffers.items())}
         for parameter in halves.values():
             hold_as(parameter, parameter.data.float())
-            setattr(parameter, WIDENED, True)
+        for state in kept:
+            state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in HALVES})
         _hold_buffers(buffers, dict.fromkeys(buffers, torch.float32))
-        on_every_optimizer_step(_before_step)
-
-        def undo() -> None:
-            _hold_buffers(buffers, before)
-            for parameter in halves.values():
-                parameter.__dict__.pop(WIDENED, None)
-
-        with Undo(undo):
+        with Undo(lambda: _hold_buffers(buffers, before)):
             yield before
 
 
@@ -65,21 +57,7 @@ def narrow_parameters(model: Module, before: Mapping[str, torch.dtype]) -> None:
     for name, parameter in model.named_parameters():
         if name in before:
             hold_as(parameter, parameter.data.to(before[name]))
-            parameter.__dict__.pop(WIDENED, None)
     _hold_buffers({name: b for name, b in model.named_buffers() if name in before}, before)
-
-
-def widen_states(optimizer: Optimizer) -> None:
-    """Make half-precision state of widened parameters fp32, where the optimizer updates fp32: not at O3."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if hasattr(parameter, WIDENED) and (parameter.dtype not in HALVES or updated_master(parameter) is not None):
-                state = optimizer.state.get(parameter, {})
-                state.update({k: v.float() for k, v in state.items() if isinstance(v, Tensor) and v.dtype in HALVES})
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    widen_states(optimizer)
 
 
 def _buffers_beside(model: Module, halves: Mapping[str, Parameter]) -> dict[str, Tensor]:

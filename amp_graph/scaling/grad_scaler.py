@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
-from amp_graph.optim.check_optimizer import is_torchs, named_parameters, refuse_closures
-from amp_graph.optim.master_weight_updates import INVERSE, narrow_gradients, steps_on_masters, widen_gradients
+from amp_graph.optim.check_optimizer import named_parameters, refuse_closures
+from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
 from amp_graph.passes.loss_scaling import operators as scale_ops
 from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 
@@ -147,28 +147,18 @@ class GradScaler(torch.amp.GradScaler):
                 "GradScaler.step: it was already called for this optimizer since the last update()\n"
                 "  fix:   scaler.update() at the end of each iteration"
             )
+        result = None
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not _starts_from_nothing(optimizer):
             result = self._step_on_device(optimizer, state["stage"] is OptState.UNSCALED, kwargs)
-        else:
-            result = self._step_on_host(optimizer, state["stage"] is OptState.UNSCALED, kwargs)
+        else:  # one that must not be called if a gradient is infinite
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if not any(verdict.item() for verdict in self._found_inf_per_device(optimizer).values()):
+                result = optimizer.step(**kwargs)
         if state["stage"] is OptState.UNSCALED:
             narrow_gradients(optimizer)
         state["stage"] = OptState.STEPPED
         return result
-
-    def _step_on_host(self, optimizer: Optimizer, unscaled: bool, kwargs: dict[str, Any]) -> Any:
-        """Step an optimizer that must not be called if a gradient is infinite."""
-        # An optimizer of another library may delegate the step to an inner one, which reads the same gradients.
-        on_masters = is_torchs(optimizer) and not unscaled and steps_on_masters(optimizer)
-        if on_masters:  # their gradients are unscaled after the upcast to fp32
-            self._check(optimizer, torch.ones_like(self._loss_scale.scale))
-        elif not unscaled:
-            self.unscale_(optimizer)
-        if any(verdict.item() for verdict in self._found_inf_per_device(optimizer).values()):
-            return None
-        if on_masters:
-            setattr(optimizer, INVERSE, self._loss_scale.inverse())
-        return optimizer.step(**kwargs)
 
     def _step_on_device(self, optimizer: Any, unscaled: bool, kwargs: dict[str, Any]) -> Any:
         """Step an optimizer whose kernels take the scale and ``found_inf`` as tensors."""

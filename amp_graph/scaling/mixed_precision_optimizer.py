@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.errors import ScaleError
+from amp_graph.lists.errors import Attempt, Undo
 from amp_graph.optim.check_optimizer import load_or_refuse, refuse_closures
 from amp_graph.optim.master_weight_updates import let_optimizers_update_masters, narrow_gradients
 from amp_graph.optim.master_weights import (
@@ -247,19 +248,16 @@ class MixedPrecisionOptimizer(Optimizer):
         A state without masters (of level O1, with fp32 parameters) keeps the model's current values.
         """
         scale = self.scaler.state_dict()
-        try:
+        with Attempt(ScaleError) as tried, Undo(lambda: self.scaler.load_state_dict(scale)):
             masters = self._masters_in(state_dict)
             self.scaler.load_state_dict(dict(state_dict["loss_scale"]))
             load_or_refuse("MixedPrecisionOptimizer", self.optimizer, state_dict["optimizer"])
-        except BaseException as error:
-            self.scaler.load_state_dict(scale)
-            if isinstance(error, ScaleError) or not isinstance(error, Exception):
-                raise
+        if tried.error is not None:
             raise ScaleError(
-                f"MixedPrecisionOptimizer: the state is none of this class: {type(error).__name__}: {error}\n"
+                f"MixedPrecisionOptimizer: the state is none of this class: {tried.reason}\n"
                 "  legal: what state_dict() of a MixedPrecisionOptimizer over the same model returned\n"
                 "  fix:   load the checkpoint of this model"
-            ) from error
+            ) from tried.error
         with torch.no_grad():
             for parameter, master in zip(self._held, masters, strict=False):
                 full = make_master(parameter) if parameter.dtype in HALVES else parameter

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.storage import address_of
-from amp_graph.replay.recorder import RECORDERS, CannotRecord, CudaRecorder, Replay
+from amp_graph.replay.recorder import RECORDERS, CannotRecord, CudaRecorder
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
@@ -65,7 +65,6 @@ class Replayed:
 
     def _record(self, args: Sequence[Any]) -> None:
         self.recorder, self.static, self.outputs = None, [], []  # free memory before the next recording allocates
-        self.replay: Replay = _nothing
         static = list(args)
         for i in self.batch:
             static[i] = torch.empty_like(args[i]).copy_(args[i])
@@ -80,10 +79,6 @@ class Replayed:
                 "  fix:   cuda_graph=False"
             ) from error
         self.recorder, self.static = recorder, static
-
-
-def _nothing() -> None:
-    """Replay nothing."""
 
 
 def on_side_stream(run: Run, args: Sequence[Any]) -> Any:

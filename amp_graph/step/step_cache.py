@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 
 from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.optim.optimizer_guards import show_update
-from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
@@ -59,18 +58,17 @@ class CapturedSteps:
 
     def forget(self) -> None:
         """Drop all traces; the next call traces again."""
-        self._keep(lambda graph: False)
-
-    def _keep(self, fits: Callable[[StepGraph], bool]) -> None:
         for bound in (bound for captured in self.captured for bound in captured.bounds):
-            bound.step = bound.step if bound.step is not None and fits(bound.step) else None
-        self.updates = {key: graph for key, graph in self.updates.items() if fits(graph)}
+            bound.step = None
+        self.updates.clear()
 
     def _run(self, captured: CapturedStep, args: Sequence[Any]) -> Any:
         """Run the step traced from ``captured`` for these parameters; trace it first if needed."""
         if captured.bind(args, self._watched.owned):
             self._drop_unreachable(captured)
-        graph = captured.step or self._trace(captured, args)
+        graph = captured.step
+        if graph is None or not self._watched.has_state_of(graph.updates):
+            graph = self._trace(captured, args)
         self._state.refresh(graph.copies)
         found = graph(*args)
         if graph.update:
@@ -92,17 +90,8 @@ class CapturedSteps:
         except NoSize as error:
             captured.refused = str(error)
             raise
-        self._laid_out(traced.updates)
         captured.bound.step = traced
         return traced
-
-    def _laid_out(self, updates: Sequence[GroupUpdate]) -> None:
-        """Drop the steps whose states are no longer the optimizer's, after those of ``updates`` were created.
-
-        These may be in another layout.
-        """
-        self._keep(lambda graph: self._watched.has_state_of(graph.updates))
-        self._watched.was_read_by(updates)
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
         """Drop the state of parameters that neither the model nor the optimizer has any more."""
@@ -157,10 +146,8 @@ class CapturedSteps:
             self._state.refresh(())  # masters
             key = _key(parameters, grads, absent)
             graph = self.updates.get(key)
-            if graph is None:
-                graph = self._builder.update_of(parameters, grads, absent)
-                self._laid_out(graph.updates)
-                self.updates[key] = graph
+            if graph is None or not self._watched.has_state_of(graph.updates):
+                graph = self.updates[key] = self._builder.update_of(parameters, grads, absent)
             graph(*parameters, *grads, torch.zeros((), device=parameters[0].device))
         self._was_updated(())
 

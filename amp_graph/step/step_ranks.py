@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, RankError
 from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.node_info import is_collective
 
@@ -26,16 +27,6 @@ FAILED = "failed"  # the key under which a rank tells why it failed
 GRACE = 2.0  # seconds until a rank that has not come is called absent, once a collective has failed
 LONGEST = 0.25  # seconds between two looks
 RESTART = "then start all ranks again, from a checkpoint"
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that average gradients: a process group's name and size; ``dtype``: of the all-reduce."""
-
-    group: str
-    size: int
-    notes: RankNotes
-    dtype: torch.dtype | None = None
 
 
 def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | None) -> Ranks | None:
@@ -59,9 +50,9 @@ def ranks_of(process_group: Any, model: torch.nn.Module, dtype: torch.dtype | No
     size = dist.get_world_size(group)
     if size == 1 and mesh is None:
         return None
-    notes = RankNotes(group, model, is_sharded=mesh is not None)
+    made = Ranks(group, model, dtype, is_sharded=mesh is not None)
     _make_equal(model, group)
-    return Ranks(group.group_name, size, notes, dtype)
+    return made
 
 
 def default_group() -> Any:
@@ -92,16 +83,19 @@ class Plan:
     modes: str
 
 
-class RankNotes:
-    """Notes of the ranks of one step: their places, their plans, and why one failed. A note is no collective.
+class Ranks:
+    """The ranks that average gradients, and their notes: places, plans, and why one failed. A note is no collective.
+
+    group, size: a process group's name and size. dtype: of the all-reduce.
 
     A rank notes its place, the step and the number of the graph in it, before it calls the collectives of a graph. If
     its plan is not the one of before, it first waits for the plans of all ranks. One that has passed that place without
     noting a plan has kept the one of before.
     """
 
-    def __init__(self, group: Any, model: torch.nn.Module, *, is_sharded: bool) -> None:
+    def __init__(self, group: Any, model: torch.nn.Module, dtype: torch.dtype | None, *, is_sharded: bool) -> None:
         """Begin in front of the first step."""
+        self.group, self.size, self.dtype = group.group_name, dist.get_world_size(group), dtype
         self._model, self._is_sharded = model, is_sharded
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         store = group.get_group_store()
@@ -254,9 +248,8 @@ class RankNotes:
         flags = zip(self._flags(), plan.modes, modes, strict=False)
         own = [f"{name}={one == '1'}" for name, one, other in flags if one != other]
         if own:
-            few = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
             raise RankError(
-                f"TrainStep: rank {self._rank} has {few}, unlike {_named(unlike)}, and so other collectives\n"
+                f"TrainStep: rank {self._rank} has {few(own)}, unlike {_named(unlike)}, and so other collectives\n"
                 "  legal: the same modes, and the same trained parameters, on all ranks in each step\n"
                 "  fix:   call train(), eval() and requires_grad_() on all ranks, before the same step"
             )

@@ -193,7 +193,7 @@ class _Appended:
                     self._input(f"state_{n}_{k}_{kind}", parts.of.sharded.local(t), f"{kind} of {parts.names[i]}")
                     for k, (i, t) in enumerate(zip(own, tensors, strict=True))
                 ]
-                for kind, tensors in zip(update.state_names(), update.states, strict=True)
+                for kind, tensors in zip(update.names, update.states, strict=True)
             ]
             apply = update.apply if parts.of.compile == "eager" else update.apply_pointwise
             rate_input = self._input(f"learning_rate_{n}", rate, "learning rate")

@@ -21,7 +21,7 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.compiler_options import Options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
-from amp_graph.optim.check_optimizer import refuse_own_state
+from amp_graph.optim.check_optimizer import refuse_state_of_another_model
 from amp_graph.optim.master_weight_updates import step_with_gradients
 from amp_graph.optim.optimizer_guards import WatchedOptimizer
 from amp_graph.optim.torch_fused_update import group_updates
@@ -159,9 +159,8 @@ class StepBuilder:
 
     def _coming(self, gm: GraphModule, part: Any) -> Callable[[], None] | None:
         """Return what is to be called before a graph with collectives; ``part``: which of a step's graphs it is."""
-        notes = None if self.ranks is None else self.ranks.notes
-        plan = None if notes is None else notes.plan_of(gm, part, len(self.parameters()))
-        return None if notes is None or plan is None else partial(notes.come, plan)
+        plan = None if self.ranks is None else self.ranks.plan_of(gm, part, len(self.parameters()))
+        return None if self.ranks is None or plan is None else partial(self.ranks.come, plan)
 
     def _set_update(self, step: StepGraph, compile: Compile) -> None:
         how = "torch's fused kernels" if compile == "eager" else "pointwise operations, for the compiler"
@@ -189,7 +188,7 @@ class StepBuilder:
         """Return a step's parts without its forward; ``updates``: whether it updates, or sums gradients."""
         state, parameters = self.state, [args[i] for i in trained]
         refuse_several_devices(parameters)
-        refuse_own_state("TrainStep", self.optimizer)
+        refuse_state_of_another_model("TrainStep", self.optimizer, vars(self.optimizer))
         outside = bool(self.watched.why_outside)
         known = [self.sharded.parameter(p) for p in parameters]
         groups = group_updates(self.optimizer, known) if updates and not outside else []

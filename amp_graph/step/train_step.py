@@ -23,7 +23,6 @@ from amp_graph.lists.errors import Undo
 from amp_graph.optim.check_optimizer import refuse_hooks, unwrapped
 from amp_graph.optim.master_weights import unchanged_where_it_raises
 from amp_graph.optim.optimizer_guards import WatchedOptimizer
-from amp_graph.optim.widened_parameters import widen_states
 from amp_graph.passes.graph.graph_text import graph_text
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.optimizers import load_hooks_of
@@ -44,7 +43,7 @@ from amp_graph.step.step_arguments import (
 )
 from amp_graph.step.step_cache import CapturedSteps
 from amp_graph.step.step_graph import CapturedStep, StepGraph
-from amp_graph.step.step_ranks import Ranks, default_group, ranks_of
+from amp_graph.step.step_ranks import default_group, ranks_of
 from amp_graph.step.step_state import StepState
 from amp_graph.step.trace_step import StepBuilder
 
@@ -129,15 +128,14 @@ class TrainStep:
         self.clip_norm, self.clip_value, self.cuda_graph = clip_norm, clip_value, cuda_graph
         self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
         refuse_other_sharding(model, self.policy, compile, process_group)
-        ranks = ranks_of(process_group, model, reduce_dtype)
-        check_cuda_graph(cuda_graph, model, ranks)
-        self._notes = None if ranks is None else ranks.notes
+        self._ranks = ranks_of(process_group, model, reduce_dtype)
+        check_cuda_graph(cuda_graph, model, self._ranks)
         self._sharded = ShardedModel(model, reduce_dtype)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Optimizer = optimizer
         lowered = model.parameters() if self._converts and conversion_of(model) is None else ()
         with unchanged_where_it_raises(model, lowered, load_hooks_of(optimizer)):
-            self._make(ranks, floor)
+            self._make(floor)
             self._own = {*self.__dict__, "_own"} - others
 
     @property
@@ -145,14 +143,13 @@ class TrainStep:
         """Whether the step changes the model's parameters."""
         return self.policy.level in HELD_LOW or self.policy.widen
 
-    def _make(self, ranks: Ranks | None, floor: FloorWatch) -> None:
+    def _make(self, floor: FloorWatch) -> None:
         """Create the parts that capture and run graphs; convert the model where its parameters change dtype."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self._converts and conversion_of(model) is None:
             convert(model, self.policy, max_graphs=beside_traced(self.max_graphs))
         else:
             warn_of_unmatched(model, self.policy)
-        widen_states(optimizer)
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self._state = StepState(self._sharded)
@@ -168,7 +165,7 @@ class TrainStep:
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
             micro_batches=self.micro_batches,
-            ranks=ranks,
+            ranks=self._ranks,
             cuda_graph=self.cuda_graph,
             state=self._state,
             watched=self._watched,
@@ -208,11 +205,11 @@ class TrainStep:
         except BaseException as error:
             if scale is not None:
                 scale.records.undo()
-            if self._notes is not None:
-                self._notes.tell(error)
+            if self._ranks is not None:
+                self._ranks.tell(error)
             raise
-        if self._notes is not None:
-            self._notes.end_step()
+        if self._ranks is not None:
+            self._ranks.end_step()
         for watch in self._watches:
             watch.after()
         return result
@@ -283,7 +280,6 @@ class TrainStep:
 
     def forget(self) -> None:
         """Drop all traces; happens automatically if state or options of the optimizer are replaced."""
-        self._watched.forget_state()
         self._state.rates.clear()
         self._steps.forget()
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import ScaleError
-from amp_graph.optim.check_optimizer import load_or_refuse, refuse_own_state, refuse_state_of_another_model
+from amp_graph.optim.check_optimizer import load_or_refuse, refuse_state_of_another_model
 
 X, Y = torch.randn(8, 16), torch.randint(0, 4, (8,))
 LOSS = nn.CrossEntropyLoss()
@@ -103,7 +103,7 @@ def test_no_optimizer_of_torch_has_its_own_state_refused(kind):
     for p in params:
         p.grad = torch.full_like(p, 0.1)
     optimizer.step()
-    refuse_own_state("test", optimizer)
+    refuse_state_of_another_model("test", optimizer, vars(optimizer))
     refuse_state_of_another_model("test", optimizer, optimizer.state_dict())
     state = copy.deepcopy(optimizer.state_dict())
     load_or_refuse("here", optimizer, state)

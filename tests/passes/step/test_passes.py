@@ -60,7 +60,7 @@ def passes_of(model, optimizer, scale, clips):
     tensors.update(zip(("growth_tracker", "hysteresis_left", "skipped", "stuck"), scale.state[1:], strict=True))
     for n, update in enumerate(group_updates(optimizer, list(model.parameters()))):
         kinds = []
-        for kind, held in zip(update.state_names(), update.states, strict=True):
+        for kind, held in zip(update.names, update.states, strict=True):
             kinds.append([StateInput(f"{kind}_{n}_{i}_state", t) for i, t in enumerate(held)])
             tensors.update((given.name, given.like) for given in kinds[-1])
         rate = StateInput(f"rate_{n}", torch.tensor(float(update.group["lr"]), dtype=torch.float64))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.diagnostics import Place, ScaleCheck, break_at, warn_of_missing_kernels
+from amp_graph.capture.diagnostics import Place, break_at, warn_of_missing_kernels
 from amp_graph.capture.dynamo_backend import Captured, lower, with_sums_in_fp32
 from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
 from amp_graph.capture.name_nodes import name_nodes
@@ -63,12 +63,12 @@ class CapturedGraphs:
     replays: Replays | None = None  # recordings of its graphs; None: nothing is recorded
     freezes: bool = False  # whether its graphs read frozen weights
     frozen: FrozenWeights | None = None  # those, from the first capture on
+    taker: Callable[[GraphModule], Runner] | None = None  # returns what runs a graph, in place of its rewritten form
     notes_reads: bool = True  # until the end of a call that captured something: graphs serve several modules
     _read: set[int] = field(default_factory=set)  # parameters that a graph reads, by id
 
     def __post_init__(self) -> None:
-        """Set up the check for a loss scale; nothing is captured yet."""
-        self._scale_check = ScaleCheck(self.of.diagnostics)
+        """Record nothing, or what the policy replays; nothing is captured yet."""
         if self.of.policy.replays:
             self.replays = Replays(self.of.model)
 
@@ -121,6 +121,9 @@ class CapturedGraphs:
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
+        if self.taker is not None:
+            name_nodes(gm, self.of.model, self.of.forward)
+            return self._counted(self.taker(gm))
         if is_autocast_on():
             return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
         rungs = rungs_below(copy_graph(gm), self.of.policy, device_of(gm))
@@ -198,14 +201,14 @@ class CapturedGraphs:
             graphs = owner()
             if graphs is None:  # a captured function of the user may be called by another model
                 return run(*args)
-            first = checked and not graphs._scale_check.done
+            first = checked and not graphs.of.diagnostics.scale_is_known
             if graphs.notes_reads:
                 graphs._read |= {id(a) for a in args if isinstance(a, torch.nn.Parameter)}
             graphs.runs += 1
             graphs.runs_left_alone += left_alone
             results = run(*args)
             if first:
-                graphs._scale_check.after(results)
+                graphs.of.diagnostics.check_scale(results)
             return results
 
         return with_fast_path(counted, lambda: None if first or left_alone else fast_path_of(run))

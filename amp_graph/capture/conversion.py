@@ -17,10 +17,11 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.fx import GraphModule
 
 from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
@@ -47,7 +48,7 @@ from amp_graph.passes.torch_compat.dispatch import (
     is_tracing,
     mode_without_capture,
 )
-from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_capture import Runner, dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import (
     CALLS,
     FRAMES,
@@ -62,7 +63,6 @@ from amp_graph.policy_words import HALVES, HELD_LOW
 # They call the wrapped model; its forward is what is converted.
 WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 TRIED_AGAIN = 8  # the call of a kind, of which one was without any graph, that is captured: the first set things up
-Graphs = TypeVar("Graphs", bound=CapturedGraphs)
 _attached: weakref.WeakSet[Conversion] = weakref.WeakSet()  # of all converted models
 
 
@@ -94,7 +94,8 @@ class Conversion:
         functools.update_wrapper(self, self.forward, updated=())  # transformers' Trainer reads its signature
         self.diagnostics = Diagnostics(self.model, self.strict)
         self.plain = AsWritten(self)  # runs calls without graphs
-        self.captured = self._graphs(CapturedGraphs)
+        variants = Variants(OWN, self.max_graphs, self.dynamic is not False, names=argument_names(self.forward))
+        self.captured = CapturedGraphs(self, variants)
         self._partial = set[Mode]()  # modes without graphs, or of graphs that leave out weights
         self._missed = dict[Mode, int]()  # calls since one had no graph, by mode
         self._ready: Entry | None = None  # looked at first, if the last call without it left nothing to report
@@ -123,20 +124,13 @@ class Conversion:
             return self.plain.how
         return (self.plain.how if self._partial else "in fp32") if self.diagnostics.breaks else ""
 
-    def _graphs(self, kind: type[Graphs], **options: Any) -> Graphs:
-        symbols = self.dynamic is not False
-        variants = Variants(OWN, self.max_graphs, symbols, names=argument_names(self.forward))
-        return kind(self, variants, **options)
-
-    def taken_by(self, kind: type[Graphs], diagnostics: Diagnostics, **options: Any) -> Graphs:
-        """Let a ``kind`` of ``CapturedGraphs`` take what is captured, with these ``diagnostics``; before ``attach``.
+    def taken_by(self, taker: Callable[[GraphModule], Runner]) -> None:
+        """Let ``taker`` take what is captured, and return what runs it, silently; before ``attach``.
 
         What runs without graphs runs in fp32, and calls whose graphs leave out weights keep their graphs.
         """
-        self.diagnostics = diagnostics
-        self.plain.in_fp32 = True
-        self.captured = graphs = self._graphs(kind, **options)
-        return graphs
+        self.diagnostics = Diagnostics(self.model, silent=True)
+        self.plain.in_fp32, self.captured.taker = True, taker
 
     def _follow_shards(self) -> None:
         """Convert the parts of a model whose parts are units of ``fully_shard``; gather low what a part reads low."""

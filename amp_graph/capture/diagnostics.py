@@ -39,7 +39,6 @@ STDLIB = os.path.dirname(os.__file__)
 MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")  # errors of operands of two dtypes
 TRACE = "\nfrom user code:"  # Dynamo appends the lines on the way to an error, which may well say "dtype"
 HERE = os.path.dirname(os.path.dirname(__file__))
-NAMED = 3  # of the parameters that no graph reads
 # What the causes say where nothing was captured, and what helps; the first that matches.
 FIXES = (
     (r"compiler\.disable|_dynamo\.disable", "remove the torch.compiler.disable, or convert the modules that it calls"),
@@ -54,6 +53,12 @@ FIXES = (
 )
 ELSE = "amp_graph.report(model).text() shows what was not captured; convert the submodules that can be"
 UNKEPT_KEY = "keep_ops={} matches no operation that was captured, so it keeps nothing in fp32"
+# The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
+LARGEST_UNSCALED = 1.0
+SCALING = (  # the lines that scale the loss
+    "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
+    "or policy 'bf16'"
+)
 WARNS = True  # whether missing kernels are reported; tests that remove the compiler turn it off
 _warned: set[str] = set()  # reasons, once per process
 
@@ -86,6 +91,7 @@ class Diagnostics(CaptureListener):
     breaks: list[Place] = field(default_factory=list)
     events: int = 0
     told: set[str] = field(default_factory=set)  # warnings of passes, each of which many graphs may give
+    scale_is_known: bool = False  # whether gradients in fp16 have shown if losses are scaled
 
     # -- events of captures ---------------------------------------------------------------------------
 
@@ -156,10 +162,9 @@ class Diagnostics(CaptureListener):
 
     def uncaptured_parts(self, unread: list[str], how: str, *, only_note: bool) -> None:
         """Report the parameters that no captured graph has read; ``how`` further calls run, or "" for as this one."""
-        few = ", ".join(unread[:NAMED]) + (", ..." if len(unread) > NAMED else "")
         then = f"further calls run without graphs, {how}" if how else "the code that reads them runs in fp32"
         self.warn(
-            f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few}); {then}",
+            f"only a part of the forward was captured: no graph reads {len(unread)} parameters ({few(unread)}); {then}",
             self._causes(),
             only_note=only_note,
         )
@@ -174,6 +179,28 @@ class Diagnostics(CaptureListener):
             )
         found = dict.fromkeys(f"{s.where}: {first_line(s.reason)}".strip(": ") for s in (*self.breaks, *self.skips))
         return "; ".join(list(found)[-3:])  # the last few distinct ones
+
+    # -- fp16 without a loss scale: gradients below 3.0e-08 become 0 --------------------------------------
+
+    def check_scale(self, results: Any) -> None:
+        """Look once at a gradient of a model in fp16, in the backward of the call that returned ``results``."""
+        for one in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(one, torch.Tensor) and one.requires_grad:
+                add_hook(one, self._at_output)
+
+    def _at_output(self, grad: torch.Tensor) -> None:
+        if self.scale_is_known or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
+            return
+        if is_batched(grad) or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        largest = float(torch.linalg.vector_norm(grad.detach(), math.inf))
+        if not 0 < largest < math.inf:  # a masked loss, or an overflow
+            return
+        self.scale_is_known = True
+        if largest <= LARGEST_UNSCALED and not has_scaler():
+            what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
+            self.note(f"{what}; scale the loss")
+            warn(f"amp_graph: {type(self.model).__name__} {what}\n  fix:   {SCALING}")
 
 
 def break_at(reason: str, stack: Any) -> Place:
@@ -199,45 +226,6 @@ def warn_of_missing_kernels() -> None:
                 f"{why}\n"
                 f"  fix:   install gcc or clang, or set CC; a folder that can be written: {OWN_FOLDER}"
             )
-
-
-# -- fp16 without a loss scale: gradients below 3.0e-08 become 0 ------------------------------------------
-
-
-# The gradient of a loss is 1 and that of outputs under a mean loss less: a larger one was scaled by hand.
-LARGEST_UNSCALED = 1.0
-SCALING = (  # the lines that scale the loss
-    "scaler = amp_graph.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); "
-    "or policy 'bf16'"
-)
-
-
-class ScaleCheck:
-    """Looks once at a gradient of a model in fp16; ``done``: whether it has."""
-
-    def __init__(self, diagnostics: Diagnostics) -> None:
-        self.diagnostics = diagnostics
-        self.done = False
-
-    def after(self, results: Any) -> None:
-        """Look at the backward of the call that returned ``results``."""
-        for one in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                add_hook(one, self._at_output)
-
-    def _at_output(self, grad: torch.Tensor) -> None:
-        if self.done or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
-            return
-        if is_batched(grad) or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        largest = float(torch.linalg.vector_norm(grad.detach(), math.inf))
-        if not 0 < largest < math.inf:  # a masked loss, or an overflow
-            return
-        self.done = True
-        if largest <= LARGEST_UNSCALED and not has_scaler():
-            what = "trains in fp16, and nothing in this process scales losses: gradients below 3.0e-08 become 0"
-            self.diagnostics.note(f"{what}; scale the loss")
-            warn(f"amp_graph: {type(self.diagnostics.model).__name__} {what}\n  fix:   {SCALING}")
 
 
 def has_scaler() -> bool:

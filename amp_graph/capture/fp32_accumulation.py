@@ -19,52 +19,37 @@ from amp_graph.passes.torch_compat.devices import set_sums_of_products, sums_of_
 
 
 class _Held:
-    """The current users of fp32 accumulation: a count of running calls, and the ids of running backward passes."""
+    """The current users of fp32 accumulation: running calls, and the numbers of running backward passes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls, self._backwards = 0, set[int]()
+        self._users = set[object]()
         self._before: tuple[Any, ...] | None = None  # the process's own settings; None while they are in force
 
-    def begin(self) -> None:
-        """Require fp32 accumulation until ``end``."""
+    def begin(self, user: object) -> None:
+        """Require fp32 accumulation until ``end`` of the same user."""
         with self._lock:
-            if self._backwards and not self._calls and number_of_backward() < 0:
-                self._backwards.clear()  # left behind by a backward that raised
-            self._calls += 1
-            self._set()
+            if number_of_backward() < 0 and all(isinstance(one, int) for one in self._users):
+                self._users.clear()  # left behind by a backward that raised
+            self._users.add(user)
+            if self._before is None:
+                self._before = (_, fp16_in_parts), (_, bf16_in_parts), _ = sums_of_products()
+                set_sums_of_products(((False, fp16_in_parts), (False, bf16_in_parts), False))
 
-    def end(self) -> None:
-        """Undo one ``begin``."""
+    def end(self, user: object) -> None:
+        """Give the settings back if there is no other user."""
         with self._lock:
-            self._calls -= 1
-            self._give_back()
+            self._users.discard(user)
+            if self._before is not None and not self._users:
+                set_sums_of_products(self._before)
+                self._before = None
 
     def in_backward(self, _: Tensor) -> None:
         """Require fp32 accumulation for the rest of this backward pass; a hook on a graph's outputs calls it."""
         number = number_of_backward()
-        with self._lock:
-            if number in self._backwards:
-                return
-            self._backwards.add(number)
-            self._set()
-        at_end_of_backward(lambda: self._end_of(number))
-
-    def _end_of(self, number: int) -> None:
-        with self._lock:
-            self._backwards.discard(number)
-            self._give_back()
-
-    def _set(self) -> None:
-        if self._before is not None:
-            return
-        self._before = (_, fp16_in_parts), (_, bf16_in_parts), _ = sums_of_products()
-        set_sums_of_products(((False, fp16_in_parts), (False, bf16_in_parts), False))
-
-    def _give_back(self) -> None:
-        if self._before is not None and not self._calls and not self._backwards:
-            set_sums_of_products(self._before)
-            self._before = None
+        if number not in self._users:
+            self.begin(number)
+            at_end_of_backward(lambda: self.end(number))
 
 
 HELD = _Held()
@@ -77,11 +62,12 @@ def accumulating_in_fp32(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def held(*args: Any) -> Any:
-        HELD.begin()
+        user = object()
+        HELD.begin(user)
         try:
             found = run(*args)
         finally:
-            HELD.end()
+            HELD.end(user)
         if torch.is_grad_enabled():
             for tensor in found if isinstance(found, (tuple, list)) else (found,):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:

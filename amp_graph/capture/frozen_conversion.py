@@ -14,6 +14,7 @@ import torch
 from amp_graph.capture.conversion import Conversion
 from amp_graph.errors import CaptureError, warn
 from amp_graph.model_state import CONVERSION
+from amp_graph.passes.calibration.node_keys import few
 
 
 class FrozenConversion(Conversion):
@@ -47,17 +48,14 @@ class FrozenConversion(Conversion):
         result = super().__call__(*args, **kwargs)
         frozen = self.captured.frozen
         if frozen is not None and frozen.written:
-            self._warn_of_writes([*dict.fromkeys(frozen.written)])
+            warn(
+                f"amp_graph: weights of the frozen {type(self.model).__name__} were written or replaced: "
+                f"{few([*dict.fromkeys(frozen.written)])}; this call reads them as they are now, and cast and packed "
+                "them again\n"
+                "  fix:   amp_graph.thaw(model) before weights change, amp_graph.freeze(model) afterwards"
+            )
             frozen.written.clear()
         return result
-
-    def _warn_of_writes(self, names: list[str]) -> None:
-        more = f", and {len(names) - 3} more" if len(names) > 3 else ""
-        warn(
-            f"amp_graph: weights of the frozen {type(self.model).__name__} were written or replaced: "
-            f"{', '.join(names[:3])}{more}; this call reads them as they are now, and cast and packed them again\n"
-            "  fix:   amp_graph.thaw(model) before weights change, amp_graph.freeze(model) afterwards"
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenConversion:
         """Convert and freeze the copied model."""

@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.nn import Module
 
 from amp_graph.model_state import CONVERSION
+from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.torch_compat.fully_sharded import (
@@ -180,11 +181,11 @@ class Unit:
         if self._question is not None:
             ask(self._question, self.wanted != self._agreed)
         if late := [name for name in full if name in self.gathered]:
-            few = ", ".join(late[:3]) + (", ..." if len(late) > 3 else "")
             self.parts[0].diagnostics.warn(
-                f"{few} is read in fp32 from this call on, and was gathered in {word_of(self.dtype)}, as all graphs "
-                f"before read it so: this call reads values that are off by up to {torch.finfo(self.dtype).eps / 2:.2%}"
-                ", and so does the next one if no backward follows; later ones read fp32",
+                f"{few(late)} is read in fp32 from this call on, and was gathered in {word_of(self.dtype)}, as all "
+                "graphs before read it so: this call reads values that are off by up to "
+                f"{torch.finfo(self.dtype).eps / 2:.2%}, and so does the next one if no backward follows; later ones "
+                "read fp32",
             )
 
 

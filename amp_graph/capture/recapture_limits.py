@@ -22,7 +22,7 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_g
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
 
 MOST = 16  # graphs per code object
-STATIC = 2
+STATIC = 2  # captures that treat integer attributes of modules as constants
 LONGEST = 80  # characters of a name that are shown
 FIX = "use few values of it, or pass it as a tensor if it is only used in arithmetic"
 
@@ -62,7 +62,6 @@ class Variants(CaptureChoice):
     own: str
     most: int
     symbols: bool
-    static: int = STATIC  # captures that treat integer attributes of modules as constants
     names: Sequence[str] = ()  # of the arguments of the captured function
     captures: Counter[tuple[Any, ...]] = field(default_factory=Counter)  # graphs, by place
     why: str = ""  # the varying value that stopped captures
@@ -79,7 +78,7 @@ class Variants(CaptureChoice):
             if self._is_own(frame):
                 raise NoGraph(self)
             return None
-        return CHANGING_INTS if self.symbols and count >= self.static else {}
+        return CHANGING_INTS if self.symbols and count >= STATIC else {}
 
     @property
     def is_full(self) -> bool:

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from amp_graph.capture.captured_graphs import CapturedGraphs
 from amp_graph.capture.conversion import Conversion
-from amp_graph.capture.diagnostics import Diagnostics
-from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.model_state import ModelState, restored
@@ -37,45 +34,25 @@ Take = Callable[[GraphModule], Runner]
 Sampled = tuple[Problem, Measured]  # one graph that a sample call captured, and its measurements
 
 
-@dataclass(eq=False)
-class TakenGraphs(CapturedGraphs):
-    """Graphs that a function takes. ``before``: the state of the model when its graphs began to be taken."""
-
-    taker: Take | None = field(default=None)
-    before: ModelState | None = field(default=None)
-
-    def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
-        """Name the nodes of one captured graph, and let the taker return what runs it."""
-        assert self.taker is not None, "set where this is made"
-        name_nodes(gm, self.of.model, self.of.forward)
-        run = self.taker(gm)
-
-        def counted(*args: Any) -> Any:
-            self.runs += 1
-            return run(*args)
-
-        return counted
-
-
 @contextmanager
 def captured_by(
     model: torch.nn.Module, policy: Policy, take: Take, *, dynamic: bool | None = None, caller: str = ""
-) -> Iterator[TakenGraphs]:
-    """Let ``take`` take the graphs of ``model`` under ``policy``; the model is restored afterwards: ``ModelState``.
+) -> Iterator[ModelState]:
+    """Let ``take`` take the graphs of ``model`` under ``policy``; yield the state that is restored afterwards.
 
     Raises CaptureError if ``caller`` is given, which needs graphs, and none ran.
     """
     made = Conversion(model, in_fp32(policy), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
-    graphs = made.taken_by(TakenGraphs, Diagnostics(model, silent=True), taker=take)
+    made.taken_by(take)
     with torch.enable_grad():
         made.attach()
         try:
-            graphs.before = ModelState(model)
-            with restored(graphs.before):
-                yield graphs
+            before = ModelState(model)
+            with restored(before):
+                yield before
         finally:
             made.detach()
-    if caller and not graphs.runs:
+    if caller and not made.runs:
         raise CaptureError(
             f"{caller}: no graph of {type(model).__name__} was captured, so nothing can be measured\n"
             "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"

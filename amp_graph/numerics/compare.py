@@ -75,8 +75,8 @@ def compare(
     model, asked = to_measure("compare", model, loss_fn, policy)
     comparing = _Comparing(asked, device_of_model(model) or "cpu")
     count = 0
-    with captured_by(model, asked, comparing.take, caller="compare") as graphs:
-        comparing.before = graphs.before
+    with captured_by(model, asked, comparing.take, caller="compare") as before:
+        comparing.before = before
         for number, batch in checked("compare", batches):
             _compare_batch(model, loss_fn, batch, number, comparing)
             count += 1

@@ -171,8 +171,8 @@ def test_converted_models_and_steps_are_held(compile, monkeypatch):
     monkeypatch.setattr(dynamo_backend, "device_of", lambda gm: "cuda")
     monkeypatch.setattr("amp_graph.step.trace_step.device_of", lambda gm: "cuda")
     entered = []
-    monkeypatch.setattr(type(HELD), "begin", lambda self: entered.append("begin"))
-    monkeypatch.setattr(type(HELD), "end", lambda self: entered.append("end"))
+    monkeypatch.setattr(type(HELD), "begin", lambda self, user: entered.append("begin"))
+    monkeypatch.setattr(type(HELD), "end", lambda self, user: entered.append("end"))
     monkeypatch.setattr(type(HELD), "in_backward", lambda self, grad: entered.append("backward"))
     model = amp_graph.convert(nn.Linear(4, 4), "bf16", compile=compile)
     out = model(torch.ones(2, 4))

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.graph.graph_text import SHORT
 
 
@@ -98,7 +99,7 @@ class Located:
             ("operands", "; ".join(f"{d}{list(s)} up to {x:.3g}" for d, s, x in self.operands)),
             ("result", self._result_in_fp32() if not self.given else ""),
             ("scale", f"{self.scale:g}"),
-            ("reached", _few(self.reached)),
+            ("reached", few([*self.reached])),
             ("in fp32", f"not finite either, first at {self.fp32_line}" if self.fp32_line else ""),
             *(("fix" if i == 0 else "or", fix) for i, fix in enumerate(self.fix)),
         ]
@@ -108,7 +109,7 @@ class Located:
         if self.given:
             return f"{self.given} is not finite: it has {self.result}"
         if self.kind == "unknown":
-            return f"a value that is not finite reaches {_few(self.reached)}; no watched operation made it"
+            return f"a value that is not finite reaches {few([*self.reached])}; no watched operation made it"
         kind = "overflow" if self.kind == "overflow" else self.kind
         return f"{kind} in {self.direction}: {self._what()} made {self.result} of finite operands"
 
@@ -151,7 +152,3 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [plain_values(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -71,11 +71,6 @@ def is_bad(tensor: Tensor) -> bool:
     return not math.isfinite(largest(tensor))
 
 
-def has_nan(tensor: Tensor) -> bool:
-    """Say whether ``tensor`` has a NaN."""
-    return math.isnan(largest(tensor))
-
-
 class Watch(TorchDispatchMode):
     """Checks the result of every operator that runs under it, in forward and backward; ``events``: in their order."""
 
@@ -143,7 +138,7 @@ class Watch(TorchDispatchMode):
         operands = [t for t in _tensors(given)]
         sources = [t for t in operands if is_bad(t)]
         origins = frozenset[int]().union(*map(self.origins_of, sources))
-        new_nan = any(map(has_nan, bad)) and not any(map(has_nan, sources))
+        new_nan = any(math.isnan(largest(t)) for t in bad) and not any(math.isnan(largest(t)) for t in sources)
         only_meant = all(self.events[i].meant for i in origins)
         if sources and not (new_nan and only_meant):
             if origins:

@@ -10,8 +10,8 @@ autograd would run, in its order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -50,7 +50,6 @@ def is_draw(node: Node) -> bool:
     return draws(node.target, schema_arguments(node.target, node.args, dict(node.kwargs)))
 
 
-@dataclass
 class Flat:
     """Two flat graphs, and how they connect to the captured graph's arguments and outputs.
 
@@ -60,66 +59,33 @@ class Flat:
     uncounted: those of them whose version counter the write does not move, as of a batch norm's statistics.
     """
 
-    tensors: tuple[int, ...]
-    outputs: tuple[Output, ...]
-    made: int
-    routes: tuple[int, ...]
-    written: frozenset[int]
-    forward: GraphModule
-    backward: GraphModule | None
-    saved: tuple[str, ...] = ()
-    kept: tuple[int, ...] = ()
-    pattern: Pattern = ()
-    uncounted: frozenset[int] = frozenset()
-    run_forward: Callable[..., Any] = field(init=False, repr=False)
-    run_backward: Callable[..., Any] | None = field(init=False, repr=False, default=None)
-
-    def __post_init__(self) -> None:
-        """Bind the operators of both graphs."""
-        self.run_forward = direct_calls(self.forward)
-        if self.backward is not None:
-            self.run_backward = direct_calls(self.backward)
-
-    @functools.cached_property
-    def with_gradient(self) -> tuple[int, ...]:
-        """The places, in forward's results, of the outputs that have a gradient."""
-        found = dict.fromkeys(o.place for o in self.outputs if o.place is not None and o.has_gradient)
-        return tuple(found)
-
-
-class Partition:
-    """Divides a traced graph at the end of forward."""
-
     def __init__(self, joint: GraphModule, seen: Traced) -> None:
+        """Divide a traced graph at the end of forward."""
         self.joint, self.seen = joint, seen
+        self.tensors, self.outputs, self.made, self.routes = seen.tensors, seen.outputs, seen.made, tuple(seen.routes)
+        self.pattern: Pattern = seen.pattern or ()
         nodes = list(joint.graph.nodes)
         self.inputs = [n for n in nodes if n.op == "placeholder"]
         self.argument = dict(zip(self.inputs, seen.tensors, strict=True))
         made = [n for n in nodes if n.op not in ("placeholder", "output")]
         self.ahead = [n for n in made if n.name in seen.forward_nodes]
         self.behind = [n for n in made if n.name not in seen.forward_nodes]
-        self.results: list[Any] = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
-
-    def flat(self) -> Flat:
-        """Return both graphs."""
-        seen = self.seen
-        outs, grads = self.results[: seen.made], self.results[seen.made :]
+        results: Any = joint.graph.output_node().args[0]
+        grads = results[self.made :]
         has_backward = any(isinstance(g, Node) for g in grads)
         kept, again, saved = self._read_behind(grads) if has_backward else ([], [], [])
-        backward = self._backward(kept, again, saved, grads) if has_backward else None
-        return Flat(
-            seen.tensors,
-            seen.outputs,
-            seen.made,
-            tuple(seen.routes),
-            self._written() | self._statistics(),
-            self._forward([*outs, *saved]),
-            backward,
-            tuple(n.name for n in saved),
-            tuple(self.argument[n] for n in kept),
-            seen.pattern or (),
-            self._statistics() - self._written(),
-        )
+        self.kept, self.saved = tuple(self.argument[n] for n in kept), tuple(n.name for n in saved)
+        self.forward = self._forward([*results[: self.made], *saved])
+        self.backward = self._backward(kept, again, saved, grads) if has_backward else None
+        self.written, self.uncounted = self._written() | self._statistics(), self._statistics() - self._written()
+        self.run_forward = direct_calls(self.forward)
+        self.run_backward = None if self.backward is None else direct_calls(self.backward)
+
+    @functools.cached_property
+    def with_gradient(self) -> tuple[int, ...]:
+        """The places, in forward's results, of the outputs that have a gradient."""
+        found = dict.fromkeys(o.place for o in self.outputs if o.place is not None and o.has_gradient)
+        return tuple(found)
 
     def _read_behind(self, grads: Sequence[Any]) -> tuple[list[Node], list[Node], list[Node]]:
         """Return what backward reads: arguments, views and constants that it makes again, and saved values."""

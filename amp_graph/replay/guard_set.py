@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.lists.errors import first_line
+from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
@@ -118,8 +118,6 @@ class GuardSet:
 
     def _slot(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
         """Return a slot for a call, recorded now if need be; None if the call has to run as it is."""
-        if entry.graphs is None and not self._trace(entry, args):
-            return None
         free = [slot for slot in entry.slots if slot.is_free]
         for slot in free:
             if slot.is_for(args):
@@ -131,37 +129,30 @@ class GuardSet:
                 entry.decline("its parameters or buffers move from call to call")
                 return None
         count = sum(len(one.slots) for one in self.entries.values())
-        return self._record(entry, args) if len(entry.slots) < SLOTS and count < MOST else None
-
-    def _trace(self, entry: Entry, args: Sequence[Any]) -> bool:
-        if why := why_not_with_ranks(self.replays.model):
-            entry.decline(why)
-            return False
-        own = self.replays.own_tensors()
-        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        entry.by_copy = tuple(i for i in tensors if id(args[i]) not in own)
-        try:
-            graphs = FlatGraphs(self.gm, args)
-            why = why_not_flat(graphs.flat, args, entry.by_copy) or why_not_partly(graphs.flat)
-        except Exception as error:
-            why = _told(error)
-        if why:
-            entry.decline(why)
-        else:
-            entry.graphs = graphs
-        return not why
-
-    def _record(self, entry: Entry, args: Sequence[Any]) -> Slot | None:
-        assert entry.graphs is not None, "traced before"
-        try:
-            device = args[entry.graphs.flat.tensors[0]].device
-            with torch.no_grad():
-                slot = Slot.recorded(entry.graphs, args, entry.by_copy, RECORDERS[device.type](device), self.wrap)
-        except Exception as error:
-            entry.decline(_told(error))
+        if len(entry.slots) >= SLOTS or count >= MOST:
             return None
-        entry.slots.append(slot)
-        return slot
+        with Attempt() as tried:
+            entry.slots.append(self._recorded(entry, args))
+            return entry.slots[-1]
+        assert tried.error is not None, "else a slot was returned"
+        entry.decline(first_line(tried.error) if isinstance(tried.error, CannotRecord) else tried.reason)
+        return None
+
+    def _recorded(self, entry: Entry, args: Sequence[Any]) -> Slot:
+        """Trace a call, if none of its kind was, and record it; raises CannotRecord, and errors of torch."""
+        if entry.graphs is None:
+            own = self.replays.own_tensors()
+            entry.by_copy = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
+            if why := why_not_with_ranks(self.replays.model):
+                raise CannotRecord(why)
+            graphs = FlatGraphs(self.gm, args)
+            if why := why_not_flat(graphs.flat, args, entry.by_copy) or why_not_partly(graphs.flat):
+                raise CannotRecord(why)
+            entry.graphs = graphs
+        flat = entry.graphs.flat
+        device = args[flat.tensors[0]].device
+        with torch.no_grad():
+            return Slot.recorded(entry.graphs, args, entry.by_copy, RECORDERS[device.type](device), self.wrap)
 
     def _replay(self, entry: Entry, slot: Slot, args: Sequence[Any]) -> Any:
         flat = slot.graphs.flat
@@ -172,8 +163,3 @@ class GuardSet:
         call = ReplayedCall(self.replays.lock, entry, slot, args)
         slot.holder = weakref.ref(call)
         return outputs_of(call, found, args)
-
-
-def _told(error: Exception) -> str:
-    """Return the first line of an error, with its type unless the text is a reason already."""
-    return first_line(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {first_line(error)}"

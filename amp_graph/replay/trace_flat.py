@@ -21,7 +21,7 @@ from amp_graph.passes.torch_compat.dynamo_capture import one_capture_at_a_time
 from amp_graph.passes.torch_compat.dynamo_settings import collector_waits
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, make_fx, names_traced_so_far, outside_modes
 from amp_graph.passes.torch_compat.storage import storage_key
-from amp_graph.replay.flat_graph import Flat, Output, Partition, Pattern
+from amp_graph.replay.flat_graph import Flat, Output, Pattern
 from amp_graph.replay.recorder import CannotRecord
 
 Backward = Callable[..., Sequence[Tensor | None]]  # of kept arguments, saved values, gradients of outputs
@@ -54,7 +54,7 @@ def trace_flat(
         joint = make_fx(seen, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     if tried.error is not None:
         raise CannotRecord(f"it cannot be traced: {tried.reason}") from tried.error
-    return Partition(joint, seen).flat()
+    return Flat(joint, seen)
 
 
 class _Inline(Sink):

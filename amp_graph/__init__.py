@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from amp_graph.step.train_step import TrainStep as TrainStep
     from amp_graph.version import __version__ as __version__
 
-_HOME = {"AmpGraphError": "errors", "Policy": "policy", "convert": "convert", "precision": "precision"}
-_HOME |= {
+_HOME = {
+    "AmpGraphError": "errors",
+    "Policy": "policy",
+    "convert": "convert",
+    "precision": "precision",
     "GradScaler": "scaling.grad_scaler",
     "LossScale": "scaling.loss_scale",
     "MixedPrecisionOptimizer": "scaling.mixed_precision_optimizer",
@@ -83,13 +86,12 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME:
             raise AttributeError(f"module 'amp_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
-        home = importlib.import_module(f"amp_graph.{_HOME[name] or name}")
-        made = self.__dict__[name] = getattr(home, name) if _HOME[name] else home
+        made = self.__dict__[name] = getattr(importlib.import_module(f"amp_graph.{_HOME[name]}"), name)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A submodule must not hide its function.
-        if not _HOME.get(name) or not isinstance(value, ModuleType):
+        if name not in _HOME or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
 

@@ -23,16 +23,11 @@ BUDGETS = "0.5,0.75,0.9,1,1.1,1.25,1.5,2,3"
 TARGET = "package.module:name or path/file.py:name, which is or returns a module, or (module, inputs)"
 INPUT = 'an input to make: "x=f32[8,3,224,224],y=i64[8]:0..999"; instead of the inputs that TARGET gives'
 POLICY = '"bf16", "fp16-O1,accuracy=fast", "bf16,keep_fp32=lm_head|.*norm"'
-RUN = "amp_graph.cli.command_run"
-RUN_USAGE = """amp-graph run [OPTIONS] SCRIPT [ARGS...]
-       amp-graph run [OPTIONS] -m MODULE [ARGS...]"""
-RUN_DESCRIPTION = "Run an unmodified training script, and convert the models that it trains to mixed precision."
-AUDIT = "amp_graph.cli.command_audit"
-AUDIT_USAGE = """amp-graph audit [OPTIONS] SCRIPT [ARGS...]
-       amp-graph audit [OPTIONS] -m MODULE [ARGS...]
-       amp-graph audit [OPTIONS] TARGET [--input SPEC...]"""
 LEVELS = ("note", "warning", "error")
-AUDIT_DESCRIPTION = "Run an unmodified training script, and say what precision it uses and what is wrong with that."
+SCRIPT_USAGE = """amp-graph {0} [OPTIONS] SCRIPT [ARGS...]
+       amp-graph {0} [OPTIONS] -m MODULE [ARGS...]"""
+TARGET_USAGE = """
+       amp-graph audit [OPTIONS] TARGET [--input SPEC...]"""
 AUDIT_EPILOG = """\
 All words after SCRIPT or MODULE are the script's own; nothing of it is changed. TARGET is model.py:build, a model that
 is called once, with its backward. Exit status: the script's; 2 if it was not started; with --fail-on, 1 for a finding
@@ -76,6 +71,12 @@ TAKES_BATCH = (
     arg("--batch", metavar="FILE", help="a batch that torch.save((inputs, *targets), FILE) wrote"),
     arg("--loss", metavar="LOSS", help="package.module:name or path/file.py:name, called as loss(outputs, *targets)"),
 )
+TAKES_SCRIPT = (
+    arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
+    arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
+        help="run a module, as python -m does"),
+)  # fmt: skip
+OF_SCRIPT = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
 JSON = flag("--json", "print JSON")
 DEVICE = arg("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
 COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = {
@@ -147,9 +148,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("--opset", metavar="N", type=int, help="the version of ONNX (default: torch.onnx's)"), JSON,
     ), {}),
     "audit": ("run a training script as it is, and say what its precision does; see amp-graph audit --help", (
-        arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
-        arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
-            help="run a module, as python -m does"),
+        *TAKES_SCRIPT,
         arg("--every", metavar="N", type=int, default=0, help="look at each Nth step, beside the 2nd and the 3rd"),
         arg("--steps", metavar="N", type=int, default=0, help="end the script after N steps"),
         arg("--json", metavar="FILE", help="write the findings and the table as JSON to FILE"),
@@ -158,20 +157,18 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
             help="note, warning or error: exit status 1 for a finding of that level or above, 3 if nothing was seen"),
         arg("--ignore", metavar="CODES", type=lambda text: re.findall(r"[^\s,]+", text), default=[],
             help="leave out findings: AMP101,AMP503"),
-    ), {"usage": AUDIT_USAGE, "epilog": AUDIT_EPILOG, "description": AUDIT_DESCRIPTION, "allow_abbrev": False,
-        "formatter_class": argparse.RawDescriptionHelpFormatter}),
+    ), {"usage": SCRIPT_USAGE.format("audit") + TARGET_USAGE, "epilog": AUDIT_EPILOG, **OF_SCRIPT, "description":
+        "Run an unmodified training script, and say what precision it uses and what is wrong with that."}),
     "run": ("run a training script and convert what it trains; see amp-graph run --help", (
-        arg("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),
-        arg("-m", dest="module_words", metavar="MODULE", nargs=argparse.REMAINDER,
-            help="run a module, as python -m does"),
+        *TAKES_SCRIPT,
         arg("--policy", metavar="P", help='as in amp_graph.convert: "bf16", "bf16,accuracy=fast"'),
         arg("--compile", metavar="C", default="eager", help="eager (default), inductor or another Dynamo backend"),
         flag("--dry-run", "run as written, and say what would be converted"),
         arg("--report", metavar="FILE.html", help="write the HTML report of each converted model"),
         flag("--replace-autocast", "convert models called under the script's own torch.autocast"),
         flag("--json", "what was converted as JSON, in the last line of stderr"),
-    ), {"usage": RUN_USAGE, "epilog": RUN_EPILOG, "description": RUN_DESCRIPTION, "allow_abbrev": False,
-        "formatter_class": argparse.RawDescriptionHelpFormatter}),
+    ), {"usage": SCRIPT_USAGE.format("run"), "epilog": RUN_EPILOG, **OF_SCRIPT, "description":
+        "Run an unmodified training script, and convert the models that it trains to mixed precision."}),
 }  # fmt: skip
 
 
@@ -200,18 +197,14 @@ def main(argv: list[str] | None = None) -> int:
         return int(stop.code or 0)
     args.command_line = ["amp-graph", *(sys.argv[1:] if argv is None else argv)]
     run: Callable[[argparse.Namespace], Any] = importlib.import_module(args.module).run
-    if args.module in (RUN, AUDIT):  # the script's own errors and exit status are passed on
-        status: int = run(args)
-        return status
-    from amp_graph.cli.terminal import Told, json_text
+    if "words" in vars(args):  # of a script: its own errors and exit status are passed on
+        return int(run(args))
     from amp_graph.errors import AmpGraphError
 
     try:
-        told: Told = run(args)
-        sys.stdout.write(
-            json_text(told.data) if vars(args).get("json") else "".join(f"{line}\n" for line in told.lines)
-        )
-        return told.status
+        told = run(args)
+        sys.stdout.write(told.text(as_json=bool(vars(args).get("json"))))
+        return int(told.status)
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,6 +16,10 @@ class Told(NamedTuple):
     lines: Iterable[str]
     status: int = 0
 
+    def text(self, *, as_json: bool) -> str:
+        """Return what is printed."""
+        return json_text(self.data) if as_json else "".join(f"{line}\n" for line in self.lines)
+
 
 def json_text(data: object) -> str:
     """Return ``data`` as JSON, with a line break at its end; infinite numbers and NaN become text."""

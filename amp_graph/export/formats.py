@@ -67,9 +67,7 @@ def refuse_unwritable(path: str | os.PathLike[str]) -> None:
         )
 
 
-FLOATS = ("BFLOAT16", "FLOAT16", "FLOAT", "DOUBLE")
-NAMES = {"BFLOAT16": "tensor(bfloat16)", "FLOAT16": "tensor(float16)", "FLOAT": "tensor(float)"}
-NAMES["DOUBLE"] = "tensor(double)"
+NAMES = {name: f"tensor({name.lower()})" for name in ("BFLOAT16", "FLOAT16", "FLOAT", "DOUBLE")}
 
 
 def refuse_missing_types(model: Any) -> None:
@@ -79,7 +77,7 @@ def refuse_missing_types(model: Any) -> None:
     opset = model.opset_imports.get("", 0)
     for node in model.graph:
         dtypes = {v.dtype.name for v in node.inputs if v is not None and v.dtype is not None}
-        for dtype in sorted(dtypes & {*FLOATS}):
+        for dtype in sorted(dtypes & NAMES.keys()):
             if node.domain or _takes(defs, node, opset, dtype):
                 continue
             newest = range(opset + 1, defs.onnx_opset_version() + 1)

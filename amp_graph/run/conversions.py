@@ -52,15 +52,13 @@ class Converted:
 
     def finish(self) -> None:
         """Make a new report of the model if it is still there."""
-        module = self.ref()
-        if module is not None and conversion_of(module) is not None:
-            self.report = report(module)
+        if (found := conversion_of(self.ref())) is not None:
+            self.report = report(found.model)
 
     def undo(self) -> None:
         """Revert the model if it is still converted, as a larger one is to be."""
-        module = self.ref()
-        if module is not None and conversion_of(module) is not None:
-            revert(module)
+        if (found := conversion_of(self.ref())) is not None:
+            revert(found.model)
 
     def summary(self) -> str:
         """Return the graphs and casts in words."""

@@ -126,7 +126,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
             help="instead of TARGET, the model and the first steps of a training script; all words after it are its "
                  "own; -m MODULE for a module"),
         arg("--held-out", metavar="FILE", help="another batch, on which the answer must be as exact"),
-        arg("--budget", metavar="B", type=float, default=1.0,
+        arg("--budget", metavar="B", type=float,
             help="the largest error, as a multiple of torch.autocast's (default: 1)"),
         arg("--absolute", metavar="E", type=float, help="the largest relative error itself, instead of --budget"),
         arg("--runs", metavar="N", type=int, default=25, help="the most policies to measure (default: 25)"),

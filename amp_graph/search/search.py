@@ -51,7 +51,7 @@ def search(
     model: torch.nn.Module,
     step: Step,
     *,
-    budget: float = 1.0,
+    budget: float | None = None,
     absolute: float | None = None,
     metric: Callable[[torch.nn.Module], float] | None = None,
     held_out: Step | None = None,
@@ -64,18 +64,19 @@ def search(
 
     model: as it was written; it is copied, and not changed. step: called with a copy; returns the loss of one batch,
     the same one in each call, which begins with the same random state; for inference the outputs, without gradients,
-    and models are measured frozen. budget: the largest error, as a multiple of that of ``torch.autocast``: the relative
-    L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a multiple.
-    metric: instead of both, called as ``metric(model)``; a number of which less is better, at most ``budget``.
-    held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the search
-    begins with; its words stay. limits: where it ends. state: a file that holds what was measured; a search with the
-    same one goes on. tell: gets a line for each policy that was measured.
+    and models are measured frozen. budget: the largest error, as a multiple of that of ``torch.autocast`` (1.0): the
+    relative L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a
+    multiple. metric: instead of both, called as ``metric(model)``; a number of which less is better, at most
+    ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the
+    search begins with; its words stay. limits: where it ends. state: a file that holds what was measured; a search with
+    the same one goes on. tell: gets a line for each policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
     search), PolicyError, CaptureError.
     """
     asked, goal = _checked(model, budget, absolute, metric, policy)
+    budget = 1.0 if budget is None else budget
     bench = Bench(model, step, metric)
     refuse_random_steps(bench)
     unit = bench.of_autocast()
@@ -133,6 +134,12 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
     if metric is not None and absolute is not None:
         raise PolicyError(
             "search: metric with absolute, which bounds the error instead\n  legal: one of them\n"
+            "  fix:   search(model, step, metric=metric, budget=0.05)"
+        )
+    if (metric is not None and budget is None) or (absolute is not None and budget is not None):
+        what = "metric without budget, its largest value" if metric is not None else "absolute with budget, a multiple"
+        raise PolicyError(
+            f"search: {what}\n  legal: budget, a multiple of torch.autocast's error; absolute; or metric with budget\n"
             "  fix:   search(model, step, metric=metric, budget=0.05)"
         )
     asked = replace(Policy.parse(policy), measured_on="")

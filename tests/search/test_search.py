@@ -206,9 +206,11 @@ WRONG = {
     "a step that draws data": (dict(step=random_step), AmpGraphError, "two runs of step on the same model differ"),
     "no tensor": (dict(step=lambda model: model(torch.ones(1, 32)).sum().item()), AmpGraphError, "returned a float"),
     "no call": (dict(step=lambda model: torch.ones(())), AmpGraphError, "does not call the model"),
-    "a metric that is NaN": (dict(metric=lambda model: math.nan), AmpGraphError, "in fp32 is NaN"),
+    "a metric that is NaN": (dict(metric=lambda model: math.nan, budget=1), AmpGraphError, "in fp32 is NaN"),
     "a negative budget": (dict(budget=-1), PolicyError, "no budget"),
     "two budgets": (dict(metric=lambda model: 0, absolute=1), PolicyError, "metric with absolute"),
+    "a metric alone": (dict(metric=lambda model: 0), PolicyError, "metric without budget"),
+    "two bounds of the error": (dict(budget=1.5, absolute=1), PolicyError, "absolute with budget"),
 }
 
 

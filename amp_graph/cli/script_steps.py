@@ -219,7 +219,7 @@ class FirstSteps(TorchFunctionMode):
                 if models else "backward() starts from no call of a model since the last backward(), and a step has one"
             )  # fmt: skip
         model, copied = self._models[next(iter(models))]
-        frozen = _Constants(model, roots)
+        frozen = _Constants(model)
         calls = [frozen.call(call, is_model=call.function is model) for call in reversed(kept)]
         step = Step(calls, [(frozen.given(root), seed) for root, seed in zip(roots, seeds, strict=True)])
         expected = float(loss_of(list(zip(roots, seeds, strict=True))).detach())
@@ -238,7 +238,7 @@ class FirstSteps(TorchFunctionMode):
 class _Constants:
     """Makes what calls were given independent of the step: results by their keys, weights by names, the rest copied."""
 
-    def __init__(self, model: Module, roots: list[Tensor]) -> None:
+    def __init__(self, model: Module) -> None:
         self._known: dict[int, Any] = {id(p): Weight(name) for name, p in model.named_parameters()}
 
     def call(self, call: Call, *, is_model: bool) -> Call:

@@ -31,6 +31,14 @@ def layers(
     return of_forward
 
 
+def words_and_head(rows: int, width: int, tied: bool = True, bias: bool = False, **options: Any) -> dict[str, Any]:
+    """Return layers: a table of words, and a head; ``tied``: the head's weight is the table."""
+    words, head = nn.Embedding(rows, width, **options), nn.Linear(width, rows, bias)
+    if tied:
+        head.weight = words.weight
+    return dict(words=words, head=head)
+
+
 def forward_of(base: type[nn.Module], **methods: Any) -> Callable[[Callable[..., Any]], type[nn.Module]]:
     """Make a class of modules out of another forward for the layers of ``base``."""
 

@@ -82,8 +82,7 @@ def test_a_callable_receives_the_rewritten_graph():
     assert isinstance(gm, torch.fx.GraphModule)
     assert count == len(gm.graph.find_nodes(op="placeholder"))
     assert "bfloat16" in gm.print_readable(print_output=False)
-    for a, b in zip(got, wanted, strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert amp_graph.report(model).compile == "backend"
 
 
@@ -107,8 +106,7 @@ def test_our_backend_under_torch_compile(backend):
     compiled = torch.compile(
         model, backend="amp_graph" if backend == "amp_graph" else function, options={"policy": "bf16"}
     )
-    for a, b in zip(step(compiled, x), wanted, strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(step(compiled, x), wanted, strict=True))
     assert set(products(compiled, x)) == {BF16}
 
 

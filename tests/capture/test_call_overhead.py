@@ -55,23 +55,6 @@ def test_a_stance_is_obeyed():
     assert torch.equal(model(X), low)
 
 
-def test_what_dynamo_forgets_is_captured_anew():
-    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
-    low = model(X)
-    torch._dynamo.reset()
-    assert found(model, X) is None
-    assert torch.equal(model(X), low)
-    assert len(conversion_of(model).graphs) == 2
-
-
-def test_errors_of_the_model_arrive():
-    model = amp_graph.convert(nn.Linear(8, 4), strict=True)
-    model(X)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(X[:, :3])
-    assert found(model, X) is not None
-
-
 @pytest.mark.parametrize("compile", ["eager", "aot_eager"])
 def test_a_training_step_finds_its_code_and_captures_what_is_new(compile):
     model = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.0))  # which reads whether it trains

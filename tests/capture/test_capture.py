@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import logging
 
 import pytest
 import torch
@@ -131,25 +130,6 @@ def test_twenty_switches_of_one_model_with_many_flags():
             layer.train(bool(state >> bit & 1))
         assert_runs_low(model, x)
     assert count(model) == 20
-
-
-def test_control_a_plain_backend_falls_back_at_dynamos_limit():
-    """What the tests above would miss nothing of: the same twenty shapes under Dynamo's own limits."""
-    calls = []
-
-    def backend(gm, inputs):
-        def run(*args):
-            calls.append(1)
-            return gm.forward(*args)
-
-        return run
-
-    torch._dynamo.reset()
-    model = torch.compile(Net(), backend=backend, dynamic=False)
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    for rows in range(2, 22):
-        model(torch.randn(rows, 16))
-    assert len(calls) == torch._dynamo.config.recompile_limit < 20
 
 
 def test_one_conversion_does_not_disturb_another():

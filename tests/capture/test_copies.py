@@ -1,8 +1,6 @@
 """A converted model copied, pickled, loaded, averaged, and called by two threads."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from tests.by_hand import descend
+from tests.copied import WAYS, pickled
 from tests.corpus import make
 from tests.layers import layers
 from tests.measure import products
@@ -32,20 +31,8 @@ def assert_runs_low(model, *args, dtype=BF16, **kwargs):
     assert conversion_of(model).runs == before + 2
 
 
-def saved(model):
-    """Through `torch.save` and back."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("copied", WAYS)
 @pytest.mark.parametrize("called", [False, True])
 def test_a_copy_is_converted_and_its_own(copied, called):
     model, x = amp_graph.convert(Net(), "fp16,accuracy=fast,keep_outputs=false", strict=True), torch.randn(6, 16)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import io
 import os
 import pickle
 import subprocess
@@ -16,6 +15,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.copied import WAYS
 from tests.layers import layers
 from tests.warned import heard, warnings_are_errors, without_warnings
 
@@ -236,13 +236,7 @@ def test_the_block_restores_what_was_before(ends):
     assert conversion_of(model) is plain
 
 
-def saved(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
+@pytest.mark.parametrize("again", WAYS)
 def test_copies_are_frozen_and_apart(again):
     model = amp_graph.freeze(built())
     other = again(model)

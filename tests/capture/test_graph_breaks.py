@@ -18,6 +18,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
 from tests.layers import forward_of, layers
 from tests.measure import products
+from tests.relative_error import errors
 from tests.warned import heard, without_warnings
 
 BF16, FP16, FULL = torch.bfloat16, torch.float16, torch.float32
@@ -103,15 +104,6 @@ def test_every_product_is_low_from_the_second_call_on_and_outputs_are_fp32(kind,
     for _ in range(3):
         assert set(products(model, X)) == {DTYPES[policy]}
         assert model(X).dtype == FULL
-
-
-@pytest.mark.parametrize("kind", [Loops, CallsItsPartOften])
-def test_control_in_fp32_some_products_are_not(kind):
-    model = amp_graph.convert(kind(), "bf16,deny=log")
-    with pytest.warns(AmpGraphWarning, match="only a part of the forward was captured.* runs in fp32"):
-        model(X)
-    assert FULL in products(model, X)
-    assert amp_graph.report(model).escaped == "in fp32"
 
 
 @pytest.mark.sampled(2)
@@ -241,6 +233,7 @@ def test_what_autocast_does_not_know_keeps_uncaptured_code_in_fp32(policy):
     with pytest.warns(AmpGraphWarning, match="runs in fp32"):
         model(X)
     assert products(model, X)[-1] == FULL
+    assert amp_graph.report(model).escaped == "in fp32"
     assert set(products(model, X)[:-1]) == ({BF16} if "gelu" in policy else {FULL})
 
 
@@ -257,8 +250,7 @@ def test_other_policies(policy, kind):
     model(X)
     low = DTYPES[policy[:4]]
     assert set(products(model, X)) <= ({low, FULL} if "accuracy=1.2" in policy else {low})
-    for mine, true in zip(gradients(model, X, scale=64.0), exact, strict=True):
-        assert (mine - true).norm() < 0.06 * true.norm()
+    assert max(errors(gradients(model, X, scale=64.0), exact)) < 0.06
 
 
 # -- whole graphs are as they were --------------------------------------------------------------------
@@ -409,26 +401,6 @@ def Unknown(self, x):
     return h
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_later_call_without_graphs_that_fails_under_autocast_is_as_one_plain_call(trains):
-    """Its branch has not run before; calls before it have run under autocast."""
-    model = Unknown("scatter").train(trains)
-    model.fails_from = 4
-    plain = copy.deepcopy(model)
-    amp_graph.convert(model, "bf16")
-    with heard() as said:
-        for one in (model, plain):
-            torch.manual_seed(1)
-            for _ in range(5):
-                out = one(X)
-            one.end = out.detach(), torch.rand(3)
-    assert torch.equal(model.end[1], plain.end[1]), "random numbers"
-    assert (model.end[0] - plain.end[0]).norm() <= 0.05 * plain.end[0].norm()  # statistics of norms were low ones
-    assert (model.calls, len(model.seen), model.steps) == (plain.calls, len(plain.seen), plain.steps) == (5, 5, 5)
-    assert int(model.norm.num_batches_tracked) == int(plain.norm.num_batches_tracked)
-    assert sum("fails under torch.autocast" in str(w.message) for w in said) == 1
-
-
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_control_a_later_call_that_has_written_to_a_weight_raises():
     model = Unknown("scatter")
@@ -440,24 +412,35 @@ def test_control_a_later_call_that_has_written_to_a_weight_raises():
         model(X)
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("bf16", "numpy"), ("bf16", "scatter"), ("fp16", "scatter")])
-def test_a_call_without_graphs_that_fails_under_autocast_is_as_one_plain_call(kind, policy):
-    model = Unknown(kind)
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "kind", "fails_from"),
+    [("bf16", "numpy", 1), ("bf16", "scatter", 1), ("fp16", "scatter", 1), ("bf16", "scatter", 4)],
+)
+def test_a_call_without_graphs_that_fails_under_autocast_is_as_one_plain_call(kind, policy, fails_from, trains):
+    """The first, or a later one whose branch has not run before: calls before it have run under autocast."""
+    model = Unknown(kind).train(trains)
+    model.fails_from, is_first = fails_from, fails_from == 1
     plain = copy.deepcopy(model)
     amp_graph.convert(model, policy)
     with heard() as said:
         for one in (model, plain):
             torch.manual_seed(1)
-            for _ in range(3):
+            for _ in range(5):
                 out = one(X)
             out.square().sum().backward()
             one.end = out.detach(), torch.rand(3)
-    assert all(map(torch.equal, model.end, plain.end))
-    assert (model.calls, len(model.seen), model.steps) == (plain.calls, len(plain.seen), plain.steps) == (3, 3, 3)
-    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
-    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
+    assert torch.equal(model.end[1], plain.end[1]), "random numbers"
+    assert (model.calls, len(model.seen), model.steps) == (plain.calls, len(plain.seen), plain.steps) == (5, 5, 5)
+    found, exact = (
+        [one.end[0], one.first.weight.grad, *(t.float() for t in one.state_dict().values())] for one in (model, plain)
+    )
+    if is_first:
+        assert all(map(torch.equal, found, exact))
+    else:  # statistics of norms were low ones
+        assert max(errors(found, exact)) <= 0.05
     (told,) = [str(w.message) for w in said if "fails under torch.autocast" in str(w.message)]
-    assert "in fp32 from now on" in told
+    assert ("in fp32 from now on" in told) or not is_first
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -716,8 +699,7 @@ def test_a_write_behind_a_conversion_and_a_graph_break_is_seen(writes):
     want = call()
     amp_graph.convert(model, "bf16")
     for _ in range(2):
-        for found, exact in zip(call(), want, strict=True):
-            assert (found - exact).norm() <= 0.03 * exact.norm()
+        assert max(errors(call(), want)) <= 0.03
 
 
 @pytest.mark.parametrize("kind", [WritesToTheBase, ReadsItsBatch])

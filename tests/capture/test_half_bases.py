@@ -27,21 +27,22 @@ def Adapted(self, x):
     return (result + self.up(self.down(x.to(self.down.weight.dtype)))).to(result.dtype)
 
 
-class Model(nn.Module):
-    def __init__(self, dtype, run, *, breaks):
-        super().__init__()
-        self.breaks = breaks
-        self.embed = nn.Embedding(10, 16).to(dtype).requires_grad_(False)
-        self.blocks, self.run = nn.ModuleList(Adapted(dtype) for _ in range(2)), run
-        self.head = nn.Linear(16, 4).to(dtype).requires_grad_(False)
-
-    def forward(self, ids):
-        x = self.embed(ids).requires_grad_()
-        for block in self.blocks:
-            x = x + self.run(block, x).tanh()
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.head(x)
+@layers(
+    lambda dtype, run, *, breaks: dict(
+        breaks=breaks,
+        embed=nn.Embedding(10, 16).to(dtype).requires_grad_(False),
+        blocks=nn.ModuleList(Adapted(dtype) for _ in range(2)),
+        run=run,
+        head=nn.Linear(16, 4).to(dtype).requires_grad_(False),
+    )
+)
+def Model(self, ids):
+    x = self.embed(ids).requires_grad_()
+    for block in self.blocks:
+        x = x + self.run(block, x).tanh()
+    if self.breaks:
+        torch._dynamo.graph_break()
+    return self.head(x)
 
 
 RUNS = {

@@ -1,7 +1,6 @@
 """Levels O2 and O3: parameters in low precision, fp32 masters behind them, checkpoints in fp32."""
 
 import copy
-import io
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.optim.master_weights import master_of
 from tests.by_hand import descend
+from tests.copied import saved as through_file
 from tests.layers import layers
 from tests.step.test_train_step import Net, Normalized, batches, build, go, parameters, same, with_step
 
@@ -127,18 +127,11 @@ def test_control_without_masters_updates_are_lost():
     assert min(moved) > 0.9
 
 
-class Repeated(nn.Module):
+@layers(lambda calls=2: dict(first=(one := nn.Linear(6, 6)), second=one, head=nn.Linear(6, 3), calls=calls))
+def Repeated(self, x):
     """One layer under two names, both of which forward calls, or one."""
-
-    def __init__(self, calls=2):
-        super().__init__()
-        self.first = self.second = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
-        self.calls = calls
-
-    def forward(self, x):
-        x = F.gelu(self.first(x))
-        return self.head(F.gelu(self.second(x)) if self.calls == 2 else x)
+    x = F.gelu(self.first(x))
+    return self.head(F.gelu(self.second(x)) if self.calls == 2 else x)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -280,16 +273,6 @@ def test_a_tied_parameter_is_saved_and_loaded_exactly_under_each_of_its_names():
     assert not any(m._state_dict_hooks or m._load_state_dict_pre_hooks for m in model.modules())
 
 
-def test_what_is_written_into_parameters_counts():
-    model, optimizer = build()
-    amp_graph.convert(model, "bf16-O2")
-    with torch.no_grad():
-        model.second.weight.fill_(0.3)
-    assert torch.equal(model.state_dict()["second.weight"], torch.full((3, 24), 0.3).bfloat16().float())
-    train(model, optimizer, batches(1))
-    assert (master_of(model.second.weight) - 0.3).abs().max() < 0.02
-
-
 def low_bits(model):
     """Say whether the masters have bits that bf16 has not."""
     value = saved(model)["second.weight"]
@@ -323,22 +306,6 @@ def test_a_parameter_that_is_only_moved_keeps_its_master(to):
     assert equal(saved(model), wanted)
 
 
-def test_copies_and_pickles_have_masters_of_their_own():
-    model, optimizer = trained_at_o2(5)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    wanted = saved(model)
-    copied, loaded = copy.deepcopy(model), torch.load(file, weights_only=False)
-    train(model, optimizer, batches(5))
-    assert equal(wanted, saved(copied))
-    assert equal(wanted, saved(loaded))
-    assert not equal(wanted, saved(model))
-    for other in (copied, loaded):
-        train(other, torch.optim.AdamW(other.parameters(), lr=0.01), batches(1))
-        assert not equal(wanted, saved(other))
-
-
 IN_A_FRESH_PROCESS = """
 import sys, torch
 model = torch.load(sys.argv[1], weights_only=False)
@@ -370,10 +337,7 @@ def test_resumed_at_any_level_it_is_the_same_run(first, second):
     begun = amp_graph.GradScaler("cpu")
     given = list(batches(50))
     train(amp_graph.convert(model, f"fp16-{first}"), optimizer, given[:25], begun)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), begun.state_dict()], file)
-    file.seek(0)
-    states = torch.load(file)
+    states = through_file([model.state_dict(), optimizer.state_dict(), begun.state_dict()])
     model, optimizer = build(seed=9, fused=True)
     amp_graph.convert(model, f"fp16-{second}")
     resumed = amp_graph.GradScaler("cpu")

@@ -180,11 +180,6 @@ def test_a_module_with_a_wish():
     assert "amp_graph.precision" in amp_graph.report(model).text()
 
 
-def test_a_typo_in_keep_fp32_is_said():
-    with pytest.warns(AmpGraphWarning, match=r"'haed' matches no module of Sequential"):
-        amp_graph.convert(mlp(), "bf16,keep_fp32=haed")
-
-
 @pytest.mark.parametrize("text", ["bf16,fp16", "bf16,accuracy=fast,accuracy=autocast", "bf16,deny=gelu,deny=tanh"])
 def test_a_policy_that_says_a_thing_twice(text):
     with pytest.raises(PolicyError, match="twice"):

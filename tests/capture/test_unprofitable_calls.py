@@ -7,8 +7,6 @@ from torch import nn
 import amp_graph
 from amp_graph.capture import unprofitable_calls
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_compat.dynamo_entries import tensor_guard
 from tests.passes.planning import machine
 
 PLAN = "amp_graph.passes.precision.plan_precision.machine_for"
@@ -77,12 +75,6 @@ def test_calls_of_two_kinds_are_each_told_again(alone):
     assert len(conversion_of(model)._alone.kinds) == 1
 
 
-def test_a_trace_is_refused(alone):
-    model, x, _ = alone
-    with torch.no_grad(), pytest.raises(CaptureError, match="cannot be traced"):
-        torch.jit.trace(model, x)
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_does_no_harm(alone):
     model, _, _ = alone
@@ -104,20 +96,6 @@ def test_where_parameters_are_elsewhere_nothing_is_told_at_a_look(alone):
     with torch.no_grad():
         model(strided)
     assert asked
-
-
-def test_what_a_guard_of_tensors_sees():
-    x = torch.randn(2, 4)
-    is_like_it = tensor_guard(x)
-    assert is_like_it(torch.zeros(2, 4))
-    assert not is_like_it(torch.zeros(2, 5))
-    assert not is_like_it(torch.zeros(2, 4, dtype=torch.int64))
-    assert not is_like_it(torch.zeros(2, 4, requires_grad=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not is_like_it(x)
-    seen = []
-    torch.jit.trace(lambda y: seen.append(is_like_it(y)) or y * 2, x, check_trace=False)
-    assert seen == [False]
 
 
 @pytest.mark.parametrize(("size", "alone"), [(8, True), (64, False)])

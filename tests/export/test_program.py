@@ -13,7 +13,7 @@ from amp_graph.export import export
 from amp_graph.passes.casts.portable_ops import CAST_OP, float_operands
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.torch_compat.modules import is_exported
-from tests.layers import forward_of, layers
+from tests.layers import forward_of, layers, words_and_head
 
 from .models import Attention, Branches, Cnn, Mlp, Recurrent, Writes, error, made, run_without_amp_graph
 
@@ -143,15 +143,10 @@ def test_folded_weights_give_the_same_bits_and_half_the_file(tmp_path):
 
 
 def test_a_weight_with_two_names_is_folded_if_both_are_only_read_low():
-    class Tied(nn.Module):
-        def __init__(self, wide):
-            super().__init__()
-            self.embed, self.head, self.wide = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), wide
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            out = self.head(x)
-            return out + self.embed.weight.exp().sum() if self.wide else F.linear(out, self.embed.weight.T)
+    @layers(lambda wide: dict(**words_and_head(16, 8), wide=wide))
+    def Tied(self, x):
+        out = self.head(x)
+        return out + self.words.weight.exp().sum() if self.wide else F.linear(out, self.words.weight.T)
 
     for wide, dtype in ((False, torch.bfloat16), (True, torch.float32)):
         model, x = Tied(wide).eval(), torch.randn(2, 8)

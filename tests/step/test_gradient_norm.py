@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 import amp_graph
-from tests.step.test_train_step import batches, build, with_step
+from tests.step.test_train_step import batches, build, by_hand, with_step
 
 WAYS = {
     "plain": {},
@@ -28,21 +26,13 @@ def test_it_is_that_of_the_loop_by_hand(way):
     *_, step = with_step(build(optimizer=kind), policy, clip_norm=0.1, **options)
     assert step.grad_norm is None
     other, theirs = build(optimizer=kind)
-    amp_graph.convert(other, policy)
-    scaler, parts = amp_graph.GradScaler("cpu", enabled=policy == "fp16"), options.get("micro_batches", 1)
+    scaler, norms = amp_graph.GradScaler("cpu", enabled=policy == "fp16"), []
+    parts, value = options.get("micro_batches", 1), options.get("clip_value")
     for x, y in given:
-        theirs.zero_grad()
-        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            scaler.scale(F.cross_entropy(other(one), target) / parts).backward()
-        scaler.unscale_(theirs)
-        norm = nn.utils.clip_grad_norm_(other.parameters(), 0.1)
-        if "clip_value" in options:
-            nn.utils.clip_grad_value_(other.parameters(), 0.01)
-        scaler.step(theirs)
-        scaler.update()
+        by_hand(other, theirs, policy, [(x, y)], scaler=scaler, clip=0.1, value=value, parts=parts, norms=norms)
         step(x, y)
         assert step.grad_norm.shape == ()
-        assert step.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        assert step.grad_norm.item() == pytest.approx(norms[-1].item(), rel=1e-5)
         assert amp_graph.metrics(step)["grad_norm"] == step.grad_norm.item()
 
 

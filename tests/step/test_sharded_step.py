@@ -16,7 +16,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
-from tests.layers import layers
+from tests.layers import layers, words_and_head
 from tests.step.test_distributed import LIMIT, _as_rank, _collectives, _port, ranks  # noqa: F401
 
 RATE, STEPS, SCALE = 1e-3, 10, 2.0**10
@@ -62,27 +62,24 @@ def _UnevenPart(self, x):
     return x + self.b(torch.tanh(self.a(self.norm(x)))) * self.gain
 
 
-class _Uneven(nn.Module):
+@layers(
+    lambda: dict(
+        **words_and_head(11, 33, bias=True),
+        parts=nn.ModuleList([_UnevenPart(), _UnevenPart()]),
+        shift=nn.Buffer(torch.linspace(-1, 1, 33)),
+    )
+)
+def _Uneven(self, ids):
     """Tied weights, a frozen part, a buffer, and rows that two ranks do not divide."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 33)
-        self.parts = nn.ModuleList([_UnevenPart(), _UnevenPart()])
-        self.head = nn.Linear(33, 11)
-        self.head.weight = self.embedding.weight
-        self.parts[0].a.requires_grad_(False)
-        self.register_buffer("shift", torch.linspace(-1, 1, 33))
-
-    def forward(self, ids):
-        x = self.embedding(ids) + self.shift
-        for part in self.parts:
-            x = part(x)
-        return self.head(x).flatten(0, 1)
+    x = self.words(ids) + self.shift
+    for part in self.parts:
+        x = part(x)
+    return self.head(x).flatten(0, 1)
 
 
 def _uneven():
     model = _Uneven()
+    model.parts[0].a.requires_grad_(False)
 
     def batch(generator):
         return torch.randint(0, 11, (3, 5), generator=generator), torch.randint(0, 11, (15,), generator=generator)
@@ -530,13 +527,6 @@ def test_shards_with_replicas_on_four_ranks(ranks, tmp_path):  # noqa: F811
                 assert (one - theirs[1][key]).norm() <= of_state * theirs[1][key].norm(), (policy, key)
 
 
-@pytest.mark.slow
-def test_four_ranks_train_as_unsharded(ranks, tmp_path):  # noqa: F811
-    runs = [ranks(_train, 4, tmp_path, "uneven", kind, "O0") for kind in ("ours", "replicated")]
-    for ours, theirs in zip(*runs, strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-
-
 # -- what is refused -----------------------------------------------------------------------------------
 
 
@@ -632,25 +622,21 @@ def test_what_a_sharded_step_cannot_do_is_refused_by_name_with_the_way_out(ranks
             assert way_out in found[kind]
 
 
-class _Unlike(nn.Module):
+@layers(
+    lambda kind, rank: dict(kind=kind, rank=rank, a=nn.Parameter(torch.ones(4, 4)), b=nn.Parameter(torch.ones(4, 4)))
+)
+def _Unlike(self, x):
     """Reads a parameter or not, by rank or by batch; writes one; or is no single graph."""
-
-    def __init__(self, kind, rank):
-        super().__init__()
-        self.kind, self.rank = kind, rank
-        self.a, self.b = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
-
-    def forward(self, x):
-        y = x @ self.a
-        other = self.rank == 1 if self.kind == "first" else len(x) == 3 and self.kind == "later"
-        if not other:
-            y = y @ self.b
-        if self.kind == "written":
-            with torch.no_grad():
-                self.a.mul_(0.5)
-        if self.kind == "no graph":
-            torch._dynamo.graph_break()
-        return y.sum()
+    y = x @ self.a
+    other = self.rank == 1 if self.kind == "first" else len(x) == 3 and self.kind == "later"
+    if not other:
+        y = y @ self.b
+    if self.kind == "written":
+        with torch.no_grad():
+            self.a.mul_(0.5)
+    if self.kind == "no graph":
+        torch._dynamo.graph_break()
+    return y.sum()
 
 
 def _unlike(rank, size, path):

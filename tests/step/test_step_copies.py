@@ -1,7 +1,6 @@
 """A TrainStep copied and pickled, and several made by threads at once."""
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -17,19 +16,13 @@ from torch.optim.lr_scheduler import StepLR
 
 import amp_graph
 from amp_graph.errors import CaptureError
+from tests.copied import WAYS, saved
 from tests.step.test_train_step import Net, batches, build, parameters, same, with_step
-
-
-def saved(step):
-    file = io.BytesIO()
-    torch.save(step, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16-O0", "fp16", "fp16-O2", "bf16-O3"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step)), saved])
+@pytest.mark.parametrize("copied", WAYS)
 def test_a_copy_trains_a_model_of_its_own(copied, policy):
     """With the optimizer's state, the masters and the loss scale of the moment; and the original goes on."""
     model, optimizer = build(optimizer=SGD if "O3" in policy else torch.optim.AdamW, fused=True)

@@ -12,9 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.step.train_step import MADE_FOR
-from tests.by_hand import descend
 from tests.layers import forward_of, layers
-from tests.step.test_train_step import parameters, same
+from tests.step.test_train_step import by_hand, parameters, same
 
 LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
 
@@ -51,41 +50,25 @@ def Branches(self, x):
     return self.a(x) if taken else self.b(x)
 
 
-def batch(seed=1):
+def batch(seed=1, rows=16):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+    return torch.randn(16, 8, generator=generator)[:rows], torch.randint(0, 4, (16,), generator=generator)[:rows]
 
 
-def loop(model, optimizer, steps, policy, before=None, parts=1, clip=None):
-    """The loop by hand; ``before`` is called with the step's number, the model and the optimizer."""
-    amp_graph.convert(model, policy)
-    scaler = amp_graph.GradScaler("cpu", enabled=False)
-    losses = []
-    for i in range(steps):
-        if before:
-            before(i, model, optimizer)
-        x, y = batch(i)
-        optimizer.zero_grad()
-        for one, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            loss = F.cross_entropy(model(one), target)
-            (loss / parts).backward()
-        scaler.unscale_(optimizer)
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        scaler.step(optimizer)
-        losses.append(loss.item())
-        del loss  # whose graph keeps torch from taking a parameter's other shape
-    return losses
+def loop(model, optimizer, steps, policy, before=None, sizes=(16,), **options):
+    """The loop by hand, over batches of these sizes by turns."""
+    given = (batch(i, sizes[i % len(sizes)]) for i in range(steps))
+    return by_hand(model, optimizer, policy, given, before=before, **options)
 
 
-def stepped(model, optimizer, steps, policy, before=None, **options):
+def stepped(model, optimizer, steps, policy, before=None, sizes=(16,), **options):
     """The same with a ``TrainStep``."""
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, **options)
     losses = []
     for i in range(steps):
         if before:
             before(i, model, optimizer)
-        losses.append(step(*batch(i)).item())
+        losses.append(step(*batch(i, sizes[i % len(sizes)])).item())
     return step, losses
 
 
@@ -100,12 +83,11 @@ def at_step_2(change):
     return lambda i, model, optimizer: change(model, optimizer) if i == 2 else None
 
 
-def compare(kind, make, policy, before=None, steps=5, parts=1, clip=None):
+def compare(kind, make, policy, before=None, steps=5, parts=1, clip=None, sizes=(16,)):
     """Assert that a TrainStep gives the parameters of the loop, bit for bit; return both models."""
     one, two = kind(), kind()
-    theirs = loop(one, make(one.parameters()), steps, policy, before, parts, clip)
-    clipped = {"clip_norm": clip} if clip else {}
-    step, ours = stepped(two, make(two.parameters()), steps, policy, before, micro_batches=parts, **clipped)
+    theirs = loop(one, make(one.parameters()), steps, policy, before, sizes, parts=parts, clip=clip)
+    step, ours = stepped(two, make(two.parameters()), steps, policy, before, sizes, micro_batches=parts, clip_norm=clip)
     assert parts > 1 or ours == theirs
     assert same(parameters(one), parameters(two))
     return one, two, step
@@ -216,27 +198,15 @@ def test_parameters_that_nobody_has_any_more_are_let_go():
 def test_replaced_under_batches_of_two_shapes(policy):
     """The parameters that one capture lets go of were those of another, too: a weight that is merged, say."""
 
-    def before(i, model, optimizer):
-        if i == 2:
-            model[0].weight = nn.Parameter(model[0].weight.detach().float() + 0.1, requires_grad=False)
+    def merge(model, optimizer):
+        model[0].weight = nn.Parameter(model[0].weight.detach().float() + 0.1, requires_grad=False)
 
     def frozen():
         model = mlp()
         model[0].requires_grad_(False)
         return model
 
-    one, two = frozen(), frozen()
-    shapes = [16, 12, 16, 12, 16, 12]
-    theirs, ours = sgd(one[2].parameters()), sgd(two[2].parameters())
-    amp_graph.convert(one, policy)
-    step = amp_graph.TrainStep(two, F.cross_entropy, ours, policy)
-    for i, rows in enumerate(shapes):
-        before(i, one, theirs)
-        before(i, two, ours)
-        x, y = (t[:rows] for t in batch(i))
-        descend(theirs, F.cross_entropy(one(x), y))
-        step(x, y)
-    assert same(parameters(one), parameters(two))
+    compare(frozen, lambda p: sgd([*p][2:]), policy, at_step_2(merge), steps=6, sizes=(16, 12))
 
 
 # -- gradients that are none ---------------------------------------------------------------------------
@@ -502,7 +472,7 @@ def by_loading(scale):
     scale.load_state_dict({**scale.state_dict(), **LATER})
 
 
-def by_hand(scale):
+def by_change(scale):
     for name, value in LATER.items():
         scale.change(name, value)
 
@@ -513,7 +483,7 @@ def by_attribute(scale):
 
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("way", [by_loading, by_hand, by_attribute])
+@pytest.mark.parametrize("way", [by_loading, by_change, by_attribute])
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
     """As those of a scale that the loop moves, and which has already seen more good steps than it now needs."""
@@ -526,7 +496,7 @@ def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
     for i in range(14):
         if i == 5:
             way(step.loss_scale)
-            by_hand(alone)
+            by_change(alone)
         x, y = batch(i)
         if i in (9, 10):
             x[0, 0] = float("inf")

@@ -10,35 +10,26 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.scaling.loss_scale import STUCK
 from amp_graph.step import trace_step
-from tests.layers import forward_of
+from tests.layers import forward_of, layers
 from tests.step.test_step_follows import LEVELS, batch, compare, loop, sgd, stepped
 from tests.step.test_train_step import parameters, same
 
 
-class Layers(nn.Module):
+@layers(
+    lambda: dict(a=nn.Linear(8, 8), b=(b := nn.Linear(8, 8)), head=nn.Linear(8, 4), own=(b.weight,)), seed=0
+)  # what is in a tuple is no parameter while it is not tied
+def Layers(self, x):
     """Two layers that may share their weight."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.own = (self.b.weight,)  # no parameter while it is not tied
-
-    def forward(self, x):
-        return self.head(F.relu(self.b(F.relu(self.a(x)))))
+    return self.head(F.relu(self.b(F.relu(self.a(x)))))
 
 
-class Table(nn.Module):
+@layers(
+    lambda: dict(a=nn.Embedding(16, 8), b=(b := nn.Linear(8, 16, bias=False)), head=nn.Linear(16, 4), own=(b.weight,)),
+    seed=0,
+)
+def Table(self, x):
     """A table that is read by row and multiplied by, of which only the product is in low precision."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False), nn.Linear(16, 4)
-        self.own = (self.b.weight,)
-
-    def forward(self, x):
-        return self.head(F.relu(self.b(self.a(x.abs().mul(6).long().clamp(max=15)).mean(1))))
+    return self.head(F.relu(self.b(self.a(x.abs().mul(6).long().clamp(max=15)).mean(1))))
 
 
 def tie(model, optimizer):

@@ -14,22 +14,15 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.scaling.loss_scale import LossScale
-from tests.layers import forward_of
+from tests.layers import forward_of, layers
 from tests.warned import heard, without_warnings
 
 STEPS = 5
 
 
-class Net(nn.Module):
-    calls = 0
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.b(F.gelu(self.norm(self.a(x))))
+@layers(lambda: dict(a=nn.Linear(16, 32), norm=nn.BatchNorm1d(32), b=nn.Linear(32, 4), unused=nn.Linear(2, 2), calls=0))
+def Net(self, x):
+    return self.b(F.gelu(self.norm(self.a(x))))
 
 
 class Counting(Net):

@@ -39,18 +39,20 @@ def Stacked(self, ids):
     return x + self.fc(self.ln(x))
 
 
-class Residual(nn.Module):
+@layers(
+    lambda: dict(
+        conv1=nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        conv2=nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        bn1=nn.BatchNorm2d(4),
+        bn2=nn.BatchNorm2d(4),
+        relu=nn.ReLU(inplace=True),
+    )
+)
+def Residual(self, x):
     """conv-bn-relu twice, with the in-place operations of torchvision."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(2))
-        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        h += x
-        return self.relu(h)
+    h = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+    h += x
+    return self.relu(h)
 
 
 @layers(lambda: dict(lstm=nn.LSTM(4, 8, batch_first=True), fc=nn.Linear(8, 2)))

@@ -9,19 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.layers import layers
 from tests.passes.drawn import drawn
 
 FAST = "bf16,accuracy=fast"
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Model(nn.Module):
-    def __init__(self, function, *layers):
-        super().__init__()
-        self.function, self.layers = function, nn.ModuleList(layers)
-
-    def forward(self, *given):
-        return self.function(self.layers, *given)
+@layers(lambda function, *layers: dict(function=function, layers=nn.ModuleList(layers)))
+def Model(self, *given):
+    return self.function(self.layers, *given)
 
 
 def step(make, given, prepare=lambda model: model, low=None):

@@ -15,7 +15,7 @@ SEEDS = range(32)
 POLICIES = ("bf16", "bf16,accuracy=fast", "fp16", "bf16,lists=autocast_cpu")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_contract_holds_after_every_pass(seed, policy):
@@ -27,6 +27,8 @@ def test_the_contract_holds_after_every_pass(seed, policy):
     assert [t.shape for t in step.outputs] == [t.shape for t in plain.outputs]
     assert [g is None for g in step.grads] == [g is None for g in plain.grads]
     assert all(g is None or g.dtype == FP32 for g in step.grads)
+    # Both round differently at most as autocast's two neighbours do: no operation was lost or doubled.
+    assert (step.outputs[0] - plain.outputs[0]).norm() <= 0.1 * plain.outputs[0].norm() + 1e-3 or "bf16" not in policy
 
 
 @pytest.mark.sampled(2)
@@ -47,27 +49,20 @@ def test_metadata_says_what_runs(seed):
     Compare(gm).run(*graph.given)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", POLICIES[:2])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_outputs_are_as_near_as_low_precision_is(seed, policy):
-    """Both runs round differently at most as autocast's two neighbours do: no operation was lost or doubled."""
-    graph = captured(seed)
-    gm, _ = graph.through(standard_passes(policy))
-    low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
-    for a, b in zip(low.outputs[:1], plain.outputs[:1], strict=True):
-        assert (a - b).norm() <= 0.1 * b.norm() + 1e-3
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_text_is_deterministic_and_rewriting_twice_changes_nothing(seed):
+def test_text_is_deterministic_twice_changes_nothing_and_parameters_are_shared(seed):
     model, inputs = program(seed, grad_modes=False)
     traced = torch.fx.symbolic_trace(model)
+    before = traced.graph.python_code("self").src
     once = amp_graph.rewrite(traced, "bf16", inputs)
+    assert traced.graph.python_code("self").src == before, "the graph that is given stays as it was"
     again = amp_graph.rewrite(torch.fx.symbolic_trace(model), "bf16", inputs)
     assert graph_text(once) == graph_text(again)
     assert graph_text(amp_graph.rewrite(once, "bf16")) == graph_text(once)
+    ours, own = dict(once.named_parameters()), dict(model.named_parameters())
+    assert ours
+    assert all(own[name] is p and p.dtype == FP32 and p.requires_grad for name, p in ours.items())
 
 
 @pytest.mark.sampled(6)
@@ -86,23 +81,6 @@ def test_a_pass_run_again_changes_nothing(index, policy):
         if reported or graph_text(gm) != text:
             wrong.append((seed, second.result.changes[:1]))
     assert not wrong, f"{len(wrong)} of {len(SEEDS)}: {wrong[:2]}"
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_parameters_are_shared_and_the_graph_given_stays_as_it_was(seed):
-    model, inputs = program(seed, grad_modes=False)
-    traced = torch.fx.symbolic_trace(model)
-    before = traced.graph.python_code("self").src
-    made = amp_graph.rewrite(traced, "bf16", inputs)
-    assert traced.graph.python_code("self").src == before
-    ours = dict(made.named_parameters())
-    own = dict(model.named_parameters())
-    assert ours
-    for name, p in ours.items():
-        assert own[name] is p
-        assert p.dtype == FP32
-        assert p.requires_grad
 
 
 @pytest.mark.parametrize("seed", range(0, 32, 4))
@@ -126,8 +104,7 @@ def test_a_converted_program_runs_the_graph_that_rewrite_makes(seed):
     converted = amp_graph.convert(model, "bf16")
     got = converted(x.clone(), y.detach().clone().requires_grad_())
     assert len(conversion_of(converted).graphs) == 1
-    for a, b in zip(got, want.outputs, strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(got, want.outputs, strict=True))
 
 
 def test_the_generator_reaches_what_it_is_for():

@@ -66,13 +66,3 @@ def test_repeated_layers_are_traced_once_and_each_node_runs_at_most_once(monkeyp
     assert more_traces == traces <= few
     assert 0 < fakes <= few
     assert more_fakes <= many
-
-
-def test_changes_of_passes_grow_with_the_graph():
-    def changes(layers):
-        gm = graph_of(layers)
-        return [len(t.result.changes) for t in run_passes(gm, standard_passes(), checked=False)]
-
-    small, large = changes(4), changes(16)
-    for a, b in zip(small, large, strict=True):
-        assert b <= 4 * a + 4

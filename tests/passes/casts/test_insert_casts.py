@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes.base import VerifyError
 from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import CAST, GRAD
-from amp_graph.passes.manager import run_passes
 from tests.passes.graphs import BF16, FP16, FP32, capture_function, options, passes_before, passes_until, run_step
+from tests.relative_error import errors
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -89,8 +88,7 @@ def test_a_weight_is_cast_before_it_is_expanded(expand, planner):
     with torch.autocast("cpu", torch.bfloat16):
         autocasts = torch.bmm(x, expand(W))
     assert torch.equal(low.outputs[0], autocasts.float())
-    for a, b in zip(low.grads, plain.grads, strict=True):
-        assert (a - b).norm() <= 0.01 * b.norm()
+    assert max(errors(low.grads, plain.grads)) <= 0.01
 
 
 def test_a_weight_that_fp32_reads_as_well_is_cast_behind_its_expansion():
@@ -127,10 +125,7 @@ def write_to_weight(s, x):
 def test_no_cast_is_shared_across_a_write(function):
     gm, _, graph = inserted(function)
     low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
-    for a, b in zip(low.outputs, plain.outputs, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm()
-    for a, b in zip(low.inputs, plain.inputs, strict=True):
-        assert (a - b).norm() <= 0.02 * b.norm()
+    assert max(errors(low.outputs + low.inputs, plain.outputs + plain.inputs)) <= 0.02
 
 
 def noop_float(s, x):
@@ -191,18 +186,6 @@ def test_the_constant_of_a_mask_stays_finite_in_low_precision(policy):
     assert step.outputs[0].isfinite().all()
     assert not step.outputs[0][mask].any()
     assert all(g.isfinite().all() for g in step.grads)
-
-
-def test_a_mask_that_is_added_stays_finite():
-    def function(s, x):
-        bias = torch.where(s.mask, torch.finfo(FP32).min, 0.0)
-        return (x @ s.w + bias).softmax(-1) @ s.w
-
-    mask = torch.ones(4, 8, dtype=torch.bool).triu(1)
-    for policy in ("bf16", "fp16"):
-        gm, _, graph = inserted(function, X, policy=policy, w=W, mask=mask)
-        assert run_step(gm, graph.given).outputs[0].isfinite().all()
-        assert is_near(gm, graph)
 
 
 def assigns(number, where=lambda m: m):
@@ -304,27 +287,6 @@ def test_outputs_keep_their_dtypes_unless_told_otherwise():
     assert [t.dtype for t in run_step(gm, graph.given).outputs] == want
     gm, _, graph = inserted(function, policy="bf16,keep_outputs=false")
     assert [t.dtype for t in run_step(gm, graph.given).outputs] == [BF16, *want[1:]]
-
-
-class SkipsOneOperand(InsertCasts):
-    """Wrong: leaves one operand of a matrix product as it was."""
-
-    def run(self, gm):
-        result = super().run(gm)
-        reader = next(
-            n for n in gm.graph.nodes if CAST not in n.meta and any(CAST in s.meta for s in n.all_input_nodes)
-        )
-        cast = next(s for s in reversed(reader.all_input_nodes) if CAST in s.meta)
-        reader.replace_input_with(cast, cast.args[0])
-        return result
-
-
-@pytest.mark.parametrize("function", [lambda s, x: x @ s.w, lambda s, x: F.linear(x.exp(), s.w).sum()])
-def test_negative_control_an_insertion_that_skips_one_operand_is_found(function):
-    graph = capture_function(function, X, w=W)
-    gm, _ = graph.through(passes_before(InsertCasts))
-    with pytest.raises(VerifyError, match="after pass insert-casts: "):
-        run_passes(gm, [SkipsOneOperand(options())], checked=True)
 
 
 class SharesOutOfNoGrad(InsertCasts):

@@ -11,8 +11,6 @@ from amp_graph.passes.base import PassResult
 from amp_graph.passes.emulation.emulate_cuda import EmulateCuda, emulated
 from amp_graph.passes.graph.meta_keys import MARK
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.pipeline_row import Stage
-from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.policy import Policy
 from tests.layers import layers
 from tests.passes.graphs import body_text, capture, capture_function, passes_before, run_step, standard_passes
@@ -180,16 +178,6 @@ def test_statistics_of_a_batch_norm_are_updated_in_place():
 def test_operands_of_fp64_are_computed_with_as_they_are():
     x, w = torch.randn(4, 4).double(), torch.randn(4, 4).double()
     assert torch.equal(emulated(torch.mm, (torch.float16,))(x, w), x @ w)
-
-
-def test_no_pass_of_the_cpu_or_of_another_stage_of_one_device_runs():
-    options = Policy.parse(POLICY).pipeline_options("cpu", eager=True)
-    names = {one.name for one in standard_passes(POLICY)}
-    rows = {row.name: row for row in TABLE}
-    assert not {rows[name].stage for name in names} & {Stage.BACKEND, Stage.LAYOUT, Stage.MEMORY, Stage.WEIGHTS}
-    assert options.planned_for == "cuda"
-    assert "emulate-cuda" in names
-    assert "emulate-cuda" not in {one.name for one in standard_passes("fp16")}
 
 
 def test_the_plan_is_that_for_a_gpu():

@@ -6,7 +6,6 @@ import gc
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 import amp_graph
 from amp_graph.capture import dynamo_backend
@@ -181,13 +180,6 @@ class Doubled(torch.autograd.Function):
 def test_one_that_writes_to_its_input_is_left_to_torch():
     plain, model, x = models(lambda s, x: s.second(Doubled.apply(s.first(x) * 1)))
     assert near(stepped(model, x), stepped(plain, x))
-
-
-def test_bodies_that_nobody_calls_are_dropped():
-    _, model, x = models(tripled)
-    stepped(model, x)
-    (graph,) = conversion_of(model).graphs
-    assert not any(isinstance(part, GraphModule) for part in graph.rewritten.gm.children())
 
 
 class Einsums(torch.autograd.Function):

@@ -198,15 +198,6 @@ def test_gradients_of_such_weights_keep_their_strides(name):
     test_outputs_and_gradients_keep_their_strides(name)
 
 
-def test_where_it_pays():
-    pays = channels_last.channels_last_is_profitable
-    assert pays("cpu", torch.bfloat16, 2)
-    assert not pays("cpu", torch.float16, 2)
-    assert all(pays("cuda", dtype, 2) and not pays("cuda", dtype, 1) for dtype in (torch.bfloat16, torch.float16))
-    assert not pays("cuda", torch.float32, 9)
-    assert [channels_last.channels_last_weights_are_profitable(device) for device in ("cpu", "cuda")] == [False, True]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_keep_their_strides(name):

@@ -16,21 +16,24 @@ def buckets(*sizes, dtypes=()):
 MIB = 2**18  # elements of fp32
 
 
-def test_a_bucket_is_full_above_25_mib():
-    assert buckets(1, 1, 1) == [[2, 1, 0]]
-    assert buckets(1, 1, 25 * MIB) == [[2, 1], [0]], "the limit itself still takes one more"
-    assert buckets(1, 1, 25 * MIB + 1) == [[2], [1, 0]]
-    assert buckets(1, 13 * MIB, 13 * MIB) == [[2, 1], [0]]
-    assert buckets(1, 30 * MIB, 1) == [[2, 1], [0]]
-    assert buckets() == []
+HALF = (torch.bfloat16,) * 3
+BUCKETS = [
+    ((1, 1, 1), (), [[2, 1, 0]]),
+    ((1, 1, 25 * MIB), (), [[2, 1], [0]]),  # the limit itself still takes one more
+    ((1, 1, 25 * MIB + 1), (), [[2], [1, 0]]),
+    ((1, 13 * MIB, 13 * MIB), (), [[2, 1], [0]]),
+    ((1, 30 * MIB, 1), (), [[2, 1], [0]]),
+    ((), (), []),
+    ((1, 1, 26 * MIB), HALF, [[2, 1, 0]]),  # bytes are counted
+    ((1, 1, 51 * MIB), HALF, [[2], [1, 0]]),
+    ((1, 1, 1, 1), HALF[:2], [[3, 2], [1, 0]]),  # dtypes do not share a bucket
+    ((1, 1, 1), (torch.bfloat16, torch.float32, torch.bfloat16), [[2], [1], [0]]),
+]
 
 
-def test_bytes_are_counted_and_dtypes_do_not_share_a_bucket():
-    half = torch.bfloat16
-    assert buckets(1, 1, 26 * MIB, dtypes=(half, half, half)) == [[2, 1, 0]]
-    assert buckets(1, 1, 51 * MIB, dtypes=(half, half, half)) == [[2], [1, 0]]
-    assert buckets(1, 1, 1, 1, dtypes=(half, half)) == [[3, 2], [1, 0]]
-    assert buckets(1, 1, 1, dtypes=(half, torch.float32, half)) == [[2], [1], [0]]
+@pytest.mark.parametrize(("sizes", "dtypes", "wanted"), BUCKETS)
+def test_a_bucket_is_full_above_25_mib_and_of_one_dtype(sizes, dtypes, wanted):
+    assert buckets(*sizes, dtypes=dtypes) == wanted
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -51,20 +54,3 @@ def test_averages_of_ranks_are_gradients_in_their_own_shapes(dtype, monkeypatch)
         assert torch.equal(ours, grad)
         assert (ours.dtype, ours.stride()) == (grad.dtype, grad.stride())
     assert AverageOverRanks("ranks", 4).dtype is None
-
-
-def test_what_is_absent_is_zeros_and_skipped_where_no_rank_has_it(monkeypatch):
-    """Two ranks: the other one has the gradients of the first parameter and of the last."""
-    wire = []
-
-    def summed(flat, kind, group):
-        wire.append(flat)
-        return flat + torch.tensor([1.5, 1.5, 1.0, 0.0, 4.0, 4.0, 0.5, 0.0, 0.5])
-
-    monkeypatch.setattr(torch.ops._c10d_functional, "all_reduce", summed)
-    monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", lambda flat: flat)
-    grads = [torch.zeros(2), torch.zeros(2), torch.tensor([2.0, 2.0])]
-    made, skips = average.average(grads, "ranks", 2, None, (0, 1))
-    assert wire[0].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0]
-    assert [t.tolist() for t in made] == [[4.0, 4.0], [1.0, 0.0], [2.5, 2.5]]
-    assert [t.item() for t in skips] == [0.0, 1.0]

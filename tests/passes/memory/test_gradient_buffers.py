@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory import gradient_buffers, reuse_embedding_gradients
 from amp_graph.passes.memory.gradient_buffers import POOL
+from tests.layers import layers, words_and_head
 from tests.memory_holders import SEEN
 from tests.threads import in_threads
 
@@ -27,15 +28,16 @@ def _any_table_is_large(monkeypatch):
     assert not POOL.tensors, "every model is gone"
 
 
-class Tables(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.bag = nn.EmbeddingBag(ROWS, WIDTH, **({"mode": "sum"} | options))
-        self.words, self.head = nn.Embedding(ROWS, WIDTH, padding_idx=3), nn.Linear(WIDTH, 1)
-
-    def forward(self, ids):
-        return self.head(self.bag(ids) + self.words(ids[:, 0]) + self.words(ids[:, 1]))
+@layers(
+    lambda **options: dict(
+        bag=nn.EmbeddingBag(ROWS, WIDTH, **{"mode": "sum"} | options),
+        words=nn.Embedding(ROWS, WIDTH, padding_idx=3),
+        head=nn.Linear(WIDTH, 1),
+    ),
+    seed=0,
+)
+def Tables(self, ids):
+    return self.head(self.bag(ids) + self.words(ids[:, 0]) + self.words(ids[:, 1]))
 
 
 def converted(policy="bf16", **options):
@@ -229,18 +231,10 @@ def test_frozen_tables_and_calls_without_gradients():
     assert not rewritten(model)
 
 
-class Tied(nn.Module):
+@layers(lambda tied: words_and_head(ROWS, WIDTH, tied), seed=0)
+def Tied(self, ids):
     """Words whose table is the head as well, or has a copy of its own for that."""
-
-    def __init__(self, tied):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        return self.head(self.words(ids))
+    return self.head(self.words(ids))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,9 +1,15 @@
 """Which products our kernels are handed, in one table: by sizes, processor, threads and dtype."""
 
+import sys
+
 import pytest
 import torch
 
 from amp_graph.passes.backends.cpu.linear import lower_linears
+from amp_graph.passes.backends.cpu.loss.fuse_cross_entropy import cross_entropy_in_parts_is_profitable
+from amp_graph.passes.backends.cuda.pad_shapes import aligning_is_profitable
+from amp_graph.passes.graph.call_arguments import attention_kernel_is_profitable
+from amp_graph.passes.layout.channels_last import channels_last_is_profitable, channels_last_weights_are_profitable
 from amp_graph.passes.native import gemm_thresholds as rules
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -102,3 +108,32 @@ def test_which_products_are_handed_to_our_kernels(name, machine, asked, answer, 
 
 def test_the_pass_asks_these():
     assert lower_linears.small_linear_is_profitable is rules.small_linear_is_profitable
+
+
+# Rules of other rewrites, likewise.
+OTHERS = [
+    *((attention_kernel_is_profitable, machine, ("cpu", BF16, 2), True) for machine in (DOTS, UNITS)),
+    (attention_kernel_is_profitable, DOTS, ("cpu", BF16, 1), True),
+    (attention_kernel_is_profitable, UNITS, ("cpu", BF16, 1), False),  # torch's kernel is faster for one query
+    (channels_last_is_profitable, DOTS, ("cpu", BF16, 2), True),
+    (channels_last_is_profitable, DOTS, ("cpu", FP16, 2), False),
+    *((channels_last_is_profitable, DOTS, ("cuda", low, 2), True) for low in (BF16, FP16)),
+    *((channels_last_is_profitable, DOTS, ("cuda", low, 1), False) for low in (BF16, FP16)),
+    (channels_last_is_profitable, DOTS, ("cuda", FP32, 9), False),
+    (channels_last_weights_are_profitable, DOTS, ("cpu",), False),
+    (channels_last_weights_are_profitable, DOTS, ("cuda",), True),
+    (aligning_is_profitable, DOTS, ("cuda", BF16, 1 << 40), True),
+    (aligning_is_profitable, DOTS, ("cpu", BF16, 1 << 40), False),
+    (aligning_is_profitable, DOTS, ("cuda", FP32, 1 << 40), False),
+    (cross_entropy_in_parts_is_profitable, DOTS, ("cpu", BF16, 1 << 14, 1 << 14), True),
+    (cross_entropy_in_parts_is_profitable, DOTS, ("cuda", BF16, 1 << 14, 1 << 14), False),
+    (cross_entropy_in_parts_is_profitable, DOTS, ("cpu", FP16, 1 << 14, 1 << 14), False),
+]
+
+
+@pytest.mark.parametrize(("rule", "machine", "asked", "answer"), OTHERS)
+def test_which_rewrites_are_worth_it(rule, machine, asked, answer, monkeypatch):
+    at = sys.modules[rule.__module__]
+    for name, has in {"cpu_has_amx": machine["amx"], "cpu_has_bf16": True, "multiplies_bf16": True}.items():
+        monkeypatch.setattr(at, name, lambda has=has: has, raising=False)
+    assert rule(*asked) is answer

@@ -5,7 +5,6 @@ import torch
 
 from amp_graph import Policy
 from amp_graph.passes.precision.build_assignment import formulate
-from amp_graph.passes.precision.op_cost import cast_picoseconds
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost
 from tests.passes.graphs import capture_function, node_named, rewritten
 from tests.passes.planning import problem_of
@@ -97,9 +96,3 @@ def test_an_input_that_an_entry_leaves_out_is_not_cast_for_a_write(tmp_path):
     write = made.of[nodes["addcmul_"]]
     assert write in made.widens[nodes["matmul"]]
     assert write not in made.widens.get(nodes["matmul_1"], ())
-
-
-def test_the_gradient_of_what_is_trained_is_cast_as_well(made):
-    for node in made.problem.gm.graph.find_nodes(op="placeholder"):
-        trained = node.meta["example_value"].requires_grad
-        assert made._cast_price(node) == cast_picoseconds(node, PLAIN, "bfloat16") * (1 + trained)

@@ -41,35 +41,9 @@ def nerf(s, x, t):
     return torch.cat((a.sin(), a.cos()), -1).flatten(1)[:, :WIDTH]
 
 
-def polar_angles(s, x, t):
-    a = (t * s.frequencies[:1]).expand(-1, WIDTH).contiguous()
-    return x * torch.tan(a / 7000)
-
-
 def dct(s, x, t):
     k = torch.arange(WIDTH) / 1
     return x @ torch.cos(math.pi / WIDTH * (k[:, None] + 0.5) * k[None])
-
-
-def log_near_its_pole(s, x, t):
-    p = 1 - 1e-3 * x.sigmoid()
-    return (p * 1.0).log() * 100 + torch.log1p(-(p * 1.0))
-
-
-def remainder(s, x, t):
-    return torch.remainder(t * 1.7, 1.0) * x
-
-
-def frac(s, x, t):
-    return (t * x).frac() + x
-
-
-def large_erf(s, x, t):
-    return torch.erf((x * 2) + 1.5)
-
-
-def large_lerp(s, x, t):
-    return torch.lerp((t * 1.0).expand_as(x), (t * 1.001).expand_as(x), x) - t
 
 
 def noise_schedule(s, x, t):
@@ -82,21 +56,9 @@ def segment_sums(s, x, t):
     return (c[:, None] - c[None]).tril(-1).sum(1) * 0.01 + (-(c[1:] - c[:-1]).abs()).exp().sum(0)
 
 
-def small_temperature(s, x, t):
-    return ((x + s.frequencies) / 0.01).softmax(-1)
-
-
 def absolute_alibi(s, x, t):
     scores = x @ s.w.T + t.T.abs() * -0.125
     return scores.softmax(-1)
-
-
-def sum_that_cancels(s, x, t):
-    return torch.cat((x * 100, -x * 100 + 0.1), -1).reshape(len(x), WIDTH, -1).sum(-1)
-
-
-def added_negative(s, x, t):
-    return (t * 3.0).expand_as(x) + -(t * 3.0 - x)
 
 
 def through_a_norm(s, x, t):
@@ -113,9 +75,8 @@ def variance_by_hand(s, x, t):
 
 
 KINDS = [
-    rotary, timesteps, fourier_features, nerf, polar_angles, dct, log_near_its_pole, remainder, frac, large_erf,
-    large_lerp, noise_schedule, segment_sums, small_temperature, absolute_alibi, sum_that_cancels, added_negative,
-    through_a_norm, through_a_product_with_low, variance_by_hand,
+    rotary, timesteps, fourier_features, nerf, dct, noise_schedule, segment_sums, absolute_alibi, through_a_norm,
+    through_a_product_with_low, variance_by_hand,
 ]  # fmt: skip
 
 

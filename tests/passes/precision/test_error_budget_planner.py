@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from amp_graph.passes.precision.build_assignment import low_of
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL
-from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, is_legal
+from amp_graph.passes.precision.precision_assignment import is_legal
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
 from tests.corpus import make
 from tests.passes.graphs import BF16, FP32, capture_function, passes_until, rewritten
@@ -105,21 +104,6 @@ def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(on, m
         casts = [n for n in gm.graph.nodes if CAST in n.meta]
         assert len({(n.args[0].name, n.meta["val"].dtype) for n in casts}) == count_casts(made, plan), seed
     assert compared >= len(seeds) * 25 // 40
-
-
-def test_a_value_that_several_full_sums_promote_is_cast_once():
-    state = {name: torch.randn(16, 16) for name in "uvw"}
-
-    def sums(s, x):
-        shared = x @ s.u
-        return shared + x @ s.v, shared + x @ s.w
-
-    given = capture_function(sums, torch.randn(8, 16), **state)
-    problem, dtype = problem_of(given)
-    made = ErrorBudget(problem, machine("cpu_amx"), dtype)
-    low = frozenset(i for node, i in made.made.of.items() if node.name.startswith(("shared", "matmul")))
-    assert len(low) == 3
-    assert count_casts(made, SimpleNamespace(low=low | {LOW_ALWAYS})) == 4 + 1, "the input, the weights, one product"
 
 
 # -- what is never rounded ----------------------------------------------------------------------------------

@@ -12,24 +12,21 @@ from amp_graph.passes.loss_scaling import name_joint
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.step import row_gradients, update_parameters
 from amp_graph.passes.step.row_gradients import RowGradients
+from tests.layers import layers, words_and_head
 
 ROWS, WIDTH, OFF = 96, 8, "row_gradients"
 
 
-class Tied(nn.Module):
+@layers(
+    lambda tied=True, reads=1, **options: dict(
+        **words_and_head(ROWS, WIDTH, tied, **options), inner=nn.Linear(WIDTH, WIDTH), reads=reads
+    ),
+    seed=0,
+)
+def Tied(self, ids):
     """Words that are a head as well; ``reads``: how often the table is read."""
-
-    def __init__(self, tied=True, reads=1, **options):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.inner = nn.Embedding(ROWS, WIDTH, **options), nn.Linear(WIDTH, WIDTH)
-        self.head, self.reads = nn.Linear(WIDTH, ROWS, bias=False), reads
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, ids):
-        found = sum(self.words(ids.roll(i) * (i + 1) % ROWS) for i in range(self.reads))
-        return F.cross_entropy(self.head(self.inner(found)), ids)
+    found = sum(self.words(ids.roll(i) * (i + 1) % ROWS) for i in range(self.reads))
+    return F.cross_entropy(self.head(self.inner(found)), ids)
 
 
 def batches(count, size=12):

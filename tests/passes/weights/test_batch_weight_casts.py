@@ -22,20 +22,20 @@ def _is_profitable(monkeypatch):
     monkeypatch.setattr(batch_weight_casts, "few_calls_are_profitable", lambda device: True)
 
 
-class Net(nn.Module):
+@layers(
+    lambda: dict(
+        conv=nn.Conv2d(3, 8, 3),
+        first=nn.Linear(8, 16),
+        frozen=nn.Linear(16, 16).requires_grad_(False),
+        last=nn.Linear(16, 4),
+        none=nn.Linear(4, 4),
+    )
+)
+def Net(self, x):
     """Convolutions and linears, one of them frozen, one that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.first, self.frozen, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.none = nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        x = F.relu(self.conv(x)).mean((2, 3))
-        x = self.last(F.gelu(self.frozen(self.first(x))))
-        return x, self.none(x.detach())
+    x = F.relu(self.conv(x)).mean((2, 3))
+    x = self.last(F.gelu(self.frozen(self.first(x))))
+    return x, self.none(x.detach())
 
 
 def net(policy):

@@ -212,9 +212,3 @@ def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, ste
         amp_graph.convert(model, policy, **how)(X)
         gm = conversion_of(model).graphs[0].rewritten.gm
     assert [n.target.__name__ for n in gm.graph.nodes if n.target in (aligned_linear, aligned_conv2d)] == padded
-
-
-def test_on_the_cpu_it_does_not_pay():
-    assert pad_shapes.aligning_is_profitable("cuda", BF16, 1)
-    assert not pad_shapes.aligning_is_profitable("cpu", BF16, 1 << 40)
-    assert not pad_shapes.aligning_is_profitable("cuda", FP32, 1 << 40)

@@ -126,11 +126,6 @@ def test_without_gradients_nothing_is_kept_for_them(played):
     assert all(map(torch.allclose, found, wanted))
 
 
-def test_it_is_for_cuda_alone():
-    x, h = torch.zeros(2, 3, 4), torch.zeros(1, 3, 4)
-    assert not cudnn_rnn.runs_by_cudnn(x, [h], [])
-
-
 @pytest.mark.parametrize(("device", "whole"), [("cuda", True), ("cpu", False)])
 def test_the_pass_is_for_cuda_alone(device, whole, monkeypatch):
     with torch._dynamo.config.patch(allow_rnn=True):

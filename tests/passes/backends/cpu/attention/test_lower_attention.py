@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import amp_graph
-from amp_graph.passes.backends.cpu.attention import attention_functions
 from amp_graph.passes.backends.cpu.attention import attention_kernel as kernel
 from amp_graph.passes.backends.cpu.attention.attention_functions import attention_low
 from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat import autograd
+from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import (
     BF16,
@@ -194,25 +194,22 @@ def passed(function, x=X, policy="bf16", **state):
     return with_and_without(Attention(), capture_function(function, x, w=W, **state), policy)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(16, 16).tril().bool()}])
-def test_the_pass(options):
-    plain, ours, given, result = passed(lambda s, x: attend(s, x, **options))
+PASSED = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": torch.ones(16, 16).tril().bool()},
+    "dropout": {"dropout_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_the_pass(name):
+    plain, ours, given, result = passed(lambda s, x: attend(s, x, **PASSED[name]))
     assert [c.action for c in result.changes] == ["own kernel"]
     assert any(n.target is attention_low for n in ours.graph.nodes)
-    assert_near(run_step(ours, given), run_step(plain, given), 0.01)
-
-
-def test_the_pass_takes_dropout_with_its_draws():
-    plain, ours, given, result = passed(lambda s, x: attend(s, x, dropout_p=0.1))
-    assert [c.action for c in result.changes] == ["own kernel"]
-    found = []
-    for graph in (ours, plain):
-        torch.manual_seed(0)
-        found.append((run_step(graph, given), torch.rand(3)))
-    (a, drawn_behind), (b, behind_plain) = found
-    assert torch.equal(drawn_behind, behind_plain)
-    assert_near(a, b, 0.01)
+    found = [(seeded(run_step)(graph, given), torch.rand(3)) for graph in (ours, plain)]
+    assert_near(found[0][0], found[1][0], 0.01)
+    assert torch.equal(found[0][1], found[1][1]), "what is drawn behind it"
 
 
 def test_the_rule_is_about_the_machine(monkeypatch):
@@ -222,17 +219,11 @@ def test_the_rule_is_about_the_machine(monkeypatch):
     assert "no kernel of ours is faster" in found.result.skips[0].reason
 
 
-class Biased(torch.nn.Module):
+@layers(lambda: dict(projected=torch.nn.Linear(32, 96), bias=torch.nn.Parameter(drawn(4, 16, 16, seed=3))), seed=0)
+def Biased(self, x):
     """With a bias of scores that is learned, as Swin and T5 have."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.projected, self.bias = torch.nn.Linear(32, 96), torch.nn.Parameter(drawn(4, 16, 16, seed=3))
-
-    def forward(self, x):
-        q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, self.bias[None].to(q.dtype)).transpose(1, 2).flatten(2)
+    q, k, v = (t.view(2, 16, 4, 8).transpose(1, 2) for t in self.projected(x).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, self.bias[None].to(q.dtype)).transpose(1, 2).flatten(2)
 
 
 def gradients_of(model):
@@ -266,7 +257,7 @@ def test_tensors_that_stand_for_others_go_to_torch(monkeypatch):
     """Wrapper subclasses have no memory of their own; calls inside of transforms are torch's, too."""
     seen = []
     monkeypatch.setattr(autograd, "is_wrapper", lambda t: True)
-    monkeypatch.setattr(attention_functions.kernel, "forward", lambda *a: seen.append(a))
+    monkeypatch.setattr(kernel, "forward", lambda *a: seen.append(a))
     given = [t.bfloat16() for t in operands("plain")]
     assert torch.equal(attention_low(*given), F.scaled_dot_product_attention(*given))
     assert not seen

@@ -17,7 +17,7 @@ from tests.passes.builds import no_compiler  # noqa: F401
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16, Function, assert_near, capture_function, multiply_bf16, run_step, with_and_without
 from tests.passes.whole_steps import stepped
-from tests.relative_error import error
+from tests.relative_error import error, errors
 
 LAST = torch.channels_last
 
@@ -95,12 +95,6 @@ def test_the_same_bits_with_several_threads(form, monkeypatch):
     one = step(ours, form, BF16)
     monkeypatch.setattr(conv_functions, "threads_for", lambda elements: 3)
     assert all(torch.equal(a, b) for a, b in zip(step(ours, form, BF16), one, strict=True))
-
-
-def test_without_gradients_it_is_torchs():
-    given, how = given_of("7x7", BF16)
-    with torch.no_grad():
-        assert torch.equal(ours(*given, *how), torchs(*given, *how))
 
 
 @pytest.mark.compiled
@@ -232,8 +226,7 @@ def test_sequences_without_gradients_are_images_where_the_kernel_is_long():
         plain = Function(function, **state)(x)
         text = conversion_of(model).graphs[0].rewritten.gm.code
         assert text.count("depthwise_rows") == wanted
-        for a, b in zip(found, plain, strict=True):
-            assert (a - b).norm() <= 0.02 * b.norm()
+        assert max(errors(found, plain)) <= 0.02
 
 
 @layers(

@@ -191,26 +191,6 @@ def Net(self, x):
 X = torch.randn(24, 32, generator=torch.Generator().manual_seed(5))
 
 
-def check_errors_are_torchs(base, x, call, count):
-    """Train ``base`` with and without the pass: our ``call`` is there as often as it should be, and as exact."""
-    exact, errors = copy.deepcopy(base).double(), {}
-    exact(x.double()).square().sum().backward()
-    for policy in ("bf16", "bf16,skip=lower_linears"):
-        model = amp_graph.convert(copy.deepcopy(base), policy)
-        model(x).square().sum().backward()
-        assert amp_graph.report(model).graphs[0].text.count(call) == (count if "skip" not in policy else 0)
-        errors[policy] = [
-            (p.grad - q.grad).norm() / q.grad.norm()
-            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
-        ]
-    for ours, torchs in zip(*errors.values(), strict=True):
-        assert ours <= 1.1 * torchs + 1e-4
-
-
-def test_errors_are_those_of_torchs_products():
-    check_errors_are_torchs(Net(), X, "linear_low(", 3)
-
-
 def test_a_step_has_the_bits_of_the_loop():
     base = Net()
     loop, whole = amp_graph.convert(copy.deepcopy(base), "bf16"), copy.deepcopy(base)
@@ -219,5 +199,4 @@ def test_a_step_has_the_bits_of_the_loop():
     for turn in range(4):
         loss = descend(optimizer, F.mse_loss(loop(X + turn), X))
         assert torch.equal(step(X + turn, X), loss)
-    for p, q in zip(whole.parameters(), loop.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), loop.parameters(), strict=True))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
@@ -137,34 +138,19 @@ def test_memory_of_threads_ends_with_them():
     assert held() - before < 20e6
 
 
-def test_what_has_no_memory_to_read_is_multiplied_by_torch():
+def test_modes_and_profiles_see_what_is_run():
+    """A dispatch mode has no memory that compiled C could read: torch multiplies."""
     x, weight, bias = operands(4, 32, 48)
-    panels = kernel.panels_of(weight)
-
-    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            Mode.calls += 1
-            return func(*args, **(kwargs or {}))
-
-    plain = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
-    with Mode():
-        seen = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
-    assert Mode.calls
-    torch.testing.assert_close(seen, plain, rtol=2**-7, atol=2**-7)
-
-
-def test_a_profile_shows_what_is_run():
-    x, weight, bias = operands(4, 32, 48)
-    panels = kernel.panels_of(weight)
-    plain = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
+    run = partial(prepack_weights.linear_of_panels, x, kernel.panels_of(weight), bias, "relu", outputs=48)
+    plain = run()
+    with FlopCounterMode(display=False) as counted:
+        torch.testing.assert_close(run(), plain, rtol=2**-7, atol=2**-7)
+    assert counted.get_total_flops() == 2 * 4 * 32 * 48
     with torch.profiler.profile() as profile:
-        seen = prepack_weights.linear_of_panels(x, panels, bias, "relu", outputs=48)
+        assert torch.equal(run(), plain)
     names = {event.key for event in profile.key_averages()}
     assert "amp_graph::linear_by_panels" in names
     assert not {"aten::addmm", "aten::linear"} & names
-    assert torch.equal(seen, plain)
 
 
 @pytest.mark.sampled(3)
@@ -175,5 +161,4 @@ def test_threads_have_columns_of_their_own_and_change_no_bit(size, threads, monk
     alone = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
     monkeypatch.setattr(kernel, "threads_at_once", lambda elements: threads)
     together = ours(x, weight, bias, True), kernel.product(x, weight.t(), bias), kernel.product(weight, x.t())
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
-from amp_graph.passes.native import jit_compiler
 from tests.passes.drawn import drawn
 from tests.relative_error import error
 
 ROWS, CLASSES = 37, 50
-LIBRARY = cross_entropy_functions.library
 
 
 @pytest.fixture(autouse=True, params=[pytest.param("compiled C", marks=pytest.mark.compiled), "torch"])
@@ -108,16 +106,6 @@ def test_several_threads_compute_the_same_bits():
         loss = cross_entropy_low(x, target, -100, "none")
         results.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
     assert all(map(torch.equal, *results))
-
-
-def test_without_a_compiler_torch_computes_it(monkeypatch):
-    def refuse(*_):
-        raise jit_compiler.CompilerError("none")
-
-    monkeypatch.setattr(jit_compiler, "load", refuse)
-    monkeypatch.setattr(cross_entropy_functions, "library", LIBRARY.__wrapped__)
-    assert cross_entropy_functions.losses_of_rows(LOGITS, TARGET, -100) is None
-    test_loss_and_gradients_are_torchs(("mean", -100))
 
 
 def test_extreme_logits():

@@ -39,6 +39,13 @@ def words_and_head(rows: int, width: int, tied: bool = True, bias: bool = False,
     return dict(words=words, head=head)
 
 
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """Return a layer with these weights; it draws random numbers as any layer does."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+    layer.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return layer
+
+
 def forward_of(base: type[nn.Module], **methods: Any) -> Callable[[Callable[..., Any]], type[nn.Module]]:
     """Make a class of modules out of another forward for the layers of ``base``."""
 

@@ -86,21 +86,6 @@ def test_a_gradient_that_is_mathematically_zero_is_measured_by_the_average_gradi
     assert gradient_errors(wrong, ref)["0.bias"] > 1
 
 
-@layers(lambda model, low=BF16: dict(model=model, low=low))
-def Autocasted(self, *args, **kwargs):
-    with torch.autocast("cpu", self.low):
-        return self.model(*args, **kwargs)
-
-
-def test_the_ratio_of_autocast_to_itself_is_one_and_parameters_keep_their_names():
-    ratios = error_ratio(MLP, Autocasted, autocast, (0, 1))
-    assert ratios.output == 1
-    assert set(ratios.gradient) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    assert ratios.gradient_median == pytest.approx(1)
-    assert ratios.gradient_max == pytest.approx(1)
-    assert "output 1.000" in str(ratios)
-
-
 def test_a_loss_scale_saves_small_gradients_in_fp16():
     tiny = Case("known", MLP.build, MLP.inputs, lambda out: project(out) * 1e-6)
     ref = measure.reference(tiny)

@@ -139,9 +139,10 @@ def test_other_types_are_refused(given):
     [
         ("bf16,planner=paint,skip_unprofitable=true", "which predicts no times"),
         ("bf16,lists=autocast_cpu,skip_unprofitable=true", "reproduce torch.autocast"),
+        ("bf16,accuracy=1.5,lists=autocast_cpu", "lists that reproduce"),
     ],
 )
-def test_products_are_left_alone_only_where_costs_are_counted(text, why):
+def test_products_are_left_alone_and_budgets_kept_only_where_costs_are_counted(text, why):
     with pytest.raises(PolicyError, match=why) as error:
         Policy.parse(text).op_list("cpu")
     fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
@@ -162,13 +163,6 @@ def test_painting_cannot_keep_an_error_budget():
     with pytest.raises(PolicyError, match="this planner has no error budget") as error:
         Policy.parse("bf16,accuracy=1.5,planner=paint")
     assert "Policy(accuracy=1.5)" in str(error.value)
-
-
-def test_lists_that_reproduce_autocast_cannot_keep_an_error_budget():
-    with pytest.raises(PolicyError, match="lists that reproduce") as error:
-        Policy.parse("bf16,accuracy=1.5,lists=autocast_cpu").op_list("cpu")
-    fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
-    assert Policy.parse(fix).op_list("cpu")
 
 
 WRONG = {

@@ -13,6 +13,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.passes.torch_compat import fake
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
+from tests.by_hand import descend
 from tests.layers import forward_of, layers
 from tests.warned import without_warnings
 
@@ -181,14 +182,12 @@ def after_steps(program, policy=None, context=contextlib.nullcontext):
     step = amp_graph.TrainStep(model, None, optimizer, policy=policy) if policy else None
     losses = []
     for batch in batches():
-        optimizer.zero_grad()
         if step is not None:
             losses.append(step(batch))
             continue
         with context():
             losses.append(model(*batch))
-        losses[-1].backward()
-        optimizer.step()
+        descend(optimizer, losses[-1])
     return [loss.detach() for loss in losses], [p.detach() - s for p, s in zip(model.parameters(), start, strict=True)]
 
 

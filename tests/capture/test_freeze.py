@@ -15,6 +15,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.by_hand import descend
 from tests.copied import WAYS
 from tests.layers import layers
 from tests.warned import heard, warnings_are_errors, without_warnings
@@ -206,9 +207,7 @@ def test_an_evaluation_in_the_middle_of_training_captures_once_and_reads_every_u
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     captured = set()
     for _ in range(3):
-        model.train()(X).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, model.train()(X).square().mean())
         model.eval()
         with amp_graph.frozen(model):
             assert torch.equal(run(model), fresh(model))

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule
 
 import amp_graph
 from amp_graph.lists import load
+from tests.layers import layers
 from tests.measure import DtypeLog
 
 with warnings.catch_warnings():
@@ -56,18 +57,16 @@ def low(x, one):
     return F.linear(x.unsqueeze(-1), one).squeeze(-1)
 
 
-class Call(nn.Module):
+@layers(
+    lambda function, kwargs, halves: dict(
+        function=function, kwargs=kwargs, halves=halves, one=nn.Parameter(torch.ones(1, 1))
+    )
+)
+def Call(self, *args):
     """One operation as a module. Half-precision operands of an entry come from a layer before it."""
-
-    def __init__(self, function, kwargs, halves):
-        super().__init__()
-        self.function, self.kwargs, self.halves = function, kwargs, halves
-        self.one = nn.Parameter(torch.ones(1, 1))
-
-    def forward(self, *args):
-        leaves, spec = torch.utils._pytree.tree_flatten(args)
-        leaves = [low(x, self.one) if i in self.halves else x for i, x in enumerate(leaves)]
-        return self.function(*torch.utils._pytree.tree_unflatten(leaves, spec), **self.kwargs)
+    leaves, spec = torch.utils._pytree.tree_flatten(args)
+    leaves = [low(x, self.one) if i in self.halves else x for i, x in enumerate(leaves)]
+    return self.function(*torch.utils._pytree.tree_unflatten(leaves, spec), **self.kwargs)
 
 
 # -- CPU: run ------------------------------------------------------------------------------------------

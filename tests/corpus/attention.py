@@ -46,28 +46,28 @@ def rotate_half(x):
     return torch.cat((-b, a), dim=-1)
 
 
-class RotaryAttention(nn.Module):
-    def __init__(self, width=WIDTH, heads=4, base=10000.0):
-        super().__init__()
-        self.heads, self.dim = heads, width // heads
-        self.q = nn.Linear(width, width, bias=False)
-        self.kv = nn.Linear(width, 2 * self.dim, bias=False)
-        self.o = nn.Linear(width, width, bias=False)
-        inv_freq = 1.0 / base ** (torch.arange(0, self.dim, 2).float() / self.dim)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q = self.q(x).view(b, t, self.heads, self.dim).transpose(1, 2)
-        k, v = self.kv(x).view(b, t, 1, 2 * self.dim).transpose(1, 2).chunk(2, dim=-1)
-        angle = torch.outer(torch.arange(t, device=x.device, dtype=self.inv_freq.dtype), self.inv_freq)
-        cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
-        q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-        scores = q @ k.transpose(-2, -1) / self.dim**0.5
-        causal = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
-        scores = scores.masked_fill(~causal, float("-inf"))
-        y = F.softmax(scores, dim=-1, dtype=torch.float32).type_as(q) @ v
-        return self.o(y.transpose(1, 2).reshape(b, t, c))
+@layers(
+    lambda width=WIDTH, heads=4, base=10000.0: dict(
+        heads=heads,
+        dim=(dim := width // heads),
+        q=nn.Linear(width, width, bias=False),
+        kv=nn.Linear(width, 2 * dim, bias=False),
+        o=nn.Linear(width, width, bias=False),
+        inv_freq=nn.Buffer(1.0 / base ** (torch.arange(0, dim, 2).float() / dim), persistent=False),
+    )
+)
+def RotaryAttention(self, x):
+    b, t, c = x.shape
+    q = self.q(x).view(b, t, self.heads, self.dim).transpose(1, 2)
+    k, v = self.kv(x).view(b, t, 1, 2 * self.dim).transpose(1, 2).chunk(2, dim=-1)
+    angle = torch.outer(torch.arange(t, device=x.device, dtype=self.inv_freq.dtype), self.inv_freq)
+    cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+    q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+    scores = q @ k.transpose(-2, -1) / self.dim**0.5
+    causal = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+    scores = scores.masked_fill(~causal, float("-inf"))
+    y = F.softmax(scores, dim=-1, dtype=torch.float32).type_as(q) @ v
+    return self.o(y.transpose(1, 2).reshape(b, t, c))
 
 
 add("rotary_mqa", RotaryAttention, _sequence, regress, "attention", "positions")
@@ -102,21 +102,25 @@ def _masked_bytes():
 add("perceiver", Perceiver, _masked_bytes, classify, "attention")
 
 
-class EinsumAttention(nn.Module):
+def _of_each_head(width, heads):
+    return nn.Parameter(torch.randn(width, heads, width // heads) * width**-0.5)
+
+
+@layers(
+    lambda width=WIDTH, heads=4: dict(
+        wq=_of_each_head(width, heads),
+        wk=_of_each_head(width, heads),
+        wv=_of_each_head(width, heads),
+        wo=nn.Parameter(torch.randn(heads, width // heads, width) * width**-0.5),
+        bilinear=nn.Parameter(torch.randn(5, width, width) / width),
+    )
+)
+def EinsumAttention(self, x):
     """Every product an einsum, as in models that came from JAX."""
-
-    def __init__(self, width=WIDTH, heads=4):
-        super().__init__()
-        dim = width // heads
-        self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(width, heads, dim) * width**-0.5) for _ in range(3))
-        self.wo = nn.Parameter(torch.randn(heads, dim, width) * width**-0.5)
-        self.bilinear = nn.Parameter(torch.randn(5, width, width) / width)
-
-    def forward(self, x):
-        q, k, v = (torch.einsum("btc,chd->bhtd", x, w) for w in (self.wq, self.wk, self.wv))
-        weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(q.shape[-1] ** 0.5).softmax(-1)
-        y = x + torch.einsum("bhqk,bhkd,hdc->bqc", weights, v, self.wo)
-        return torch.einsum("bi,nij,bj->bn", y.mean(1), self.bilinear, y.amax(1))
+    q, k, v = (torch.einsum("btc,chd->bhtd", x, w) for w in (self.wq, self.wk, self.wv))
+    weights = torch.einsum("bhqd,bhkd->bhqk", q, k).div(q.shape[-1] ** 0.5).softmax(-1)
+    y = x + torch.einsum("bhqk,bhkd,hdc->bqc", weights, v, self.wo)
+    return torch.einsum("bi,nij,bj->bn", y.mean(1), self.bilinear, y.amax(1))
 
 
 add("einsum_attention", EinsumAttention, _sequence, classify, "attention", "einsum")

@@ -144,17 +144,23 @@ class NeRF(nn.Module):
 add("nerf", NeRF, lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp", "kinks")
 
 
-class Conv3dNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv3d(1, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True), nn.ReLU(), nn.MaxPool3d(2),
-            nn.Conv3d(6, 8, 3, padding=1), nn.Softplus(), nn.AdaptiveAvgPool3d(1), nn.Flatten(),
-        )  # fmt: skip
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.net(x))
+@layers(
+    lambda: dict(
+        net=nn.Sequential(
+            nn.Conv3d(1, 6, 3, padding=1),
+            nn.InstanceNorm3d(6, affine=True),
+            nn.ReLU(),
+            nn.MaxPool3d(2),
+            nn.Conv3d(6, 8, 3, padding=1),
+            nn.Softplus(),
+            nn.AdaptiveAvgPool3d(1),
+            nn.Flatten(),
+        ),
+        head=nn.Linear(8, 4),
+    )
+)
+def Conv3dNet(self, x):
+    return self.head(self.net(x))
 
 
 add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume", "kinks")

@@ -91,21 +91,22 @@ def PointNet(self, points):
 add("pointnet", PointNet, lambda: args(torch.randn(6, 40, 3)), classify, "points", "kinks")
 
 
-class DLRM(nn.Module):
-    def __init__(self, width=8, tables=(20, 30, 10)):
-        super().__init__()
-        self.bottom = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU())
-        self.bags = nn.ModuleList(nn.EmbeddingBag(n, width, mode="sum") for n in tables)
-        pairs = (len(tables) + 1) * len(tables) // 2
-        self.top = nn.Sequential(nn.Linear(width + pairs, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    def forward(self, dense, sparse, offsets):
-        x = self.bottom(dense)
-        vectors = [x] + [bag(ids, offsets) for bag, ids in zip(self.bags, sparse, strict=True)]
-        stacked = torch.stack(vectors, dim=1)
-        products = torch.bmm(stacked, stacked.transpose(1, 2))
-        i, j = torch.tril_indices(len(vectors), len(vectors), offset=-1, device=x.device)
-        return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(-1)
+@layers(
+    lambda width=8, tables=(20, 30, 10): dict(
+        bottom=nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU()),
+        bags=nn.ModuleList(nn.EmbeddingBag(n, width, mode="sum") for n in tables),
+        top=nn.Sequential(
+            nn.Linear(width + (len(tables) + 1) * len(tables) // 2, 16), nn.ReLU(), nn.Linear(16, 1)
+        ),  # of the dense vector, and a product of each pair
+    )
+)
+def DLRM(self, dense, sparse, offsets):
+    x = self.bottom(dense)
+    vectors = [x] + [bag(ids, offsets) for bag, ids in zip(self.bags, sparse, strict=True)]
+    stacked = torch.stack(vectors, dim=1)
+    products = torch.bmm(stacked, stacked.transpose(1, 2))
+    i, j = torch.tril_indices(len(vectors), len(vectors), offset=-1, device=x.device)
+    return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(-1)
 
 
 def _clicks() -> Inputs:

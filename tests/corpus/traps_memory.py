@@ -70,18 +70,19 @@ def BufferWritten(self, x):
 add("buffer_written", BufferWritten, _rows, classify, "trap", "mutation", "inplace")
 
 
-class KeyValueCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("keys", torch.zeros(3, 12, WIDTH), persistent=False)
-
-    def forward(self, x, position):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        keys = self.keys.clone()
-        keys.index_copy_(1, position, k.to(keys.dtype))
-        keys = keys.index_select(1, position)
-        return self.out((q @ keys.transpose(1, 2) * 0.25).softmax(-1) @ v)
+@layers(
+    lambda: dict(
+        qkv=nn.Linear(WIDTH, 3 * WIDTH),
+        out=nn.Linear(WIDTH, WIDTH),
+        keys=nn.Buffer(torch.zeros(3, 12, WIDTH), persistent=False),
+    )
+)
+def KeyValueCache(self, x, position):
+    q, k, v = self.qkv(x).chunk(3, -1)
+    keys = self.keys.clone()
+    keys.index_copy_(1, position, k.to(keys.dtype))
+    keys = keys.index_select(1, position)
+    return self.out((q @ keys.transpose(1, 2) * 0.25).softmax(-1) @ v)
 
 
 def _decoding():

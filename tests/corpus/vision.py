@@ -14,58 +14,58 @@ def _image(batch: int = 4, size: int = 16) -> Inputs:
     return args(torch.randn(batch, 3, size, size))
 
 
-class BasicBlock(nn.Module):
-    expansion = 1
-
-    def __init__(self, cin, planes, stride=1):
-        super().__init__()
-        self.conv1 = nn.Conv2d(cin, planes, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride != 1 or cin != planes:
-            self.downsample = nn.Sequential(nn.Conv2d(cin, planes, 1, stride, bias=False), nn.BatchNorm2d(planes))
-
-    def forward(self, x):
-        identity = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += identity
-        return self.relu(out)
-
-
-class Bottleneck(nn.Module):
-    expansion = 2
-
-    def __init__(self, cin, planes, stride=1):
-        super().__init__()
-        cout = planes * self.expansion
-        self.conv1 = nn.Conv2d(cin, planes, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
-        self.conv2 = nn.Conv2d(planes, planes, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
-        self.conv3 = nn.Conv2d(planes, cout, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(cout)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
-
-    def forward(self, x):
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += self.downsample(x)
-        return self.relu(out)
+def _resized(cin, cout, stride):
+    """Return what a block adds to its input: the input itself (None), or a projection of it."""
+    if stride == 1 and cin == cout:
+        return None
+    return nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.BatchNorm2d(cout))
 
 
 @layers(
-    lambda block, width=8, classes=5: dict(
+    lambda cin, planes, stride=1: dict(
+        conv1=nn.Conv2d(cin, planes, 3, stride, 1, bias=False),
+        bn1=nn.BatchNorm2d(planes),
+        conv2=nn.Conv2d(planes, planes, 3, 1, 1, bias=False),
+        bn2=nn.BatchNorm2d(planes),
+        relu=nn.ReLU(inplace=True),
+        downsample=_resized(cin, planes, stride),
+    )
+)
+def BasicBlock(self, x):
+    identity = x if self.downsample is None else self.downsample(x)
+    out = self.relu(self.bn1(self.conv1(x)))
+    out = self.bn2(self.conv2(out))
+    out += identity
+    return self.relu(out)
+
+
+@layers(
+    lambda cin, planes, stride=1, expansion=2: dict(
+        conv1=nn.Conv2d(cin, planes, 1, bias=False),
+        bn1=nn.BatchNorm2d(planes),
+        conv2=nn.Conv2d(planes, planes, 3, stride, 1, bias=False),
+        bn2=nn.BatchNorm2d(planes),
+        conv3=nn.Conv2d(planes, planes * expansion, 1, bias=False),
+        bn3=nn.BatchNorm2d(planes * expansion),
+        relu=nn.ReLU(inplace=True),
+        downsample=_resized(cin, planes * expansion, stride),
+    )
+)
+def Bottleneck(self, x):
+    out = self.relu(self.bn1(self.conv1(x)))
+    out = self.relu(self.bn2(self.conv2(out)))
+    out = self.bn3(self.conv3(out))
+    out += x if self.downsample is None else self.downsample(x)
+    return self.relu(out)
+
+
+@layers(
+    lambda block, expansion=1, width=8, classes=5: dict(
         stem=nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
         pool=nn.MaxPool2d(3, 2, 1),
         layer1=block(width, width),
-        layer2=block(width * block.expansion, 2 * width, 2),
-        fc=nn.Linear(2 * width * block.expansion, classes),
+        layer2=block(width * expansion, 2 * width, 2),
+        fc=nn.Linear(2 * width * expansion, classes),
     )
 )
 def ResNet(self, x):
@@ -74,28 +74,27 @@ def ResNet(self, x):
 
 
 add("resnet_basic", lambda: ResNet(BasicBlock), _image, classify, "cnn", "inplace", "kinks")
-add("resnet_bottleneck", lambda: ResNet(Bottleneck), _image, classify, "cnn", "inplace", "kinks")
+add("resnet_bottleneck", lambda: ResNet(Bottleneck, 2), _image, classify, "cnn", "inplace", "kinks")
 add("resnet_eval", lambda: ResNet(BasicBlock).eval(), _image, classify, "cnn", "inplace", "eval", "kinks")
 
 
-class InvertedResidual(nn.Module):
-    def __init__(self, cin, cout, stride):
-        super().__init__()
-        hidden = cin * 3
-        self.skip = stride == 1 and cin == cout
-        self.conv = nn.Sequential(
-            nn.Conv2d(cin, hidden, 1, bias=False),
-            nn.BatchNorm2d(hidden),
+@layers(
+    lambda cin, cout, stride: dict(
+        skip=stride == 1 and cin == cout,
+        conv=nn.Sequential(
+            nn.Conv2d(cin, 3 * cin, 1, bias=False),
+            nn.BatchNorm2d(3 * cin),
             nn.Hardswish(inplace=True),
-            nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False),
-            nn.BatchNorm2d(hidden),
+            nn.Conv2d(3 * cin, 3 * cin, 3, stride, 1, groups=3 * cin, bias=False),
+            nn.BatchNorm2d(3 * cin),
             nn.ReLU6(inplace=True),
-            nn.Conv2d(hidden, cout, 1, bias=False),
+            nn.Conv2d(3 * cin, cout, 1, bias=False),
             nn.BatchNorm2d(cout),
-        )
-
-    def forward(self, x):
-        return x + self.conv(x) if self.skip else self.conv(x)
+        ),
+    )
+)
+def InvertedResidual(self, x):
+    return x + self.conv(x) if self.skip else self.conv(x)
 
 
 def _mobilenet() -> nn.Module:
@@ -131,28 +130,28 @@ def DenseNet(self, x):
 add("densenet", DenseNet, _image, classify, "cnn", "kinks")
 
 
-class UNet(nn.Module):
-    def __init__(self, width=8, classes=3):
-        super().__init__()
-        self.enc1 = self._double(3, width)
-        self.enc2 = self._double(width, 2 * width)
-        self.mid = self._double(2 * width, 4 * width)
-        self.up2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2)
-        self.dec2 = self._double(4 * width, 2 * width)
-        self.up1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.dec1 = self._double(2 * width, width)
-        self.out = nn.Conv2d(width, classes, 1)
+def _double(cin, cout):
+    return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1), nn.BatchNorm2d(cout), nn.ReLU(inplace=True))
 
-    @staticmethod
-    def _double(cin, cout):
-        return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1), nn.BatchNorm2d(cout), nn.ReLU(inplace=True))
 
-    def forward(self, x):
-        a = self.enc1(x)
-        b = self.enc2(F.max_pool2d(a, 2))
-        c = self.mid(F.max_pool2d(b, 2))
-        b = self.dec2(torch.cat([self.up2(c), b], 1))
-        return self.out(self.dec1(torch.cat([self.up1(b), a], 1)))
+@layers(
+    lambda width=8, classes=3: dict(
+        enc1=_double(3, width),
+        enc2=_double(width, 2 * width),
+        mid=_double(2 * width, 4 * width),
+        up2=nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2),
+        dec2=_double(4 * width, 2 * width),
+        up1=nn.ConvTranspose2d(2 * width, width, 2, stride=2),
+        dec1=_double(2 * width, width),
+        out=nn.Conv2d(width, classes, 1),
+    )
+)
+def UNet(self, x):
+    a = self.enc1(x)
+    b = self.enc2(F.max_pool2d(a, 2))
+    c = self.mid(F.max_pool2d(b, 2))
+    b = self.dec2(torch.cat([self.up2(c), b], 1))
+    return self.out(self.dec1(torch.cat([self.up1(b), a], 1)))
 
 
 add("unet", UNet, _image, segment, "cnn", "kinks")
@@ -177,59 +176,64 @@ def SqueezeExcite(self, x):
 add("squeeze_excite", SqueezeExcite, _image, classify, "cnn")
 
 
-class Mixer(nn.Module):
-    def __init__(self, width=24, patches=16, depth=2):
-        super().__init__()
-        self.patch = nn.Conv2d(3, width, 4, 4)
-        self.tokens = nn.ModuleList(self._mlp(patches, 32) for _ in range(depth))
-        self.channels = nn.ModuleList(self._mlp(width, 48) for _ in range(depth))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth))
-        self.head = nn.Linear(width, 5)
+def _mlp(width, hidden):
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    @staticmethod
-    def _mlp(width, hidden):
-        return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x):
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        for i, (tokens, channels) in enumerate(zip(self.tokens, self.channels, strict=True)):
-            x = x + tokens(self.norms[2 * i](x).transpose(1, 2)).transpose(1, 2)
-            x = x + channels(self.norms[2 * i + 1](x))
-        return self.head(x.mean(1))
+@layers(
+    lambda width=24, patches=16, depth=2: dict(
+        patch=nn.Conv2d(3, width, 4, 4),
+        tokens=nn.ModuleList(_mlp(patches, 32) for _ in range(depth)),
+        channels=nn.ModuleList(_mlp(width, 48) for _ in range(depth)),
+        norms=nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth)),
+        head=nn.Linear(width, 5),
+    )
+)
+def Mixer(self, x):
+    x = self.patch(x).flatten(2).transpose(1, 2)
+    for i, (tokens, channels) in enumerate(zip(self.tokens, self.channels, strict=True)):
+        x = x + tokens(self.norms[2 * i](x).transpose(1, 2)).transpose(1, 2)
+        x = x + channels(self.norms[2 * i + 1](x))
+    return self.head(x.mean(1))
 
 
 add("mlp_mixer", Mixer, _image, classify, "mlp")
 
 
-class WindowAttention(nn.Module):
+def _places(window):
+    """Return the number of the relative position of each pair of a window's pixels."""
+    grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
+    offset = grid[:, :, None] - grid[:, None, :] + window - 1
+    return offset[0] * (2 * window - 1) + offset[1]
+
+
+@layers(
+    lambda width=16, heads=2, window=4: dict(
+        heads=heads,
+        window=window,
+        embed=nn.Conv2d(3, width, 2, 2),
+        norm=nn.LayerNorm(width),
+        qkv=nn.Linear(width, 3 * width),
+        proj=nn.Linear(width, width),
+        table=nn.Parameter(torch.randn((2 * window - 1) ** 2, heads) * 0.2),
+        index=nn.Buffer(_places(window), persistent=False),
+        head=nn.Linear(width, 5),
+    )
+)
+def WindowAttention(self, x):
     """Swin: attention in windows, shifted by roll, with a learned bias per relative position."""
-
-    def __init__(self, width=16, heads=2, window=4):
-        super().__init__()
-        self.heads, self.window = heads, window
-        self.embed = nn.Conv2d(3, width, 2, 2)
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads) * 0.2)
-        grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
-        offset = grid[:, :, None] - grid[:, None, :] + window - 1
-        self.register_buffer("index", offset[0] * (2 * window - 1) + offset[1], persistent=False)
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x):
-        x = self.embed(x).permute(0, 2, 3, 1)
-        b, h, w, c = x.shape
-        n = self.window
-        y = torch.roll(self.norm(x), (-n // 2, -n // 2), dims=(1, 2))
-        y = y.view(b, h // n, n, w // n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, n * n, c)
-        q, k, v = self.qkv(y).reshape(-1, n * n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
-        attn = (q * (c // self.heads) ** -0.5) @ k.transpose(-2, -1)
-        attn = attn + self.table[self.index.view(-1)].view(n * n, n * n, -1).permute(2, 0, 1)
-        y = (attn.softmax(-1) @ v).transpose(1, 2).reshape(-1, n * n, c)
-        y = self.proj(y).view(b, h // n, w // n, n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
-        x = x + torch.roll(y, (n // 2, n // 2), dims=(1, 2))
-        return self.head(x.mean((1, 2)))
+    x = self.embed(x).permute(0, 2, 3, 1)
+    b, h, w, c = x.shape
+    n = self.window
+    y = torch.roll(self.norm(x), (-n // 2, -n // 2), dims=(1, 2))
+    y = y.view(b, h // n, n, w // n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, n * n, c)
+    q, k, v = self.qkv(y).reshape(-1, n * n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+    attn = (q * (c // self.heads) ** -0.5) @ k.transpose(-2, -1)
+    attn = attn + self.table[self.index.view(-1)].view(n * n, n * n, -1).permute(2, 0, 1)
+    y = (attn.softmax(-1) @ v).transpose(1, 2).reshape(-1, n * n, c)
+    y = self.proj(y).view(b, h // n, w // n, n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
+    x = x + torch.roll(y, (n // 2, n // 2), dims=(1, 2))
+    return self.head(x.mean((1, 2)))
 
 
 add("swin_window", WindowAttention, _image, classify, "attention")

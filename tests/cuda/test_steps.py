@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.errors import ScaleError
 from amp_graph.policy_words import DTYPES as LOW
 from amp_graph.scaling.loss_scale import STUCK, LossScale
+from tests.by_hand import descend
 from tests.corpus import CASES, make
 from tests.measure import to_device
 from tests.scaling.test_grad_scaler import moved, torchs
@@ -230,9 +231,7 @@ def test_copies_of_weights_follow_updates():
     model, (x, y) = amp_graph.convert(net(), "bf16"), batch()
     optimizer = torch.optim.SGD(model.parameters(), 0.5, fused=True)
     for _ in range(3):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, F.cross_entropy(model(x), y))
     with torch.no_grad():
         found = model(x)
         amp_graph.revert(model)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.layers import layers
+from tests.layers import layers, linear_of
 
 # What fp16 without a loss scale is warned of.
 SILENT = "ignore:.*(gradients|nothing in this process scales):amp_graph.errors.AmpGraphWarning"
@@ -28,9 +28,7 @@ class Plant(nn.Module):
         super().__init__()
         self.kind = kind
         if kind == "coarse":
-            self.coarse = nn.Linear(width, width)
-            nn.init.eye_(self.coarse.weight)
-            nn.init.constant_(self.coarse.bias, 300.0)
+            self.coarse = linear_of(torch.eye(width), torch.full((width,), 300.0))
 
     def forward(self, x):
         if self.kind == "forward":
@@ -78,15 +76,18 @@ def Block(self, x):
     return x + self.plant(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class GPT(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.plant = Plant(kind, 16)
-        self.embed, self.one, self.two = nn.Embedding(32, 16), Block(self.plant), Block(nn.Identity())
-        self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 4)
-
-    def forward(self, ids):
-        return self.last(self.norm(self.two(self.one(self.embed(ids))))).mean(1)
+@layers(
+    lambda kind: dict(
+        plant=(plant := Plant(kind, 16)),
+        embed=nn.Embedding(32, 16),
+        one=Block(plant),
+        two=Block(nn.Identity()),
+        norm=nn.LayerNorm(16),
+        last=nn.Linear(16, 4),
+    )
+)
+def GPT(self, ids):
+    return self.last(self.norm(self.two(self.one(self.embed(ids))))).mean(1)
 
 
 @layers(
@@ -98,19 +99,17 @@ def LSTM(self, x):
     return self.last(self.plant(self.middle(self.lstm(x)[0]))[:, -1])
 
 
-class BERT(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        from transformers import BertConfig, BertModel
+def _bert():
+    from transformers import BertConfig, BertModel
 
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-        config = BertConfig(vocab_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
-                            attention_probs_dropout_prob=0.0, **sizes)  # fmt: skip
-        self.bert, self.middle = BertModel(config), nn.Linear(16, 16)
-        self.plant, self.last = Plant(kind, 16), nn.Linear(16, 4)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertModel(BertConfig(vocab_size=32, max_position_embeddings=16, **rates, **sizes))
 
-    def forward(self, ids):
-        return self.last(self.plant(self.middle(self.bert(ids).last_hidden_state)).mean(1))
+
+@layers(lambda kind: dict(bert=_bert(), middle=nn.Linear(16, 16), plant=Plant(kind, 16), last=nn.Linear(16, 4)))
+def BERT(self, ids):
+    return self.last(self.plant(self.middle(self.bert(ids).last_hidden_state)).mean(1))
 
 
 INPUTS: dict[type, Callable[[], torch.Tensor]] = {

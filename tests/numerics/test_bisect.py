@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.errors import AmpGraphWarning, PolicyError
 from amp_graph.numerics.bisect import smallest
 from amp_graph.numerics.differences import ErrorMetric
+from tests.by_hand import descend
 from tests.numerics.planted import COARSE, MODELS, made
 
 SLOW = ("CNN", "GPT", "LSTM", "BERT")
@@ -43,10 +44,7 @@ def test_a_metric_of_the_users_own_trains_a_copy():
     def metric(model, batches):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for x, y in batches:
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = descend(optimizer, F.mse_loss(model(x), y))
         return loss.detach()
 
     exact = float(metric(copy.deepcopy(model), batches))

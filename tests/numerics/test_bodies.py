@@ -11,25 +11,22 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import amp_graph
 from amp_graph.passes.graph.bodies import OPERATORS
-from tests.layers import layers
+from tests.layers import layers, linear_of
 from tests.numerics.planted import SILENT, Plant
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's scan, of itself
 
 
-class Large(nn.Module):
+@layers(
+    lambda: dict(
+        up=linear_of(2e5 * torch.eye(WIDTH), torch.zeros(WIDTH)),
+        down=nn.Linear(WIDTH, WIDTH),
+    )
+)
+def Large(self, x):
     """A layer whose products are beyond fp16, and become small again."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            self.up.weight.copy_(2e5 * torch.eye(WIDTH))
-            self.up.bias.zero_()
-
-    def forward(self, x):
-        return self.down(self.up(x) * 1e-5)
+    return self.down(self.up(x) * 1e-5)
 
 
 @layers(lambda: dict(first=nn.Linear(WIDTH, WIDTH), large=Large(), last=nn.Linear(WIDTH, WIDTH)))
@@ -102,30 +99,30 @@ def test_bisect_finds_the_operation_inside_of_a_body(kind):
     assert torch.allclose(output(kind, str(policy)), output(kind, "O0"), atol=0.02, rtol=0.01)
 
 
-class Planted(nn.Module):
+@layers(
+    lambda kind, inside: dict(
+        inside=inside,
+        plant=Plant(kind, WIDTH),
+        first=nn.Linear(WIDTH, WIDTH),
+        mix=nn.Linear(WIDTH, WIDTH),
+        last=nn.Linear(WIDTH, WIDTH),
+    )
+)
+def Planted(self, x):
     """A plant inside of a branch, of a loop, or of both."""
+    h = torch.tanh(self.first(x))
+    if self.inside == "cond":
+        (h,) = torch.cond(x.sum() > 0, lambda h: (self.plant(self.mix(h)),), lambda h: (self.mix(h),), (h,))
+        return self.last(h)
 
-    def __init__(self, kind, inside):
-        super().__init__()
-        self.inside, self.plant = inside, Plant(kind, WIDTH)
-        self.first, self.mix, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    def step(state, row):
+        state = torch.tanh(self.mix(state) + row)
+        if self.inside == "cond in scan":
+            (out,) = torch.cond(state.sum() > 1e9, lambda s: (s * 1.0,), lambda s: (self.plant(self.mix(s)),), (state,))
+            return state, out
+        return state, self.plant(self.mix(state))
 
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        if self.inside == "cond":
-            (h,) = torch.cond(x.sum() > 0, lambda h: (self.plant(self.mix(h)),), lambda h: (self.mix(h),), (h,))
-            return self.last(h)
-
-        def step(state, row):
-            state = torch.tanh(self.mix(state) + row)
-            if self.inside == "cond in scan":
-                (out,) = torch.cond(
-                    state.sum() > 1e9, lambda s: (s * 1.0,), lambda s: (self.plant(self.mix(s)),), (state,)
-                )
-                return state, out
-            return state, self.plant(self.mix(state))
-
-        return self.last(scan(step, torch.zeros(WIDTH), h)[1])
+    return self.last(scan(step, torch.zeros(WIDTH), h)[1])
 
 
 @pytest.mark.sampled(3)

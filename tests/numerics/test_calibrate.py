@@ -19,7 +19,7 @@ from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.calibration.ranges import range_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.graph.meta_keys import MARK
-from tests.layers import forward_of, layers
+from tests.layers import forward_of, layers, linear_of
 from tests.numerics.planted import KEPT, MODELS, SILENT, Plant, made
 from tests.passes.graphs import capture_function
 
@@ -294,17 +294,10 @@ def test_keys_do_not_depend_on_what_surrounds_an_operation():
     assert [k for k in keys[1] if "add" in k or "relu" in k] == keys[0]
 
 
-class Twice(nn.Module):
+@layers(lambda: dict(fc=linear_of(600.0 * torch.eye(8))))
+def Twice(self, x):
     """A module that is called twice; only the second call is out of range."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8, bias=False)
-        nn.init.eye_(self.fc.weight)
-        self.fc.weight.data.mul_(600.0)
-
-    def forward(self, x):
-        return self.fc(self.fc(x)) / 600.0 / 600.0
+    return self.fc(self.fc(x)) / 600.0 / 600.0
 
 
 @pytest.mark.filterwarnings(SILENT)

@@ -172,22 +172,21 @@ def test_an_infinity_that_a_mask_fills_in_is_no_fault():
     assert "# softmax" in whole.line
 
 
-class Attends(nn.Module):
+@layers(
+    lambda way: dict(
+        way=way,
+        layer=nn.Linear(8, 8),
+        mask=nn.Buffer(torch.tensor([[torch.finfo(torch.float32).min] * 4, *[[0.0] * 4] * 3])),
+    )
+)
+def Attends(self, x):
     """Attention with a mask whose first row sees nothing; ``way``: how the mask is added."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way, self.layer = way, nn.Linear(8, 8)
-        self.register_buffer("mask", torch.zeros(4, 4))
-        self.mask[0] = torch.finfo(torch.float32).min
-
-    def forward(self, x):
-        q = self.layer(x)
-        if self.way == "called":
-            return nn.functional.scaled_dot_product_attention(q, q, q, self.mask)[:, 0]
-        mask = self.mask.half().clamp(min=-6e4) if self.way == "in the code" else self.mask
-        scores = q @ q.mT
-        return ((torch.add(scores, mask) if self.way == "in the code" else scores.add_(mask)).softmax(-1) @ q)[:, 0]
+    q = self.layer(x)
+    if self.way == "called":
+        return nn.functional.scaled_dot_product_attention(q, q, q, self.mask)[:, 0]
+    mask = self.mask.half().clamp(min=-6e4) if self.way == "in the code" else self.mask
+    scores = q @ q.mT
+    return ((torch.add(scores, mask) if self.way == "in the code" else scores.add_(mask)).softmax(-1) @ q)[:, 0]
 
 
 @pytest.mark.sampled(4)
@@ -288,13 +287,9 @@ def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():
 
 
 def test_a_model_with_its_loss_inside_takes_a_dict():
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, _ = made("mlp", "big")
-
-        def forward(self, x, labels):
-            return {"loss": cross_entropy(self.net(x), labels)}
+    @layers(lambda: dict(net=made("mlp", "big")[0]))
+    def Whole(self, x, labels):
+        return {"loss": cross_entropy(self.net(x), labels)}
 
     x, y = made("mlp", "")[1]
     found = amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16", try_fix=False)

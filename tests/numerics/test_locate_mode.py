@@ -91,8 +91,7 @@ def test_training_with_a_locator_is_bit_for_bit_training_without():
             assert locator.results
             assert locator.results[0].fix[0].startswith("a loss scale of at most")
             assert 0 < int(step.skipped_steps) < 14
-    for one, other in zip(*(torch.utils._pytree.tree_leaves(r) for r in ran), strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(a, b) for a, b in zip(*(torch.utils._pytree.tree_leaves(r) for r in ran), strict=True))
 
 
 def test_micro_batches_are_run_again_part_by_part():

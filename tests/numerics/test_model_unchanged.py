@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import amp_graph
 from amp_graph.errors import AmpGraphError
 from amp_graph.model_state import ModelState, unchanged
+from tests.layers import layers
 
 # -- models, each of which writes something else in forward ------------------------------------------------------
 
@@ -50,16 +52,10 @@ class Broken(Writing):
         return out * (1.0 + random.random())
 
 
-class Frozen(nn.Module):
+@layers(lambda: dict(norm=nn.BatchNorm1d(6).requires_grad_(False).eval(), last=nn.Linear(6, 3).requires_grad_(False)))
+def Frozen(self, x):
     """Trains nothing, and is in eval mode in part."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 3)
-        self.requires_grad_(False).norm.eval()
-
-    def forward(self, x):
-        return self.last(self.norm(x))
+    return self.last(self.norm(x))
 
 
 def state(model, batches):
@@ -171,31 +167,31 @@ def test_an_object_that_holds_tensors_is_a_batch(name):
 @pytest.mark.parametrize("name", ["calibrate", "compare", "bisect"])
 def test_bad_input_is_refused_with_a_fix(name):
     x, y = torch.randn(4, 6), torch.randn(4, 3)
-
-    def refused(model, batches, loss=F.mse_loss):
-        with pytest.raises(AmpGraphError, match="fix:") as caught:
-            CALLS[name](model, batches, loss)
-        assert "forward" not in vars(model) or "is converted" in str(caught.value), "the model is as it was"
-        return str(caught.value)
-
     model = nn.Linear(6, 3)
     used = iter([(x, y)])
     list(used)
-    assert "there are no batches" in refused(model, used)
-    assert "batch 0 has no tensor: ()" in refused(model, [()])
-    assert "loss_fn='mse' returns no loss" in refused(model, [(x, y)], "mse")
-    assert "MSELoss'> returns no loss" in refused(model, [(x, y)], nn.MSELoss)
-    assert "and the model trains weight" in refused(model, [(x, y)], lambda o, y: o.detach().sum())
-    assert "the loss is i64" in refused(model, [(x, y)], lambda o, y: (o > 0).sum())
-    assert "a Tensor is no iterable of batches" in refused(model, x)
-    assert "batch 1 has another structure than batch 0" in refused(model, [(x, y), (x,)])
-    assert "float64[2d]" in refused(model, [(x, y), (x.double(), y)])
-    assert "the loss of batch 1 is nan in fp32" in refused(model, [(x, y), (x * float("nan"), y)])
-    assert "is converted" in refused(amp_graph.convert(nn.Linear(6, 3)), [(x, y)])
-    assert "not initialized" in refused(nn.LazyLinear(3), [(x, y)])
-    assert "hold no values" in refused(nn.Linear(6, 3, device="meta"), [(x, y)])
-    with torch.inference_mode():
-        assert "inference_mode" in refused(model, [(x, y)])
+    cases = [
+        ("there are no batches", model, used),
+        ("batch 0 has no tensor: ()", model, [()]),
+        ("loss_fn='mse' returns no loss", model, [(x, y)], "mse"),
+        ("MSELoss'> returns no loss", model, [(x, y)], nn.MSELoss),
+        ("and the model trains weight", model, [(x, y)], lambda o, y: o.detach().sum()),
+        ("the loss is i64", model, [(x, y)], lambda o, y: (o > 0).sum()),
+        ("a Tensor is no iterable of batches", model, x),
+        ("batch 1 has another structure than batch 0", model, [(x, y), (x,)]),
+        ("float64[2d]", model, [(x, y), (x.double(), y)]),
+        ("the loss of batch 1 is nan in fp32", model, [(x, y), (x * float("nan"), y)]),
+        ("is converted", amp_graph.convert(nn.Linear(6, 3)), [(x, y)]),
+        ("not initialized", nn.LazyLinear(3), [(x, y)]),
+        ("hold no values", nn.Linear(6, 3, device="meta"), [(x, y)]),
+        ("inference_mode", model, [(x, y)]),
+    ]
+    for told, refused, batches, *loss in cases:
+        mode = torch.inference_mode() if told == "inference_mode" else nullcontext()
+        with mode, pytest.raises(AmpGraphError, match="fix:") as caught:
+            CALLS[name](refused, batches, *(loss or [F.mse_loss]))
+        assert told in str(caught.value)
+        assert "forward" not in vars(refused) or told == "is converted", "the model is as it was"
 
 
 def test_bad_arguments_of_locate_and_bisect_are_refused_with_a_fix():

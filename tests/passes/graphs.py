@@ -1,5 +1,6 @@
 """Graphs to test passes on: captured from small models, run on real tensors, with their gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
+from tests.relative_error import error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -127,9 +129,12 @@ class Passed(NamedTuple):
     result: PassResult
 
 
-def with_and_without(one: Pass, graph: Capture, policy: str = "bf16") -> Passed:
-    """Run ``one`` over ``graph``, behind the passes that come before it."""
-    plain, ours = (graph.through(passes_before(type(one), policy))[0] for _ in range(2))
+def with_and_without(
+    one: Pass, graph: Capture, policy: str = "bf16", *, behind: Sequence[Pass] | None = None
+) -> Passed:
+    """Run ``one`` over ``graph``, behind the passes that come before it, or behind those given."""
+    before = passes_before(type(one), policy) if behind is None else [*behind]
+    plain, ours = (graph.through(before)[0] for _ in range(2))
     (done,) = run_passes(ours, [one], checked=True)
     return Passed(plain, ours, graph.given, done.result)
 
@@ -190,6 +195,12 @@ def differences(a: Step, b: Step) -> list[str]:
             if not _identical(x, y):
                 found.append(f"{what}[{i}]")
     return found
+
+
+def errors_of(found: Step, exact: Step) -> list[float]:
+    """Return the relative errors of outputs and gradients that are not zero."""
+    both = zip((*found.outputs, *found.grads), (*exact.outputs, *exact.grads), strict=True)
+    return [error(a, b) for a, b in both if b is not None and b.norm() > 0]
 
 
 def assert_near(found: Step, expected: Step, bound: float) -> None:

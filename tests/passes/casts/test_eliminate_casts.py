@@ -13,7 +13,7 @@ from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.manager import run_passes
 from tests.layers import layers
-from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step
+from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step, with_and_without
 from tests.passes.programs import captured
 from tests.relative_error import errors
 
@@ -44,10 +44,8 @@ HOLDS_ANYTHING = wrong_by("_holds", True)  # makes a constant in another dtype w
 
 def effect_of(graph, one, policy="bf16"):
     """Return (how many conversions ``one`` removed, what differs afterwards)."""
-    gm, _ = graph.through(passes_before(EliminateCasts, policy))
-    before = run_step(gm, graph.given)
-    (done,) = run_passes(gm, [one], checked=True)
-    return len(done.result.changes), differences(run_step(gm, graph.given), before)
+    plain, ours, given, result = with_and_without(one, graph, behind=passes_before(EliminateCasts, policy))
+    return len(result.changes), differences(run_step(ours, given), run_step(plain, given))
 
 
 @pytest.mark.sampled(2)

@@ -7,24 +7,28 @@ from torch import nn
 
 import amp_graph
 from amp_graph.errors import PolicyError
-from amp_graph.passes.base import PassResult
 from amp_graph.passes.emulation.emulate_cuda import EmulateCuda, emulated
 from amp_graph.passes.graph.meta_keys import MARK
-from amp_graph.passes.manager import run_passes
 from amp_graph.policy import Policy
 from tests.layers import layers
-from tests.passes.graphs import body_text, capture, capture_function, passes_before, run_step, standard_passes
+from tests.passes.graphs import (
+    body_text,
+    capture,
+    capture_function,
+    passes_before,
+    passes_until,
+    run_step,
+    standard_passes,
+    with_and_without,
+)
 
 POLICY = "fp16,emulate=cuda"
 
 
 def planned(graph, policy=POLICY):
     """Return a graph before and after the pass, and what the pass did."""
-    before, after = (graph.through(passes_before(EmulateCuda, policy))[0] for _ in range(2))
-    passes = standard_passes(policy)
-    (done,) = run_passes(after, [next(p for p in passes if isinstance(p, EmulateCuda))], checked=True)
-    assert isinstance(done.result, PassResult)
-    return before, after, done.result
+    before, after, _, result = with_and_without(passes_until(EmulateCuda, policy)[-1], graph, policy)
+    return before, after, result
 
 
 def lengths(*shape):

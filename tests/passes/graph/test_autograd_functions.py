@@ -47,7 +47,7 @@ class Cubes(torch.autograd.Function):
         return grad * 3 * x * x
 
 
-@layers(lambda function: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH), function=function))
+@layers(lambda function: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH), function=function), seed=0)
 def Model(self, x):
     return self.function(self, x)
 
@@ -62,7 +62,6 @@ def cubed(s, x):
 
 
 def models(function, policy="bf16"):
-    torch.manual_seed(0)
     plain = Model(function)
     return plain, amp_graph.convert(copy.deepcopy(plain), policy), torch.randn(4, WIDTH)
 

@@ -11,7 +11,15 @@ from amp_graph.passes.layout import channels_last
 from amp_graph.passes.layout.channels_last import ChannelsLast
 from amp_graph.passes.layout.memory_format import Layouts, is_channels_last
 from tests.passes.drawn import drawn
-from tests.passes.graphs import Function, assert_left_alone, capture_function, multiply_bf16, run_step, with_and_without
+from tests.passes.graphs import (
+    Function,
+    assert_left_alone,
+    capture_function,
+    errors_of,
+    multiply_bf16,
+    run_step,
+    with_and_without,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -129,17 +137,12 @@ def passed(function, x=X, policy="bf16", state=STATE):
     return with_and_without(ChannelsLast(), capture_function(function, x, **state), policy)
 
 
-def errors(step, exact):
-    both = zip((*step.outputs, *step.grads), (*exact.outputs, *exact.grads), strict=True)
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in both if b is not None and b.norm() > 0]
-
-
 def against_fp64(function):
     """The largest ratio of our errors to those without the pass, outputs and gradients."""
     plain, ours, given, result = passed(function)
     double = [a.detach().double().requires_grad_(a.requires_grad) for a in given]
     exact = run_step(capture_function(function, X, **STATE).gm, tuple(double))
-    pairs = zip(errors(run_step(ours, given), exact), errors(run_step(plain, given), exact), strict=True)
+    pairs = zip(errors_of(run_step(ours, given), exact), errors_of(run_step(plain, given), exact), strict=True)
     return max(a / b for a, b in pairs), result
 
 

@@ -17,7 +17,16 @@ from amp_graph.passes.memory.recompute_activations import RecomputeActivations, 
 from amp_graph.passes.memory.recompute_functions import KEY
 from amp_graph.policy import Policy
 from tests.layers import layers
-from tests.passes.graphs import capture, capture_function, differences, options, passes_for, run_step, standard_passes
+from tests.passes.graphs import (
+    capture,
+    capture_function,
+    differences,
+    options,
+    passes_for,
+    run_step,
+    standard_passes,
+    with_and_without,
+)
 
 AUTOCAST, FAST = "bf16", "bf16,accuracy=fast"
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -113,11 +122,10 @@ KEPT = {
 
 def both(graph, policy, *, before=()):
     """Return the graph without and with the pass, and what the pass did; ``before``: passes that come first."""
-    plain, ours = (graph.through([*standard_passes(policy), *before])[0] for _ in range(2))
     one = RecomputeActivations(options(f"{policy},recompute=all"))
-    (done,) = run_passes(ours, [one], checked=True)
+    plain, ours, _, result = with_and_without(one, graph, behind=[*standard_passes(policy), *before])
     assert not run_passes(ours, [one], checked=True)[0].result.changes
-    return plain, ours, done.result.changes
+    return plain, ours, result.changes
 
 
 def captured(function):

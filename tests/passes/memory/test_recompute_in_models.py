@@ -10,40 +10,20 @@ import amp_graph
 from amp_graph.passes.backends.cpu.norm import fuse_batch_norm_relu
 from amp_graph.passes.memory import recompute_activations
 from tests.by_hand import descend
+from tests.corpus.vision import Bottleneck
 from tests.layers import layers
 from tests.measure import saved_bytes
 
 WITHOUT = ",skip=recompute_activations"
 
 
-class Bottleneck(nn.Module):
-    """ResNet-50's block."""
-
-    def __init__(self, before, width, stride):
-        super().__init__()
-        after = 4 * width
-        self.conv1, self.bn1 = nn.Conv2d(before, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, after, 1, bias=False), nn.BatchNorm2d(after)
-        self.relu, self.down = nn.ReLU(inplace=True), None
-        if before != after:
-            self.down = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
-
-    def forward(self, x):
-        h = self.relu(self.bn1(self.conv1(x)))
-        h = self.relu(self.bn2(self.conv2(h)))
-        h = self.bn3(self.conv3(h))
-        h += x if self.down is None else self.down(x)
-        return self.relu(h)
-
-
 def resnet():
     stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     stages = [
-        Bottleneck(16, 16, 1),
-        *(Bottleneck(64, 16, 1) for _ in range(3)),
-        Bottleneck(64, 32, 2),
-        Bottleneck(128, 32, 1),
+        Bottleneck(16, 16, 1, 4),
+        *(Bottleneck(64, 16, 1, 4) for _ in range(3)),
+        Bottleneck(64, 32, 2, 4),
+        Bottleneck(128, 32, 1, 4),
     ]
     return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 

@@ -10,7 +10,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import IdentifyOps, names_of
 from amp_graph.passes.graph.meta_keys import MARK
 from tests.layers import forward_of, layers
-from tests.passes.graphs import capture, passes_for, run_step
+from tests.passes.graphs import capture, errors_of, passes_for, run_step
 
 X = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(3))
 LOW, FULL = "bfloat16", "float32"
@@ -122,11 +122,6 @@ def as_on_cuda(gm):
     return gm
 
 
-def errors(step, exact):
-    pairs = zip((*step.outputs, *step.grads), (*exact.outputs, *exact.grads), strict=True)
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in pairs if b is not None]
-
-
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_errors_are_at_most_what_fast_documents(norm):
     """Against ``torch.autocast``'s, whose norms are fp32 on CUDA, and those of a model held in bf16."""
@@ -134,7 +129,7 @@ def test_errors_are_at_most_what_fast_documents(norm):
     default, _ = planned(Stream(norm), "bf16")
     exact = run_step(capture(Stream(norm).double(), X.double()).gm, [g.double() for g in given])
     held = capture(Stream(norm).bfloat16(), X.bfloat16())
-    ours, autocasts = (errors(run_step(as_on_cuda(gm), given), exact) for gm in (fast, default))
-    low = errors(run_step(as_on_cuda(held.through([IdentifyOps()])[0]), [g.bfloat16() for g in given]), exact)
+    ours, autocasts = (errors_of(run_step(as_on_cuda(gm), given), exact) for gm in (fast, default))
+    low = errors_of(run_step(as_on_cuda(held.through([IdentifyOps()])[0]), [g.bfloat16() for g in given]), exact)
     assert all(a <= 2.2 * b for a, b in zip(ours, autocasts, strict=True))
     assert sum(ours) <= sum(low)

@@ -6,23 +6,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from tests.layers import layers
+from tests.layers import layers, linear_of
 
 LOGITS = torch.tensor([[-14.0], [9.0], [11.0], [14.0]])
 
 
-class Confident(nn.Module):
+@layers(lambda leave: dict(linear=linear_of(torch.ones(1, 1), torch.zeros(1)), leave=leave))
+def Confident(self, x):
     """Logits that a trained classifier has; ``leave`` is what becomes of their probabilities."""
-
-    def __init__(self, leave):
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        nn.init.ones_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.leave = leave
-
-    def forward(self, x):
-        return self.leave(torch.sigmoid(self.linear(x)))
+    return self.leave(torch.sigmoid(self.linear(x)))
 
 
 def loss_and_gradient(model, loss_of, low=None):

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_graph import Policy
-from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.identify_ops import names_of
 from tests.layers import layers
 from tests.passes.graphs import capture, passes_for
+from tests.passes.precision.test_norms_on_cuda import dtypes
 
 
 @layers(lambda norm: dict(first=nn.Linear(32, 32), last=nn.Linear(32, 32), norm=norm))
@@ -51,12 +50,6 @@ def planned(norm, policy):
     graph = capture(model, X)
     gm, _ = graph.through(passes_for(Policy.parse(policy), "cuda"))
     return model, gm, graph.given
-
-
-def dtypes(gm):
-    """Return for each RMS norm the dtypes of its input and its weight, and its result's."""
-    found = [n for n in gm.graph.nodes if names_of(n) == ("aten.rms_norm",)]
-    return [tuple(str(value(n).dtype)[6:] for n in (*norm.all_input_nodes, norm)) for norm in found]
 
 
 @pytest.mark.sampled(4)

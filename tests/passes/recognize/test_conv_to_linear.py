@@ -9,12 +9,19 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.conv_args import calls_convolution
-from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from tests.layers import layers
 from tests.passes.drawn import drawn
-from tests.passes.graphs import Function, Passed, assert_left_alone, assert_near, capture_function, options, run_step
+from tests.passes.graphs import (
+    Function,
+    assert_left_alone,
+    assert_near,
+    capture_function,
+    options,
+    run_step,
+    with_and_without,
+)
 
 LAST = torch.channels_last
 
@@ -43,9 +50,7 @@ OTHERS = {
 
 def passed(function, weight=W):
     graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
-    gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear(options())], checked=True)
-    return Passed(graph.gm, gm, graph.given, done.result)
+    return with_and_without(ConvToLinear(options()), graph, behind=[IdentifyOps()])
 
 
 @pytest.mark.sampled(2)
@@ -165,9 +170,7 @@ APART = {
 def patched(function):
     state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
     graph = capture_function(function, P.clone().requires_grad_(), **state)
-    gm = graph.fresh()
-    (_, done) = run_passes(gm, [IdentifyOps(), ConvToLinear(options())], checked=True)
-    return Passed(graph.gm, gm, graph.given, done.result)
+    return with_and_without(ConvToLinear(options()), graph, behind=[IdentifyOps()])
 
 
 @pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])

@@ -29,7 +29,8 @@ def _is_profitable(monkeypatch):
         frozen=nn.Linear(16, 16).requires_grad_(False),
         last=nn.Linear(16, 4),
         none=nn.Linear(4, 4),
-    )
+    ),
+    seed=0,
 )
 def Net(self, x):
     """Convolutions and linears, one of them frozen, one that is not used."""
@@ -39,7 +40,6 @@ def Net(self, x):
 
 
 def net(policy):
-    torch.manual_seed(0)
     return amp_graph.convert(Net(), policy, strict=True)
 
 
@@ -119,7 +119,8 @@ def test_a_graph_that_waits_for_its_backward_keeps_what_it_read():
         beside=nn.Linear(4, 4),
         heads=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
         idle=nn.Linear(4, 4),
-    )
+    ),
+    seed=0,
 )
 def Branches(self, x):
     """Two heads, and a layer whose result goes by memory that is written."""
@@ -149,7 +150,6 @@ def test_no_hook_hears_of_a_weight_without_a_gradient(used, monkeypatch):
     monkeypatch.setattr(batch_weight_casts, "LEAST_TRAINED", 2)
     found = []
     for policy in (TOGETHER, ALONE):
-        torch.manual_seed(0)
         model, heard = amp_graph.convert(Branches(), policy, strict=True), set()
         for name, p in model.named_parameters():
             p.register_hook(lambda grad, name=name, heard=heard: heard.add((name, grad is None)))
@@ -174,29 +174,29 @@ def test_large_weights_do_not_wait_for_all_others(monkeypatch):
     assert set(order[:4]) == {"first.weight", "first.bias", "last.weight", "last.bias"}
 
 
-class Refused(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.how, trained = how, "frozen" not in how
-        self.w = nn.ParameterList(nn.Parameter(torch.randn(4, 4), requires_grad=trained) for _ in range(4))
-
-    def forward(self, x):
-        if self.how == "written":
-            with torch.no_grad():
-                for w in self.w:
-                    w.mul_(0.5)
-        for w in self.w:
-            if self.how == "frozen and written":
+@layers(
+    lambda how: dict(
+        how=how,
+        w=nn.ParameterList(nn.Parameter(torch.randn(4, 4), requires_grad="frozen" not in how) for _ in range(4)),
+    ),
+    seed=0,
+)
+def Refused(self, x):
+    if self.how == "written":
+        with torch.no_grad():
+            for w in self.w:
                 w.mul_(0.5)
-            x = x @ w
-        return x
+    for w in self.w:
+        if self.how == "frozen and written":
+            w.mul_(0.5)
+        x = x @ w
+    return x
 
 
 @pytest.mark.parametrize(("how", "grouped"), [("", 1), ("written", 0), ("frozen", 1), ("frozen and written", 0)])
 def test_what_the_graph_writes_is_cast_where_it_is_read(how, grouped):
     found = []
     for policy in (TOGETHER, ALONE):
-        torch.manual_seed(0)
         model = amp_graph.convert(Refused(how), policy)
         found.append([model(torch.ones(2, 4)) for _ in range(2)][-1])
         assert calls(model) == (grouped if policy == TOGETHER else 0)
@@ -225,7 +225,7 @@ def test_eight_weights_that_train_are_a_group(layers, grouped, monkeypatch):
     assert bool(calls(model)) == grouped
 
 
-@layers(lambda: dict(parts=nn.ModuleList(nn.Linear(16, 16) for _ in range(6))))
+@layers(lambda: dict(parts=nn.ModuleList(nn.Linear(16, 16) for _ in range(6))), seed=0)
 def Switching(self, x):
     """A weight that is read without gradients, and others that train."""
     with torch.no_grad():
@@ -238,7 +238,6 @@ def Switching(self, x):
 def test_a_graph_that_switches_gradients_off_casts_each_weight_where_it_is_read():
     found = {}
     for policy in (TOGETHER, ALONE):
-        torch.manual_seed(0)
         model = amp_graph.convert(Switching(), policy, strict=True)
         out = model(torch.linspace(-1, 1, 64).view(4, 16))
         out.square().sum().backward()

@@ -13,6 +13,7 @@ from amp_graph.passes.backends.cuda import pad_shapes
 from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes, aligned_conv2d, aligned_linear
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
+from tests.layers import layers, words_and_head
 from tests.passes.drawn import drawn
 from tests.passes.graphs import capture_function, differences, options, run_step, standard_passes
 from tests.passes.whole_steps import stepped
@@ -118,27 +119,18 @@ def test_what_is_left_alone(name):
     assert not differences(run_step(ours, given), run_step(plain, given))
 
 
-class Odd(nn.Module):
+@layers(lambda: dict(conv=nn.Conv2d(3, 10, 3, padding=1), fc=nn.Linear(10, 13), **words_and_head(27, 13)), seed=0)
+def Odd(self, x):
     """A first convolution of three channels, odd widths, and words that 8 does not divide."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.fc = nn.Conv2d(3, 10, 3, padding=1), nn.Linear(10, 13)
-        self.words = nn.Embedding(27, 13)
-        self.head = nn.Linear(13, 27, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, x):
-        h = self.fc(F.relu(self.conv(x)).flatten(2).transpose(1, 2))
-        logits = self.head(h.sin())
-        return F.cross_entropy(logits.view(-1, 27), torch.arange(logits[..., 0].numel()) % 27), logits
+    h = self.fc(F.relu(self.conv(x)).flatten(2).transpose(1, 2))
+    logits = self.head(h.sin())
+    return F.cross_entropy(logits.view(-1, 27), torch.arange(logits[..., 0].numel()) % 27), logits
 
 
 X = drawn(2, 3, 6, 6, seed=4).contiguous(memory_format=torch.channels_last)
 
 
 def trained(policy):
-    torch.manual_seed(0)
     model = Odd()
     keys = [(k, v.shape, v.dtype) for k, v in model.state_dict().items()]
     amp_graph.convert(model, policy)
@@ -169,7 +161,6 @@ def found_in(model):
 def test_where_it_runs_and_that_a_model_trains_as_without_it(policy, count):
     model, ours = trained(policy)
     assert len(found_in(model)) == count
-    torch.manual_seed(0)
     exact = Odd().double()
     loss, logits = exact(X.double())
     (loss + logits.square().sum()).backward()
@@ -201,7 +192,6 @@ def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, ste
 
     monkeypatch.setattr("amp_graph.capture.dynamo_backend.compile_with_inductor", as_it_is)
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: as_it_is)
-    torch.manual_seed(0)
     model, policy = Odd(), "bf16,device=cuda"
     how = {"compile": compile, "options": options}
     if step:

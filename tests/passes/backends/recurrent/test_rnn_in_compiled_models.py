@@ -15,6 +15,7 @@ from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat import keeps_lstm_workspaces
 from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
+from tests.layers import layers
 from tests.measure import DtypeLog
 from tests.relative_error import errors
 
@@ -43,19 +44,19 @@ NO_KERNEL = lstm_kernel.library() is None or not lstm_kernel_is_profitable("cpu"
 needs_kernel = pytest.mark.skipif(NO_KERNEL, reason="LSTMs are compiled C with dot products, without AMX")
 
 
-class Net(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layers = kind(8, 8, 2, batch_first=True, **options)
-        self.head = nn.Linear(8 * (2 if self.layers.bidirectional else 1) if not self.layers.proj_size else 4, 3)
-
-    def forward(self, x):
-        out, last = self.layers(x)
-        return self.head(out), last
+@layers(
+    lambda kind, **options: dict(
+        layers=(made := kind(8, 8, 2, batch_first=True, **options)),
+        head=nn.Linear(8 * (2 if made.bidirectional else 1) if not made.proj_size else 4, 3),
+    ),
+    seed=0,
+)
+def Net(self, x):
+    out, last = self.layers(x)
+    return self.head(out), last
 
 
 def built(kind):
-    torch.manual_seed(0)
     made, options = KINDS[kind]
     return Net(made, **options)
 
@@ -278,7 +279,6 @@ def test_an_lstm_that_trains_has_the_faster_backward_where_it_pays(compile, monk
     backward = getattr(OPS, name).default
     monkeypatch.setattr(gemm_thresholds, "STATES_BY_UNITS", 1)
     calls = []
-    torch.manual_seed(0)
     plain = Net(nn.LSTM)
     wanted = step(copy.deepcopy(plain), X)
     with DtypeLog() as log:

@@ -142,21 +142,15 @@ def test_writes_are_seen(name):
     assert folded(ours) == 4 + (name == "another eps")
 
 
-class ReadTwice(nn.Module):
+@layers(lambda: {name: nn.Conv2d(3, 3, 3, padding=1) for name in "abc"} | {name: nn.BatchNorm2d(3) for name in "nmo"})
+def ReadTwice(self, x):
     """What is between is read by others, or overwritten: nothing to fold, or not all of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.n, self.m, self.o = (nn.BatchNorm2d(3) for _ in range(3))
-
-    def forward(self, x):
-        h = self.a(x)
-        y = self.n(h) + h
-        z = self.m(self.b(y))
-        w = self.o(self.c(y))
-        y.mul_(2.0)
-        return (z + z.relu() + torch.relu(w + y)).mean((2, 3))
+    h = self.a(x)
+    y = self.n(h) + h
+    z = self.m(self.b(y))
+    w = self.o(self.c(y))
+    y.mul_(2.0)
+    return (z + z.relu() + torch.relu(w + y)).mean((2, 3))
 
 
 def test_what_others_read_stays():

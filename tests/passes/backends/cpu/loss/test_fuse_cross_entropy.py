@@ -13,7 +13,15 @@ from amp_graph.passes.manager import run_passes
 from tests.layers import layers, words_and_head
 from tests.passes.backends.cpu.loss.test_cross_entropy_functions import CLASSES
 from tests.passes.drawn import drawn
-from tests.passes.graphs import BF16, capture_function, differences, options, run_step, standard_passes
+from tests.passes.graphs import (
+    BF16,
+    capture_function,
+    differences,
+    options,
+    run_step,
+    standard_passes,
+    with_and_without,
+)
 from tests.passes.whole_steps import stepped
 from tests.relative_error import error
 
@@ -81,9 +89,7 @@ FOUND = {
 
 def passed(function, x=X):
     graph = capture_function(function, x, w=W, ids=IDS, c=drawn(CLASSES, seed=8))
-    plain, found = (graph.through(standard_passes())[0] for _ in range(2))
-    (done,) = run_passes(found, [FuseCrossEntropy(options())], checked=True)
-    return plain, found, graph.given, done.result
+    return with_and_without(FuseCrossEntropy(options()), graph, behind=standard_passes())
 
 
 def close(a, b):

@@ -5,6 +5,10 @@ import os
 
 import pytest
 
+from tests.step.processes import processes
+
+ranks = pytest.fixture(scope="module")(processes)
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items):

@@ -9,7 +9,6 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import PolicyError, ScaleError
 from tests.integrations import training
 from tests.integrations.test_transformers import _alone
-from tests.step.test_distributed import ranks  # noqa: F401
 
 pytestmark = pytest.mark.needs("accelerate")
 assert _alone  # a fixture
@@ -167,7 +166,7 @@ def _sharded(rank, size, path, policy, with_accelerate):
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_model_that_accelerate_shards_trains_as_the_loop_by_hand(ranks, tmp_path, policy):  # noqa: F811
+def test_a_model_that_accelerate_shards_trains_as_the_loop_by_hand(ranks, tmp_path, policy):
     for found, expected in zip(*(ranks(_sharded, 2, tmp_path, policy, how) for how in (True, False)), strict=True):
         assert found[0] == expected[0]
         assert all(map(torch.equal, found[1], expected[1]))

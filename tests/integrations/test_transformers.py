@@ -9,7 +9,6 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning, PolicyError
 from tests.integrations import training
-from tests.step.test_distributed import ranks  # noqa: F401
 
 pytestmark = pytest.mark.needs("transformers", "accelerate")
 STEPS = 50
@@ -248,7 +247,7 @@ def _sharded(rank, size, path, shards):
     torch.save((losses, told, type(next(model.parameters())).__name__), f"{path}/{rank}")
 
 
-def test_the_trainer_with_sharded_blocks_gathers_them_low(ranks, tmp_path):  # noqa: F811
+def test_the_trainer_with_sharded_blocks_gathers_them_low(ranks, tmp_path):
     for ours, ddp in zip(*(ranks(_sharded, 2, tmp_path, shards) for shards in (True, False)), strict=True):
         assert len(ours[0]) == 6
         assert ours[0] == pytest.approx(ddp[0], rel=1e-3)

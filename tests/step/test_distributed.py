@@ -1,14 +1,10 @@
 """Several processes, on gloo: ranks agree on bad steps and stay equal bit for bit."""
 
 import contextlib
-import datetime
 import functools
-import gc
 import os
-import socket
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
 import pytest
@@ -22,51 +18,13 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import RankError
 from amp_graph.passes.loss_scaling import average
 from amp_graph.step.trace_step import StepBuilder
+from tests.by_hand import descend
 from tests.layers import layers
 from tests.measure import DtypeLog
+from tests.step.processes import free_port, group_of
 
 STEPS, BAD = 40, {3, 4, 17, 30}
 SLOW = pytest.mark.slow
-
-
-def _port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-@contextlib.contextmanager
-def _group(rank, size, port, timeout=120):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    try:
-        yield
-    finally:
-        # DDP's reducer must be gone by now: as the group's last owner it waits for the group's threads and keeps the
-        # GIL, and one that has just ended a reduction waits for the GIL, to let go of a tensor.
-        gc.collect()
-        torch.distributed.destroy_process_group()
-
-
-def _as_rank(function, rank, size, port, *args, timeout=120):
-    with _group(rank, size, port, timeout):
-        return function(rank, size, *args)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Run a function on so many ranks, and return what it kept on each; importing torch, they would spend most time."""
-    with ProcessPoolExecutor(4, mp.get_context("spawn")) as pool:
-
-        def run(function, size, path, *args, timeout=120):
-            given = _port(), str(path), *args
-            started = [pool.submit(_as_rank, function, r, size, *given, timeout=timeout) for r in range(size)]
-            for one in started:
-                one.result()
-            return [torch.load(path / str(rank)) for rank in range(size)]
-
-        yield run
 
 
 def _model(seed=0):
@@ -565,9 +523,7 @@ def _losses_of_one_process(policy):
     for step in range(4):
         x, y = _batch(0, step, 8)
         losses = [nn.functional.cross_entropy(model(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
-        (sum(losses) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, sum(losses) / 2)
         found.append([loss.item() for loss in losses])
     return torch.tensor(found)
 
@@ -680,11 +636,8 @@ def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path, options
     optimizer = kind(model.parameters(), lr=0.01)
     for i in range(CHECKED):
         parts = [_batch(rank, i) for rank in range(2)]
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(
-            model(torch.cat([x for x, _ in parts])), torch.cat([y for _, y in parts])
-        ).backward()
-        optimizer.step()
+        out = model(torch.cat([x for x, _ in parts]))
+        descend(optimizer, nn.functional.cross_entropy(out, torch.cat([y for _, y in parts])))
     for mine, theirs in zip(first[0], model.state_dict().values(), strict=False):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
@@ -692,7 +645,7 @@ def test_two_ranks_train_as_one_process_on_both_batches(ranks, tmp_path, options
 # -- ranks that differ ---------------------------------------------------------------------------------
 
 
-@layers(lambda: dict(layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), never=nn.Linear(6, 6)))
+@layers(lambda: dict(layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), never=nn.Linear(6, 6)), seed=0)
 def _DropsLayers(self, x, dropped=()):
     for i, layer in enumerate(self.layers):
         x = x if i in dropped else torch.relu(layer(x)) + x
@@ -711,7 +664,6 @@ DROPS = {  # the optimizer, and options of a step
 
 def _drop_layers(name, whole, dropped):
     """Train by a step of the ranks, or by DDP; return the parameters."""
-    torch.manual_seed(0)
     model = _DropsLayers()
     made, options = DROPS[name]
     optimizer, loss = made(model.parameters()), nn.functional.cross_entropy
@@ -742,7 +694,6 @@ def test_ranks_that_drop_other_layers_average_as_ddp_does(ranks, tmp_path, name)
     (ours, theirs), (others, _) = ranks(_drop_layers_both_ways, 2, tmp_path, name, False)
     assert all(map(torch.equal, ours, others))
     assert max((a - b).abs().max() for a, b in zip(ours, theirs, strict=True)) < 1e-6
-    torch.manual_seed(0)
     assert torch.equal(ours[-1], _DropsLayers().never.bias), "no rank has a gradient of it"
 
 
@@ -755,7 +706,7 @@ def _fail_on_one_rank(rank, size, port, path, kind):
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
-    with _group(rank, size, port, timeout=5):
+    with group_of(rank, size, port, timeout=5):
         if kind == "sharded":
             mesh = torch.distributed.init_device_mesh("cpu", (size,))
             for part in (model[0], model[2], model):
@@ -787,7 +738,7 @@ def _loss_of_good_samples(logits, y, is_bad):
 )
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path, kind, error):
     begun = time.monotonic()
-    context = mp.spawn(_fail_on_one_rank, (2, _port(), str(tmp_path), kind), nprocs=2, join=False)
+    context = mp.spawn(_fail_on_one_rank, (2, free_port(), str(tmp_path), kind), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     waiting, failing = (torch.load(tmp_path / str(rank)) for rank in range(2))
@@ -810,7 +761,7 @@ def _step_of(model, kind):
 
 
 def _die_on_the_way(rank, size, port, path):
-    with _group(rank, size, port, timeout=20):
+    with group_of(rank, size, port, timeout=20):
         step = _step_of(_model(), "whole")
         for i in range(10):
             if i == 5 and rank == size - 1:
@@ -825,7 +776,7 @@ def _die_on_the_way(rank, size, port, path):
 @pytest.mark.sampled(2)
 def test_a_killed_rank_ends_the_others_with_an_error(tmp_path):
     begun = time.monotonic()
-    context = mp.spawn(_die_on_the_way, (2, _port(), str(tmp_path)), nprocs=2, join=False)
+    context = mp.spawn(_die_on_the_way, (2, free_port(), str(tmp_path)), nprocs=2, join=False)
     for process in context.processes:
         process.join(90)
     assert not any(process.is_alive() for process in context.processes), "a rank hangs"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as torchs
 
 import amp_graph
-from tests.step.test_distributed import _group, _port
+from tests.step.processes import free_port, group_of
 from tests.step.test_sharded_step import _distance, _equal, _Uneven, _whole
 
 STEPS, INFINITE = 2, {1, 7}  # of each run; the steps of all runs at which one rank has an infinite loss
@@ -123,7 +123,7 @@ def _run_chain(rank, ports, path, chain, policy, make_optimizer):
     for i, run in enumerate(chain):
         if rank >= run.ranks:
             continue
-        with _group(rank, run.ranks, ports[i]) if run.ranks > 1 else contextlib.nullcontext():
+        with group_of(rank, run.ranks, ports[i]) if run.ranks > 1 else contextlib.nullcontext():
             parts = _made(run, run.policy or policy, make_optimizer)
             train = functools.partial(_losses, parts[2], run, rank=rank, has_infinities=policy == "fp16")
             if run.trains_first:
@@ -163,7 +163,7 @@ MOST = {"O0": 2e-6, "bf16": 1e-2, "fp16": 5e-4}  # distance of two updates, of t
 def test_a_checkpoint_is_loaded_exactly_by_any_number_of_ranks_which_go_on_as_the_others_would(tmp_path, name):
     """In processes of their own, each one rank: DTensor's cache of shardings returns meshes of the rank it was."""
     chain, policy, _ = CHAINS[name]
-    ports = [_port() for _ in chain]
+    ports = [free_port() for _ in chain]
     mp.spawn(_run_chain, (ports, str(tmp_path), *CHAINS[name]), nprocs=max(run.ranks for run in chain))
     runs = [torch.load(tmp_path / f"run{i}") for i in range(len(chain))]
     for before, after, one, other in zip(chain, chain[1:], runs, runs[1:], strict=False):

@@ -17,7 +17,7 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
 from tests.layers import layers, words_and_head
-from tests.step.test_distributed import LIMIT, _as_rank, _collectives, _port, ranks  # noqa: F401
+from tests.step.test_distributed import LIMIT, _collectives
 
 RATE, STEPS, SCALE = 1e-3, 10, 2.0**10
 FUNCTIONAL = "_c10d_functional::"
@@ -57,7 +57,14 @@ def _resnet():
     return model, [model[1], model[2]], nn.functional.cross_entropy, batch
 
 
-@layers(lambda: dict(a=nn.Linear(33, 7), b=nn.Linear(7, 33), gain=nn.Parameter(torch.ones(1)), norm=nn.LayerNorm(33)))
+@layers(
+    lambda trains=True: dict(
+        a=nn.Linear(33, 7).requires_grad_(trains),
+        b=nn.Linear(7, 33),
+        gain=nn.Parameter(torch.ones(1)),
+        norm=nn.LayerNorm(33),
+    )
+)
 def _UnevenPart(self, x):
     return x + self.b(torch.tanh(self.a(self.norm(x)))) * self.gain
 
@@ -65,7 +72,7 @@ def _UnevenPart(self, x):
 @layers(
     lambda: dict(
         **words_and_head(11, 33, bias=True),
-        parts=nn.ModuleList([_UnevenPart(), _UnevenPart()]),
+        parts=nn.ModuleList([_UnevenPart(trains=False), _UnevenPart()]),
         shift=nn.Buffer(torch.linspace(-1, 1, 33)),
     )
 )
@@ -79,7 +86,6 @@ def _Uneven(self, ids):
 
 def _uneven():
     model = _Uneven()
-    model.parts[0].a.requires_grad_(False)
 
     def batch(generator):
         return torch.randint(0, 11, (3, 5), generator=generator), torch.randint(0, 11, (15,), generator=generator)
@@ -190,7 +196,7 @@ def _collectives_of_graphs():
 
 
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):  # noqa: F811
+def trained(ranks, tmp_path_factory):
     """Return what was kept of a training on two ranks, each run once."""
     return functools.cache(lambda *how: ranks(_train, 2, tmp_path_factory.mktemp("run"), *how))
 
@@ -220,7 +226,7 @@ def _train_by_points(*given):
 
 
 @pytest.mark.parametrize("options", [(), (("clip_value", 1e-3),)], ids=str)
-def test_so_it_is_for_rows_that_ranks_do_not_divide(ranks, tmp_path, options):  # noqa: F811
+def test_so_it_is_for_rows_that_ranks_do_not_divide(ranks, tmp_path, options):
     runs = [ranks(_train_by_points, 2, tmp_path, "uneven", kind, "O0", options) for kind in ("ours", "replicated")]
     for ours, theirs in zip(*runs, strict=True):
         assert ours[0] == theirs[0]
@@ -299,7 +305,7 @@ def _reported(rank, size, path, name, options):
 @pytest.mark.parametrize(
     ("name", "options"), [("gpt2", ()), ("uneven", (("micro_batches", 3), ("clip_norm", 0.5)))], ids=["gpt2", "uneven"]
 )
-def test_the_report_of_a_step_counts_the_bytes_that_are_sent(ranks, tmp_path, name, options):  # noqa: F811
+def test_the_report_of_a_step_counts_the_bytes_that_are_sent(ranks, tmp_path, name, options):
     """Of a gather a rank sends its half, in bytes; of a reduction it has all numbers, in fp32; of a sum two in fp64."""
     sent, told, text = ranks(_reported, 2, tmp_path, name, options)[0]
     for direction, kind, size in (("gather", "all", 2), ("reduce", "red", 4), ("sum", "sum", 8)):
@@ -346,7 +352,7 @@ def _last_reader(nodes, gather):
     return last
 
 
-def test_gathers_start_a_unit_ahead_and_backward_reads_nothing_that_forward_gathered(ranks, tmp_path):  # noqa: F811
+def test_gathers_start_a_unit_ahead_and_backward_reads_nothing_that_forward_gathered(ranks, tmp_path):
     for starts, reads, seed in ranks(_order_of_gathers, 1, tmp_path):
         assert len(starts) == 5
         assert all(start < last for start, last in zip(starts[1:], reads, strict=False))
@@ -396,7 +402,7 @@ def _plant(rank, size, path):
     torch.save((same, scales, int(step.skipped_steps)), f"{path}/{rank}")
 
 
-def test_an_infinity_or_a_nan_on_one_rank_skips_the_step_on_all(ranks, tmp_path):  # noqa: F811
+def test_an_infinity_or_a_nan_on_one_rank_skips_the_step_on_all(ranks, tmp_path):
     first, second = ranks(_plant, 2, tmp_path)
     assert first == second
     assert first[0] == [bool(i % 2) for i in range(43)]
@@ -421,7 +427,7 @@ def _other_sizes(rank, size, path):
     torch.save(kept, f"{path}/{rank}")
 
 
-def test_ranks_may_have_batches_of_other_sizes_or_none(ranks, tmp_path):  # noqa: F811
+def test_ranks_may_have_batches_of_other_sizes_or_none(ranks, tmp_path):
     (ours, theirs), (others, _) = ranks(_other_sizes, 2, tmp_path)
     assert all(torch.equal(ours[name], others[name]) for name in ours)
     assert all(t.isfinite().all() for t in ours.values())
@@ -451,7 +457,7 @@ def _tensors():
     return [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided]
 
 
-def test_a_rank_holds_half_of_parameters_masters_gradients_and_state(ranks, tmp_path):  # noqa: F811
+def test_a_rank_holds_half_of_parameters_masters_gradients_and_state(ranks, tmp_path):
     for ours, theirs in ranks(_held, 2, tmp_path):
         assert ours <= 0.52 * theirs
 
@@ -488,7 +494,7 @@ def _beside(rank, size, path, kind):
     torch.save((losses, state), f"{path}/{rank}")
 
 
-def test_what_no_unit_shards_is_averaged_and_any_optimizer_steps(ranks, tmp_path):  # noqa: F811
+def test_what_no_unit_shards_is_averaged_and_any_optimizer_steps(ranks, tmp_path):
     for ours, theirs in zip(*(ranks(_beside, 2, tmp_path, kind) for kind in ("ours", "replicated")), strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=5e-6)
         for key, one in ours[1].items():
@@ -516,7 +522,7 @@ def _hybrid(rank, size, path, shards):
 
 
 @pytest.mark.slow
-def test_shards_with_replicas_on_four_ranks(ranks, tmp_path):  # noqa: F811
+def test_shards_with_replicas_on_four_ranks(ranks, tmp_path):
     runs = [ranks(_hybrid, 4, tmp_path, shards) for shards in (True, False)]
     for policy, of_losses, of_state in (("O0", 2e-6, 2e-6), ("fp16", 1e-3, 0.05)):
         for ours, theirs in ((one[policy], other[policy]) for one, other in zip(*runs, strict=True)):
@@ -614,7 +620,7 @@ REFUSED = {
 }
 
 
-def test_what_a_sharded_step_cannot_do_is_refused_by_name_with_the_way_out(ranks, tmp_path):  # noqa: F811
+def test_what_a_sharded_step_cannot_do_is_refused_by_name_with_the_way_out(ranks, tmp_path):
     for found in ranks(_refused, 2, tmp_path):
         assert found.keys() == REFUSED.keys()
         for kind, (what, way_out) in REFUSED.items():
@@ -659,7 +665,7 @@ def _unlike(rank, size, path):
     torch.save(told, f"{path}/{rank}")
 
 
-def test_ranks_that_would_call_other_collectives_are_told_before_they_do(ranks, tmp_path):  # noqa: F811
+def test_ranks_that_would_call_other_collectives_are_told_before_they_do(ranks, tmp_path):
     first, second = ranks(_unlike, 2, tmp_path, timeout=LIMIT)
     assert "the steps of rank 1 have other collectives" in first[0]
     assert "the steps of rank 0 have other collectives" in second[0]
@@ -688,7 +694,7 @@ def _wrong_batches(rank, size, path):
     torch.save(told, f"{path}/{rank}")
 
 
-def test_a_batch_of_a_wrong_shape_is_told_as_the_model_tells_it(ranks, tmp_path):  # noqa: F811
+def test_a_batch_of_a_wrong_shape_is_told_as_the_model_tells_it(ranks, tmp_path):
     first, second = ranks(_wrong_batches, 2, tmp_path, timeout=LIMIT)
     for told in (first, second):
         for (kind, text), own in zip(

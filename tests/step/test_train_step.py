@@ -265,13 +265,11 @@ def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile)
         assert went > 0
 
 
-class TwoBiases(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.b1, self.b2 = nn.Linear(6, 3, bias=False), *(nn.Parameter(torch.zeros(3)) for _ in range(2))
-
-    def forward(self, x):
-        return self.weight(x) + (self.b1 + self.b2)
+@layers(
+    lambda: dict(weight=nn.Linear(6, 3, bias=False), b1=nn.Parameter(torch.zeros(3)), b2=nn.Parameter(torch.zeros(3)))
+)
+def TwoBiases(self, x):
+    return self.weight(x) + (self.b1 + self.b2)
 
 
 @pytest.mark.sampled(6)
@@ -477,16 +475,14 @@ def test_resumed_in_the_middle_it_is_the_same_run(name, policy):
     go(step, batches(50))
     model, first, half = fresh()
     given_batches = list(batches(50))
-    for x, y in given_batches[:25]:
-        half(x, y)
+    go(half, given_batches[:25])
     saved = copy.deepcopy((model.state_dict(), first.state_dict(), half.state_dict()))
     model, second, rest = fresh()
     rest(*given_batches[0])  # a step that is undone by loading: the graph must not keep the old state
     model.load_state_dict(saved[0])
     second.load_state_dict(saved[1])
     rest.load_state_dict(saved[2])
-    for x, y in given_batches[25:]:
-        rest(x, y)
+    go(rest, given_batches[25:])
     assert same(everything(model, second), everything(whole, optimizer))
     assert same(model.state_dict().values(), whole.state_dict().values())
     assert rest.state_dict() == step.state_dict()
@@ -716,11 +712,9 @@ def test_what_is_not_one_graph_runs_as_converted_and_the_line_is_named_once(kind
     assert len([one for one in seen if "not one graph" in str(one.message)]) == 1
     assert any("not one graph" in note for note in amp_graph.report(step).notes)
     for (x, y), loss in zip(given, losses, strict=True):
-        plain.zero_grad()
         parts = list(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True))
         expected = sum(F.cross_entropy(other(x), y) for x, y in parts) / micro_batches
-        expected.backward()
-        plain.step()
+        descend(plain, expected)
         assert loss == pytest.approx(expected.item(), rel=1e-3)
     assert all(
         (p - q).norm() <= 1e-2 * q.norm() + 1e-4 for p, q in zip(parameters(model), parameters(other), strict=True)
@@ -745,8 +739,7 @@ def test_a_model_that_sets_itself_up_in_its_first_call_is_traced_later():
     first, *later = batches(TRIED_AGAIN + 1)
     with pytest.warns(AmpGraphWarning, match="not one graph"):
         step(*first)
-    for x, y in later:
-        step(x, y)
+    go(step, later)
     assert step.captured[0].step is not None
     by_hand(other, theirs, "bf16", [(x, y) for x, y in (first, *later)])
     assert max(errors(parameters(model), parameters(other))) <= 1e-3

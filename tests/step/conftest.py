@@ -1,0 +1,7 @@
+"""Ranks, for all tests of steps."""
+
+import pytest
+
+from tests.step.processes import processes
+
+ranks = pytest.fixture(scope="package")(processes)

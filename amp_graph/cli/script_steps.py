@@ -105,13 +105,12 @@ class FirstSteps(TorchFunctionMode):
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Hear nothing before ``with``."""
+        """Hear nothing before it is entered, and told of calls."""
         super().__init__()
         self.policy = policy
         self.model: Module | None = None
         self.steps: list[Step] = []
         self.why = ""  # a step could not be taken
-        self._undo = contextlib.ExitStack()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -120,18 +119,6 @@ class FirstSteps(TorchFunctionMode):
         self._models: dict[int, tuple[Module, Module]] = {}  # that were called: each with its copy
         self._unscaled: dict[int, Tensor] = {}  # losses, by the identity of what a GradScaler made of them
         self._records = False
-
-    def __enter__(self) -> FirstSteps:
-        """Begin."""
-        self._undo.callback(events.hear(self._heard))
-        self._undo.callback(hear(self))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End; what was raised goes on."""
-        super().__exit__(*error)
-        self._undo.close()
 
     # -- what the script calls ------------------------------------------------------------------------
 
@@ -183,7 +170,7 @@ class FirstSteps(TorchFunctionMode):
         keys = [0 if one is None else id(one) for one in leaves]
         self._calls.append((Call(function, given, keys, torch.is_grad_enabled(), autocast), result))
 
-    def _heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
+    def heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         """Take a step before its backward; end the script where it goes on after the last one, or would save."""
         if name == "scaler.scale" and is_after and isinstance(result, Tensor):
             self._unscaled[id(result)] = arguments["outputs"]
@@ -287,7 +274,11 @@ def first_steps(target: Target, words: list[str], policy: Policy) -> FirstSteps:
             "search: --script in one of several processes, whose steps wait for each other\n  legal: one process\n"
             f"  fix:   amp-graph search --script {target.name}"
         )
-    with FirstSteps(policy) as found:
+    found = FirstSteps(policy)
+    with contextlib.ExitStack() as undo:
+        undo.callback(events.hear(found.heard))
+        undo.callback(hear(found))
+        undo.enter_context(found)
         failure = raised_by(lambda: execute(target, words))
     is_end = isinstance(failure, StepsAreOver) or (isinstance(failure, SystemExit) and failure.code in (None, 0))
     if failure is not None and not is_end:

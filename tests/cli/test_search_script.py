@@ -4,10 +4,8 @@ import copy
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -285,8 +283,19 @@ def test_a_wrong_command_line_is_one_error(capsys, words, told):
     assert "fix:" in printed
 
 
-SLOW = HEAD.replace("def forward(self, x, y=None):", "def forward(self, x, y=None):\n        time.sleep(0.05)")
+# Presses Control-C once, in the model, in the second policy that is measured. What comes while Dynamo makes guards in
+# C++ is lost.
+PRESSES = HEAD.replace(
+    "class Net",
+    """
+@torch.compiler.disable
+def press():
+    if os.path.exists("search.json") and not os.path.exists("pressed"):
+        open("pressed", "w").close()
+        os.kill(os.getpid(), signal.SIGINT)
 
+class Net""",
+).replace("def forward(self, x, y=None):", "def forward(self, x, y=None):\n        press()")
 LISTENS = """
 import signal, sys
 from amp_graph.cli.main import main
@@ -296,20 +305,12 @@ sys.exit(main())
 
 
 def test_control_c_ends_a_search_with_the_best_so_far(tmp_path):
-    path = written(tmp_path, "import time" + SLOW + STYLES["a criterion"])
+    path = written(tmp_path, "import os, signal" + PRESSES + STYLES["a criterion"])
     words = [sys.executable, "-c", LISTENS, "search", "--state", "search.json", "--script", path, "9"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()}, **pipes) as process:
-        told = []
-        for line in process.stderr:
-            told.append(line)
-            if line.startswith("1: fp32"):
-                time.sleep(0.5)  # the next policy is being measured: a step takes 50 ms, and it takes dozens of them
-                process.send_signal(signal.SIGINT)
-                break
-        printed, rest = process.communicate(timeout=300)
-    assert process.returncode == 0, "".join(told) + rest
-    assert "best so far fp32" in told[-1]
-    assert "ended: interrupted; the best so far" in printed
-    assert "Traceback" not in rest
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "best so far fp32" in done.stderr.splitlines()[-1]
+    assert "ended: interrupted; the best so far" in done.stdout
+    assert "Traceback" not in done.stderr
     assert len(json.loads((tmp_path / "search.json").read_text())["trials"]) == 1

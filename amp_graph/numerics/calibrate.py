@@ -66,7 +66,7 @@ def calibrate(
     Paddle's ``amp.debugging`` and the range rules of modelopt, which keep an operation by its forward values alone.
     """
     model, asked = to_measure("calibrate", model, loss_fn, "fp16" if policy is None else policy)
-    measuring = _Measuring(in_fp32(asked), device_of_model(model))
+    measuring = Measuring(in_fp32(asked), device_of_model(model))
     with captured_by(model, asked, measuring.take, caller="calibrate"):
         for number, batch in checked("calibrate", batches):
             with unwritten(batch):
@@ -80,8 +80,11 @@ def calibrate(
 
 
 @dataclass(eq=False)
-class _Measuring:
-    """Measures the graphs of a model. ``now``: the ranges of the batch so far, by part; ``values``: of those before."""
+class Measuring:
+    """Measures the graphs of a model, which ``captured_by`` hands to ``take``.
+
+    ``now``: the ranges of the batch so far, by part; ``values``: of those before.
+    """
 
     policy: Policy
     device: str | None

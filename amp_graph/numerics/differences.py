@@ -255,14 +255,14 @@ class ErrorMetric:
             grads: Sequence[Tensor | None] = [None] * len(names)
             if loss is not None and loss.requires_grad and names:
                 grads = gradients(model, [loss * scale], list(names.values()))
-            leaves = [t for t in tree_leaves(_plain(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+            leaves = [t for t in tree_leaves(as_containers(out)) if isinstance(t, Tensor) and t.is_floating_point()]
             # A result may be a buffer or an input, which is restored.
             found: Ran = {i: t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}
         pairs = zip(names, grads, strict=True)
         return found | {n: g.detach().double() / scale for n, g in pairs if g is not None and not g.is_sparse}
 
 
-def _plain(out: Any) -> Any:
+def as_containers(out: Any) -> Any:
     """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
     if isinstance(out, dict):
         return dict(out)

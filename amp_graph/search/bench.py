@@ -24,52 +24,78 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt
 from amp_graph.model_state import RandomState, same_random_numbers, unchanged
-from amp_graph.numerics.differences import Sums, scale_for_fp16
+from amp_graph.numerics.compare import projected
+from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, loss_of
 from amp_graph.search.trials import FULL, Trial
 
-WARM_UP, ROUNDS = 2, 7
+WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
+LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
+# what differs by more than the other is not measured more often than others
 TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
 ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
 Values = dict[str, Tensor]
 
 
 class Bench:
-    """Measures policies for one model and one step; ``metric`` is called with a converted copy of the model."""
+    """Measures policies for one model and one step; ``metric`` is called with a converted copy of the model.
+
+    ``given``: the arguments of the first call of the model in a step.
+    """
 
     def __init__(self, model: torch.nn.Module, step: Step, metric: Callable[[torch.nn.Module], float] | None) -> None:
         self.model, self.step, self.metric = model, step, metric
         self.plain = copy.deepcopy(model)
         self.device = device_of_model(model) or "cpu"
         self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
+        self.trains = True
+        calls: list[tuple[Any, Any]] = []
+        hook = self.plain.register_forward_hook(
+            lambda module, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
+        )
         self.reference = self.values(self.plain, step)
+        hook.remove()
+        self.given = calls[0]
         self.trains = any(name.startswith("gradient of ") for name in self.reference)
+        self._converted = {FULL: self.plain}
 
     @cached_property
     def noise(self) -> float:
         """The share of a step's time that two measurements of the same step differ by; at least 1 %."""
-        ratios = self._ratios(copy.deepcopy(self.plain))
+        ratios = self.ratios(copy.deepcopy(self.plain), self.plain)
         low, middle, high = statistics.quantiles(ratios, n=4)
         return max(0.01, abs(middle - 1), (high - low) / 2)
 
-    def trial(self, policy: str, why: str) -> Trial:
-        """Return what is measured of ``policy``; of one that fails, an infinite error and the reason."""
+    def trial(self, policy: str, why: str, beside: Trial | None = None) -> Trial:
+        """Return what is measured of ``policy``, in turns with ``beside``, else with fp32.
+
+        Of one that fails, an infinite error and the reason.
+        """
+        beside = beside or Trial(FULL, 1.0, 0.0)
         if policy == FULL:
-            return Trial(FULL, 1.0, 0.0, self._metric(self.plain), why=why)
+            return Trial(FULL, 1.0, 0.0, self._metric(self.plain), self._peak(self.plain), why)
         with Attempt() as tried:  # whatever a plan, a kernel or the user's step raises
-            made = self.made(policy)
+            made = self.converted(policy, beside.policy)
             error = self.error(made, self.step, self.reference, policy)
             if math.isfinite(error):
-                memory = self._peak(made)
-                return Trial(policy, statistics.median(self._ratios(made)), error, self._metric(made), memory, why)
+                time = statistics.median(self.ratios(made, self.converted(beside.policy, policy))) * beside.time
+                return Trial(policy, time, error, self._metric(made), self._peak(made), why)
         reason = tried.reason if tried.error is not None else "a value is not finite"
         return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}: fails: {reason}")
 
-    def made(self, policy: str) -> torch.nn.Module:
-        """Return a copy of the model, converted; frozen if the step is no training."""
-        made = convert(copy.deepcopy(self.model), policy)
-        return made if self.trains or policy == FULL else freeze(made)
+    def converted(self, policy: str, *others: str) -> torch.nn.Module:
+        """Return a copy of the model, converted; frozen if the step is no training. Only ``others`` are kept beside."""
+        self._converted = {one: made for one, made in self._converted.items() if one in (FULL, policy, *others)}
+        if policy not in self._converted:
+            made = convert(copy.deepcopy(self.model), policy)
+            self._converted[policy] = made if self.trains else freeze(made)
+        return self._converted[policy]
+
+    def sample(self, model: torch.nn.Module) -> Any:
+        """Return a number with gradients: the loss of a step, or a mixture of the outputs of a model without one."""
+        args, kwargs = self.given
+        return loss_of(self.step(model)) if self.trains else projected(as_containers(model(*args, **kwargs)))
 
     def of_autocast(self) -> float:
         """Return the error of ``torch.autocast`` in the low dtype, NaN if it fails: the unit of relative budgets."""
@@ -82,7 +108,8 @@ class Bench:
     def error(self, model: torch.nn.Module, step: Step, reference: Values, policy: str) -> float:
         """Return the relative L2 error of a step's outputs or, if larger, of its gradients."""
         grads = [float(t.abs().max()) for name, t in reference.items() if name.startswith("gradient") and t.numel()]
-        scale = scale_for_fp16(max(grads, default=0.0), ROOM) if policy.startswith("fp16") else 1.0
+        scaled = Policy.parse(policy).torch_dtype(self.device) == torch.float16
+        scale = scale_for_fp16(max(grads, default=0.0), ROOM) if scaled else 1.0
         found = self.values(model, step, scale)
         sums = {"gradient": Sums(), "output": Sums()}
         for name, expected in reference.items():
@@ -95,14 +122,14 @@ class Bench:
 
         The model, its buffers and the state of random number generators are as before.
         """
-        with unchanged(model):
+        with unchanged(model), torch.set_grad_enabled(self.trains):
             self.random.restore()
             return _values(model, step, scale)
 
     def _metric(self, model: torch.nn.Module) -> float:
         if self.metric is None:
             return math.nan
-        with same_random_numbers():
+        with same_random_numbers(), torch.set_grad_enabled(self.trains):
             found = float(self.metric(model))
         if math.isnan(found) and model is self.plain:
             raise AmpGraphError(
@@ -112,32 +139,38 @@ class Bench:
         return math.inf if math.isnan(found) else found
 
     def _peak(self, model: torch.nn.Module) -> int:
+        """Return the most bytes that a step of ``model`` takes on CUDA, with its parameters and buffers; else 0."""
         if self.device != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         self._once(model)
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() - others
 
-    def _ratios(self, model: torch.nn.Module) -> list[float]:
-        """Return the times of a step of ``model`` over those of fp32, in turns."""
+    def ratios(self, model: torch.nn.Module, beside: torch.nn.Module) -> list[float]:
+        """Return the times of a step of ``model`` over those of ``beside``, in turns: the more, the closer they are."""
         for _ in range(WARM_UP):
-            taken = [self._seconds(one, 1) for one in (self.plain, model)]
+            taken = [self._seconds(one, 1) for one in (beside, model)]
         calls = max(1, int(TURN / max(min(taken), 1e-9)))
-        return [
-            self._seconds(model, calls) / self._seconds(self.plain, calls)
-            if turn % 2
-            else 1 / (self._seconds(self.plain, calls) / self._seconds(model, calls))
-            for turn in range(ROUNDS)
-        ]
+        found: list[float] = []
+        while len(found) < MOST:
+            first, second = (model, beside) if len(found) % 2 else (beside, model)
+            taken = [self._seconds(first, calls), self._seconds(second, calls)]
+            found.append(taken[0] / taken[1] if first is model else taken[1] / taken[0])
+            close = 1 / DIFFERS < statistics.median(found) < DIFFERS
+            if (len(found) >= LEAST and min(found) > LOSES) or (len(found) >= TURNS and not close):
+                break
+        return found
 
     def _seconds(self, model: torch.nn.Module, calls: int) -> float:
         return seconds_of(lambda: self._once(model), calls, self.device)
 
     def _once(self, model: torch.nn.Module) -> None:
         model.zero_grad(set_to_none=True)
-        out = self.step(model)
-        if self.trains:
-            loss_of(out).backward()
+        with torch.set_grad_enabled(self.trains):
+            out = self.step(model)
+            if self.trains:
+                loss_of(out).backward()
 
 
 def seconds_of(step: Callable[[], None], calls: int, device: str) -> float:
@@ -168,7 +201,7 @@ def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
             )
         if out.requires_grad:
             (loss_of(out) * scale).backward()
-        leaves = [t for t in tree_leaves([*map(_plain, outputs), out]) if isinstance(t, Tensor)]
+        leaves = [t for t in tree_leaves([*map(as_containers, outputs), out]) if isinstance(t, Tensor)]
         found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
         named = ((name, p.grad) for name, p in model.named_parameters())
         return found | {f"gradient of {n}": g.detach().double() / scale for n, g in named if g is not None}
@@ -176,16 +209,20 @@ def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
         hook.remove()
 
 
-def _plain(out: Any) -> Any:
-    """Return what a model returned as containers that are known: Hugging Face's outputs are dicts."""
-    return dict(out) if isinstance(out, dict) else out
-
-
-def refuse_random_steps(bench: Bench) -> None:
-    """Raise AmpGraphError for a step that returns something else when it runs again from the same random state."""
+def refuse_unusable_steps(bench: Bench) -> None:
+    """Raise AmpGraphError for a step that is NaN or infinite in fp32, or another when it runs again from one state."""
+    values = bench.reference
+    loss = next((name for name in reversed(values) if name.startswith("output") and values[name].numel() == 1), "")
+    checked = [name for name in values if name == loss or name.startswith("gradient")]
+    if bad := next((name for name in checked if not bool(values[name].isfinite().all())), ""):
+        raise AmpGraphError(
+            f"search: the {bad} of step is not finite in fp32, before any precision is lowered\n"
+            "  legal: a batch and weights whose loss is finite\n  fix:   check the batch and the loss function first"
+        )
     again = bench.values(bench.plain, bench.step)
-    different = next((name for name, t in bench.reference.items() if not torch.equal(t, again.get(name, -t))), None)
-    if different is not None or not bench.reference:
+    same = {name: torch.equal(t.nan_to_num(), again.get(name, -t - 1).nan_to_num()) for name, t in values.items()}
+    if not all(same.values()) or not same:
+        different = next((name for name, is_same in same.items() if not is_same), "output")
         raise AmpGraphError(
             f"search: two runs of step on the same model differ, first in the {different}\n"
             "  legal: a step that uses the same batch each time\n"

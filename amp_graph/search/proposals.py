@@ -1,13 +1,15 @@
 """Chooses what to measure next, from what is predicted and what was measured: a function of numbers alone.
 
 First fp32 and the default plan. Then the predicted plan that is the fastest once the predictions are corrected by what
-was measured: gains by one factor, errors by another. Where no plan is exact enough, the operations that measured
-sensitivities blame are kept in fp32, as many as the measured error asks for. Then the words that are not of precision,
-one after the other. It ends where the predicted gain is within the noise.
+was measured: gains by one factor, errors by another; and plans that are a little too slow or too inexact by that, as
+far as predictions may be off. Where the default plan is not exact enough, the operations that measured sensitivities
+blame are kept in fp32, as many as the measured error asks for. Then the words that are not of precision, each in the
+best policy so far. It ends where no gain beyond the noise is left to predict.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,9 @@ from amp_graph.policy import Policy
 from amp_graph.search.trials import FULL, SAME, Candidate, Goal, Trial, best_of
 
 ROOM = 0.9  # of the goal, which a set of operations is chosen for: a prediction is no measurement
+DOUBT_OF_TIME, DOUBT_OF_ERROR = 1.05, 1.5  # by what factors predictions may be off, once they are corrected
+BY_WORDS = 1.25  # times fp32's time: what is slower without a word is not tried with it
+PATIENCE = 5  # runs after which fp32 is the answer, if whatever is exact enough is slower
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class Space:
     """What may be tried.
 
     ``plans``: predicted, the default one first. ``shares``: of the default plan's squared error, by operation, as
-    ``keep_ops`` takes it. ``words``: (name, value), each of which may be set in any low policy.
+    ``keep_ops`` takes it. ``words``: (name, value), each of which may be set in any low policy, that of most expected
+    gain first. ``note``: what the default plan keeps in fp32, and why.
     """
 
     plans: Sequence[Candidate]
     shares: Mapping[str, float]
     words: Sequence[tuple[str, Any]] = ()
+    note: str = ""
 
 
 def propose(space: Space, trials: list[Trial], goal: Goal, noise: float, unit: float) -> tuple[str, str] | None:
@@ -41,64 +48,87 @@ def propose(space: Space, trials: list[Trial], goal: Goal, noise: float, unit: f
     if FULL not in tried:
         return FULL, "what all others are compared with"
     if space.plans[0].policy not in tried:
-        return space.plans[0].policy, "the default plan"
+        return space.plans[0].policy, f"the default plan{space.note}"
+    if len(trials) >= PATIENCE and all(one.time > 1 - noise for one in trials):
+        return None
     best = best_of(trials, goal, noise)
     return (
         _next_plan(space, trials, goal, best, noise, unit)
-        or _kept_operations(space, trials, goal, best)
-        or _next_word(space, trials, best)
+        or _kept_operations(space, trials, goal, best, noise)
+        or _next_word(space, trials, goal, best, noise)
     )
 
 
 def _next_plan(
     space: Space, trials: list[Trial], goal: Goal, best: Trial, noise: float, unit: float
 ) -> tuple[str, str] | None:
-    """Return the fastest plan by the corrected predictions, of those that they find exact enough."""
+    """Return the fastest plan by the corrected predictions, of those that they find exact enough.
+
+    If none is left, the most exact of those beyond, up to the first that was measured and is not exact enough.
+    """
     of = {one.policy: one for one in trials}
     known = [(plan, of[plan.policy]) for plan in space.plans if plan.policy in of]
-    gains = [(1 - trial.time) / (1 - plan.time) for plan, trial in known if plan.time < 1]
-    errors = [trial.error / (plan.error * unit) for plan, trial in known if plan.error * unit > 0]
-    gain = statistics.median(gains) if gains else 1.0
-    worse = statistics.median(errors) if errors else 1.0
-    open_ = [
-        (1 - gain * (1 - plan.time), plan)
-        for plan in space.plans
-        if plan.policy not in of and plan.error * unit * worse <= goal.error * SAME
-    ]
-    if not open_:
+    ran = [(plan, trial) for plan, trial in known if math.isfinite(trial.time)]
+    gain = statistics.median([(1 - trial.time) / (1 - plan.time) for plan, trial in ran if plan.time < 1] or [1.0])
+    errors = [trial.error / (plan.error * unit) for plan, trial in ran if plan.error * unit > 0]
+    worse = statistics.median(errors or [1.0]) * unit
+    refuted = min((plan.error for plan, trial in known if not goal.is_exact(trial)), default=math.inf)
+    slowest, most = best.time * (1 - noise if best.policy == FULL else DOUBT_OF_TIME), goal.error * SAME
+    left = []
+    for plan in space.plans:
+        time, error = 1 - gain * (1 - plan.time), plan.error * worse
+        beyond = 0.0 if error <= most else error / most if most else math.inf
+        open_ = plan.policy not in of and beyond <= DOUBT_OF_ERROR and plan.error < refuted
+        if open_ and time < (best.time if beyond else slowest):
+            left.append((beyond, time, error, plan.policy))
+    if not left:
         return None
-    time, plan = min(open_, key=lambda pair: pair[0])
-    if time >= best.time * (1 - noise):
-        return None
-    return plan.policy, f"{1 / time:.2f} times fp32's speed expected, {plan.error * unit * worse:.2g} of error"
+    _, time, error, policy = min(left)
+    return policy, f"{1 / time:.2f} times fp32's speed expected, {error:.2g} of error"
 
 
-def _kept_operations(space: Space, trials: list[Trial], goal: Goal, best: Trial) -> tuple[str, str] | None:
-    """Return the default plan with what makes most of its error in fp32, if no low plan is good enough."""
-    base = space.plans[0].policy
-    sets = [one for one in trials if one.policy == base or one.policy.startswith(f"{base},keep_ops=")]
-    if best.policy != FULL or not space.shares or any(one.time >= 1 for one in sets):
+def _kept_operations(
+    space: Space, trials: list[Trial], goal: Goal, best: Trial, noise: float
+) -> tuple[str, str] | None:
+    """Return the default plan with what makes most of its error in fp32, if it is faster than what is good enough."""
+    base = Policy.parse(space.plans[0].policy)
+    policies = [(one, Policy.parse(one.policy)) for one in trials]
+    sets = [(one, policy.keep_ops) for one, policy in policies if replace(policy, keep_ops=base.keep_ops) == base]
+    last, kept = sets[-1]
+    if not space.shares or last.time >= best.time * (1 - noise) or any(goal.is_exact(one) for one, _ in sets):
         return None
     worst = sorted(space.shares, key=lambda key: -space.shares[key])
-    last = sets[-1]
-    kept = last.policy.removeprefix(base).removeprefix(",keep_ops=").split("|") if last.policy != base else []
-    left = sum(space.shares[key] for key in worst[len(kept) :])
-    allowed = left * (ROOM / goal.excess(last)) ** 2
-    count = len(kept) + 1
+    count = len(kept) - len(base.keep_ops)
+    allowed = sum(space.shares[key] for key in worst[count:]) * (ROOM / goal.excess(last)) ** 2
+    count += 1
     while count < len(worst) and sum(space.shares[key] for key in worst[count:]) > allowed:
         count += 1
     if count >= len(worst):
         return None
-    why = f"no low plan is exact enough: the {count} operations that make most of the error stay in fp32"
-    return f"{base},keep_ops={'|'.join(worst[:count])}", why
+    why = f"the default plan is not exact enough: the {count} operations that make most of the error stay in fp32"
+    return str(replace(base, keep_ops=(*base.keep_ops, *worst[:count]))), why
 
 
-def _next_word(space: Space, trials: list[Trial], best: Trial) -> tuple[str, str] | None:
-    """Return the best low policy with the next word that was not tried."""
+def _next_word(space: Space, trials: list[Trial], goal: Goal, best: Trial, noise: float) -> tuple[str, str] | None:
+    """Return the best low policy with a word more, or less, that was not tried and has not been slower before."""
+    exact = [one for one in trials if one.policy != FULL and goal.is_exact(one)]
+    heavy = any(one.memory > goal.memory for one in exact)
     if best.policy == FULL:
+        best = min(exact, key=lambda one: one.memory if heavy else one.time, default=best)
+    if best.policy == FULL or best.time > BY_WORDS:
         return None
-    policies = [Policy.parse(one.policy) for one in trials]
-    for name, value in space.words:
-        if all(getattr(one, name) != value for one in policies):
-            return str(replace(Policy.parse(best.policy), **{name: value})), f"whether {name}={value} is faster"
+    policy, off = Policy.parse(best.policy), Policy.parse(space.plans[0].policy)
+    times = {Policy.parse(one.policy): one.time for one in trials}
+    for name, value in sorted(space.words, key=lambda word: heavy and word[0] != "recompute"):
+        old = getattr(policy, name)
+        new = value if old == getattr(off, name) else getattr(off, name)
+        changed = replace(policy, **{name: new})
+        if changed not in times and not _was_slower(name, old, new, times, noise):
+            return str(changed), f"whether another {name} is faster"
     return None
+
+
+def _was_slower(name: str, old: Any, new: Any, times: Mapping[Policy, float], noise: float) -> bool:
+    """Say whether a policy was slower with the ``new`` value of a word than with the old one, beyond the noise."""
+    olds = {replace(policy, **{name: new}): time for policy, time in times.items() if getattr(policy, name) == old}
+    return any(times[policy] > time * (1 + noise) for policy, time in olds.items() if policy in times)

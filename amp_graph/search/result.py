@@ -76,7 +76,9 @@ class SearchResult:
         if not ran:
             return "no other policy runs"
         if not fast:
-            return f"the fastest other policy has {1 / min(one.time for one in ran):.2f} times its speed here"
+            speed = 1 / min(one.time for one in ran)
+            noise = f", which is within the noise of {self.noise:.0%}" if speed > 1 else ""
+            return f"the fastest other policy has {speed:.2f} times its speed here{noise}"
         nearest = min(fast, key=lambda one: one.metric if self.by_metric else one.error)
         found = f"a metric of {nearest.metric:.4g}" if self.by_metric else f"an error of {nearest.error:.3g}"
         return f"no faster policy is good enough; the nearest is {shown(nearest.policy)}, with {found}"

@@ -24,11 +24,11 @@ from amp_graph.lists.errors import shortened
 from amp_graph.passes.native.output_file import write_or_refuse
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.policy import Policy
-from amp_graph.search.bench import Bench, refuse_random_steps
-from amp_graph.search.proposals import propose
+from amp_graph.search.bench import Bench, refuse_unusable_steps
+from amp_graph.search.proposals import Space, propose
 from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
-from amp_graph.search.trials import FULL, Goal, Trial, best_of
+from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of
 
 MOST = 25
 HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
@@ -68,8 +68,9 @@ def search(
     relative L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a
     multiple. metric: instead of both, called as ``metric(model)``; a number of which less is better, at most
     ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the
-    search begins with; its words stay. limits: where it ends. state: a file that holds what was measured; a search with
-    the same one goes on. tell: gets a line for each policy that was measured.
+    search begins with; its words stay, but for the dtype where this machine is faster in the other one. In fp16 it keeps
+    in fp32 what overflows. limits: where it ends. state: a file that holds what was measured; a search with the same
+    one goes on, and proposes what it would have. tell: gets a line for each policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
@@ -77,17 +78,6 @@ def search(
     """
     asked, goal = _checked(model, budget, absolute, metric, policy)
     budget = 1.0 if budget is None else budget
-    bench = Bench(model, step, metric)
-    refuse_random_steps(bench)
-    unit = bench.of_autocast()
-    if metric is None and absolute is None:
-        goal = replace(goal, error=budget * (unit if math.isfinite(unit) else math.nan))
-        if math.isnan(goal.error):
-            raise AmpGraphError(
-                "search: torch.autocast fails on this step, so that its error is no budget\n"
-                "  legal: an absolute error\n  fix:   search(model, step, absolute=0.01)"
-            )
-    goal = replace(goal, memory=limits.memory)
     device = device_of_model(model) or "cpu"
     key = {
         "model": type(model).__name__,
@@ -96,9 +86,22 @@ def search(
         "metric": metric is not None,
     }
     kept = _File(state, {**key, "machine": machine_for(device).name, "torch": torch.__version__})
-    trials, noise = kept.trials, kept.noise or bench.noise
-    space = space_of(model, step, asked, trains=bench.trains)
-    space = replace(space, words=[one for one in space.words if one[0] not in limits.without])
+    bench = Bench(model, step, metric)
+    refuse_unusable_steps(bench)
+    before = kept.before
+    if before is None:
+        space = space_of(model, bench.sample, asked, trains=bench.trains)
+        before = _Before(bench.of_autocast(), bench.noise, space)
+    unit, noise, trials = before.unit, before.noise, kept.trials
+    space = replace(before.space, words=[one for one in before.space.words if one[0] not in limits.without])
+    if metric is None and absolute is None:
+        goal = replace(goal, error=budget * (unit if math.isfinite(unit) else math.nan))
+        if math.isnan(goal.error):
+            raise AmpGraphError(
+                "search: torch.autocast fails on this step, so that its error is no budget\n"
+                "  legal: an absolute error\n  fix:   search(model, step, absolute=0.01)"
+            )
+    goal = replace(goal, memory=limits.memory)
     ended, began = "", time.monotonic()
     try:
         while not ended:
@@ -109,8 +112,8 @@ def search(
                 spent = f"{limits.runs} policies" if len(trials) >= limits.runs else f"{limits.seconds:g} seconds"
                 ended = f"its limit of {spent}"
             else:
-                trials.append(bench.trial(*proposal))
-                kept.write(trials, noise)
+                trials.append(bench.trial(*proposal, best_of(trials, goal, noise) if trials else None))
+                kept.write(before)
                 if tell is not None:
                     tell(_line(trials, goal, noise))
     except KeyboardInterrupt:
@@ -165,25 +168,37 @@ def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, noise: float, held
     left = list(trials)
     while (one := best_of(left, goal, noise)).policy != FULL:
         left.remove(one)
-        error = bench.error(bench.made(one.policy), held_out, reference, one.policy)
+        error = bench.error(bench.converted(one.policy), held_out, reference, one.policy)
         if error <= goal.error * HELD_OUT:
             return one.policy, error
     return FULL, 0.0
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What is measured before the first trial: autocast's error, the noise of times, and what may be tried."""
+
+    unit: float
+    noise: float
+    space: Space
+
+
 class _File:
-    """What was measured, in a file; without a path, nowhere."""
+    """What was measured, in a file; without a path, nowhere. A search that goes on proposes what it would have."""
 
     def __init__(self, path: Any, key: dict[str, Any]) -> None:
         self.path, self.key = path, key
         self.trials: list[Trial] = []
-        self.noise = 0.0
+        self.before: _Before | None = None
         if path is None or not Path(path).exists():
             return
         try:
             found = json.loads(Path(path).read_text("utf-8"))
             same = found["search"] == key
-            self.trials, self.noise = [Trial(**one) for one in found["trials"]], float(found["noise"])
+            self.trials = [Trial(**one) for one in found["trials"]]
+            told = found["before"]
+            space = Space(**{**told["space"], "plans": [Candidate(**one) for one in told["space"]["plans"]]})
+            self.before = _Before(float(told["unit"]), float(told["noise"]), space)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise AmpGraphError(
                 f"search: {path} holds no search: {type(error).__name__}: {error}\n"
@@ -195,8 +210,8 @@ class _File:
                 "  legal: the same model, policy, budget, machine and torch\n  fix:   another file, or delete this one"
             )
 
-    def write(self, trials: list[Trial], noise: float) -> None:
+    def write(self, before: _Before) -> None:
         """Write all trials."""
         if self.path is not None:
-            told = {"search": self.key, "noise": noise, "trials": [asdict(one) for one in trials]}
+            told = {"search": self.key, "before": asdict(before), "trials": [asdict(one) for one in self.trials]}
             write_or_refuse(self.path, json.dumps(told, indent=1) + "\n", "search", "search(..., state='search.json')")

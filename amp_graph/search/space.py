@@ -2,29 +2,33 @@
 
 One forward and backward in fp32 captures the graphs and measures how much each rounding changes the outputs. Plans are
 those that ``convert`` makes of a policy without a sample, so that the text of the policy is all that it takes to make
-them again; their errors are predicted by the measured influences.
+them again; their errors are predicted by the measured influences. What fp16 cannot hold is in the text as well.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from amp_graph.capture.sensitivity_sample import measure
+from amp_graph.capture.sensitivity_sample import Sample, captured_by, in_fp32, measure
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.calibrate import Measuring
 from amp_graph.numerics.compare import projected
+from amp_graph.passes.calibration.calibration import Calibration
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget, harm_of
-from amp_graph.passes.precision.machine_rates import machine_for
+from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
+from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost
 from amp_graph.policy import Policy
+from amp_graph.policy_words import ACCURACIES, DTYPES
 from amp_graph.search.proposals import Space
 from amp_graph.search.trials import Candidate
 
@@ -32,45 +36,99 @@ MULTIPLES = (0.5, 0.75, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0
 Step = Callable[[Any], Any]
 
 
-def space_of(model: torch.nn.Module, step: Step, policy: Policy, *, trains: bool) -> Space:
-    """Return what may be tried for ``model``; no plans but the default one if nothing of it is captured."""
+def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: bool) -> Space:
+    """Return what may be tried for ``model``; no plans but the default one if nothing of it is captured.
+
+    ``sample``: returns a number with gradients, also of a model that is not trained.
+    """
     device = device_of_model(model) or "cpu"
-    words: list[tuple[str, Any]] = (
-        [("skip_unprofitable", "true")] + [("level", "O2")] * trains + [("replay", True)] * (device == "cuda")
-    )
+    machine = machine_for(asked.device or device)
+    machine = machine if trains else replace(machine, keeps_weights=machine.device == "cpu")
+    dtype = asked.torch_dtype(device)
     try:
-        sampled = measure(model, policy, lambda one: loss_of(step(one)))
+        policy, note = _without_overflow(model, sample, asked)
+        sampled = measure(model, policy, sample)
     except CaptureError:
-        return Space([Candidate(str(policy))], {}, words)
-    machine, dtype = machine_for(policy.device or device), str(policy.torch_dtype(device)).removeprefix("torch.")
-    graphs = [(ErrorBudget(problem, machine, dtype), measured.of(problem)) for problem, measured in sampled]
+        return Space([Candidate(str(asked))], {}, _words(asked, device, trains, []))
+    graphs = [(ErrorBudget(problem, machine, _name(dtype)), measured.of(problem)) for problem, measured in sampled]
     harms = [harm_of(graph.made, graph.influence if found is None else found) for graph, found in graphs]
-    full = sum(graph.plans.point({LOW_ALWAYS}).cost for graph, _ in graphs)
-    by_rules = [graph.cut("autocast") for graph, _ in graphs]
+    full = sum(graph.plans.point({LOW_ALWAYS}).cost for graph, _ in graphs) or 1
     unit = sum(cost(harm, graph.autocast.low) for (graph, _), harm in zip(graphs, harms, strict=True))
-
-    def candidate(accuracy: str | float) -> tuple[Candidate, tuple[Point, ...]]:
-        points = tuple(
-            graph.within(accuracy) if isinstance(accuracy, float) else graph.cut(accuracy) for graph, _ in graphs
-        )
-        made = sum(cost(harm, point.low) for harm, point in zip(harms, points, strict=True))
-        text = str(policy if accuracy == "autocast" else replace(policy, accuracy=accuracy))
-        return Candidate(
-            text, sum(p.cost for p in points) / (full or 1), math.sqrt(made / unit) if unit else 0.0
-        ), points
-
     plans: dict[tuple[frozenset[int], ...], Candidate] = {}
-    for accuracy in ("autocast", *MULTIPLES, "fast"):
-        found, points = candidate(accuracy)
+    for one in _of_other_accuracies(policy, device):
+        points = [_point(graph, one) for graph, _ in graphs]
+        made = sum(cost(harm, point.low) for harm, point in zip(harms, points, strict=True))
+        error = math.sqrt(made / unit) if unit else 0.0
+        found = Candidate(str(one), sum(point.cost for point in points) / full, error)
         plans.setdefault(tuple(point.low for point in points), found)
     shares: defaultdict[str, float] = defaultdict(float)
-    for (graph, _), harm, point in zip(graphs, harms, by_rules, strict=True):
+    for (graph, _), harm, low in zip(graphs, harms, next(iter(plans)), strict=True):
         keys = node_keys(graph.problem.gm)
         for node, i in graph.made.of.items():
-            if i in point.low and node in keys:
-                casts = sum(term.price for term in harm.terms if i in term.lows and term.is_due(point.low))
+            if i in low and node in keys:
+                casts = sum(term.price for term in harm.terms if i in term.lows and term.is_due(low))
                 shares[keys[node]] += harm.low[i] + casts
-    return Space(list(plans.values()), {key: share for key, share in shares.items() if share}, words)
+    problems = [problem for problem, _ in sampled]
+    others = [
+        Candidate(
+            str(_without_overflow(model, sample, replace(asked, dtype=word))[0]),
+            sum(ErrorBudget(problem, machine, _name(other)).cut("autocast").cost for problem in problems) / full,
+            torch.finfo(other).eps / torch.finfo(dtype).eps,
+        )
+        for word, other in DTYPES.items()
+        if other != dtype and is_faster_in(machine, _name(other))
+    ]
+    words = _words(asked, device, trains, problems)
+    return Space([*plans.values(), *others], {key: share for key, share in shares.items() if share}, words, note)
+
+
+def _of_other_accuracies(policy: Policy, device: str) -> list[Policy]:
+    """Return ``policy``, and if it leaves the accuracy open, those of all others."""
+    planned = policy.planner == "mincut" and policy.op_list(device).unlisted == "opaque"
+    if not planned or (policy.accuracy, policy.skip_unprofitable) != ("autocast", ""):
+        return [policy]
+    named = [replace(policy, accuracy=one, skip_unprofitable=skip) for one in ACCURACIES for skip in ("", "true")]
+    return [*named, *(replace(policy, accuracy=one) for one in MULTIPLES)]
+
+
+def _point(graph: ErrorBudget, policy: Policy) -> Point:
+    if isinstance(policy.accuracy, str):
+        return graph.cut(policy.accuracy, policy.leaves == "true")
+    return graph.within(policy.accuracy)
+
+
+def _words(policy: Policy, device: str, trains: bool, problems: Sequence[Problem]) -> list[tuple[str, Any]]:
+    """Return the words that may pay on ``device``, for a model with such graphs, and that ``policy`` leaves open."""
+    names = {name for problem in problems for kind in problem.classes.values() for name in kind.names}
+    words: list[tuple[str, Any]] = (
+        [("replay", True)] * (device == "cuda")
+        + [("level", "O2")] * trains
+        + [("skip", ("channels_last",))] * any("conv" in name for name in names)
+        + [("recompute", "all")] * trains
+    )
+    return [(name, value) for name, value in words if getattr(policy, name) == getattr(Policy(), name)]
+
+
+def _without_overflow(model: torch.nn.Module, sample: Sample, policy: Policy) -> tuple[Policy, str]:
+    """Return ``policy``, which keeps in fp32 what its dtype cannot hold, if that is fp16; and a note of it."""
+    device = device_of_model(model) or "cpu"
+    if policy.torch_dtype(device) != torch.float16 or policy.calibration:
+        return policy, ""
+    measuring = Measuring(in_fp32(policy), device)
+    with captured_by(model, policy, measuring.take):
+        measuring.leaves.differentiate(model, sample(model))
+    measuring.end_batch()
+    out = Calibration(measuring.values).out_of_range()
+    kept = {key: why for key, why in out.items() if measuring.values[key].free and key not in policy.keep_ops}
+    if not kept:
+        return policy, ""
+    first, why = next(iter(kept.items()))
+    note = f"; {len(kept)} operations stay in fp32, as fp16 cannot hold their values: {first}: {why}"
+    return replace(policy, keep_ops=(*policy.keep_ops, *kept)), note
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def loss_of(out: Any) -> Any:

@@ -2,10 +2,12 @@
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 
+from amp_graph.policy import Policy
 from amp_graph.search.proposals import Space, propose
 from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of
 
@@ -76,12 +78,114 @@ def test_the_operations_that_spoil_every_plan_are_kept_in_fp32():
     assert found.policy == "bf16-O1,keep_ops=bad:linear"
 
 
-def test_words_are_tried_once_each_and_kept_where_they_are_faster():
-    times = {"bf16-O1": 0.7, "bf16-O1,skip_unprofitable=true": 0.6, "bf16-O2,skip_unprofitable=true": 0.8}
-    space = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, [("skip_unprofitable", "true"), ("level", "O2")])
-    trials = searched(space, lambda policy: (times[policy], UNIT), Goal(error=UNIT))
-    assert [one.policy for one in trials] == [FULL, *times]
-    assert best_of(trials, Goal(error=UNIT)).policy == "bf16-O1,skip_unprofitable=true"
+def test_operations_are_kept_in_fp32_also_where_a_slower_plan_is_exact_enough():
+    plans = [Candidate("bf16-O1", 0.4, 1.0), Candidate("bf16-O1,accuracy=0.5", 0.9, 0.3)]
+    space = Space(plans, {"bad:linear": 0.98, "a:linear": 0.01, "b:linear": 0.01})
+    goal, unit = Goal(error=0.5 * UNIT), UNIT
+    world = {"bf16-O1": (0.4, unit), "bf16-O1,accuracy=0.5": (0.9, 0.3 * unit)}
+    trials = searched(space, lambda policy: world.get(policy, (0.5, 0.15 * unit)), goal)
+    assert best_of(trials, goal).policy == "bf16-O1,keep_ops=bad:linear"
+
+
+def test_a_plan_that_is_predicted_a_little_too_inexact_is_measured_and_ends_the_plans_beyond_it():
+    errors = (1.0, 1.2, 1.3, 1.4)
+    plans = [Candidate(f"bf16-O1,accuracy={n}" if n else "bf16-O1", 0.9 - n / 10, e) for n, e in enumerate(errors)]
+    world, goal = measured_by(plans), Goal(error=1.0 * UNIT)
+    assert [one.policy for one in searched(Space(plans, {}), world, goal)] == [FULL, "bf16-O1", "bf16-O1,accuracy=1"]
+    better = {"bf16-O1,accuracy=1": (0.8, 1.0 * UNIT), "bf16-O1,accuracy=2": (0.7, 1.01 * UNIT)}
+    found = searched(Space(plans, {}), lambda policy: better.get(policy, world(policy)), goal)
+    assert best_of(found, goal).policy == "bf16-O1,accuracy=2"
+    assert not goal.is_met(found[-1])  # the control: the next plan is not exact enough
+
+
+WORDS = [("replay", True), ("level", "O2"), ("recompute", "all")]
+
+
+def by_words(**factors):
+    """Return a world in which each word takes its share of the time, if ``without`` another one."""
+
+    def world(policy):
+        asked, time = Policy.parse(policy), 0.7
+        for name, value in WORDS:
+            time *= factors.get(name, 1.0) if getattr(asked, name) == value else 1.0
+        return time, UNIT
+
+    return world
+
+
+def test_words_are_tried_in_the_best_policy_so_far_and_kept_where_they_are_faster():
+    space = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS)
+    trials = searched(space, by_words(replay=0.8, level=1.2, recompute=0.9), Goal(error=UNIT))
+    assert [one.policy for one in trials] == [
+        FULL, "bf16-O1", "bf16-O1,replay=true", "bf16-O2,replay=true", "bf16-O1,recompute=all,replay=true",
+    ]  # fmt: skip
+    assert best_of(trials, Goal(error=UNIT)) == trials[-1]
+
+
+def test_a_word_that_gains_only_together_with_another_one_is_found():
+    def world(policy):
+        asked = Policy.parse(policy)
+        return (0.5 if asked.replay and asked.level == "O2" else 0.6 if asked.replay else 0.7), UNIT
+
+    space = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, [("level", "O2"), ("replay", True)])
+    trials = searched(space, world, Goal(error=UNIT))
+    assert best_of(trials, Goal(error=UNIT)).policy == "bf16-O2,replay=true"
+
+
+def test_every_word_of_the_answer_was_measured_to_be_no_slower_than_the_other_value():
+    for seed in range(200):
+        draw = random.Random(seed)
+        times = defaultdict(lambda draw=draw: draw.uniform(0.4, 0.9))
+        space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
+        trials = searched(space, lambda policy, times=times: (times[policy], UNIT), goal)
+        answer = Policy.parse(best_of(trials, goal, 0.01).policy)
+        measured = {Policy.parse(one.policy): one.time for one in trials}
+        for name, value in WORDS:
+            values = {getattr(Policy(), name), value}
+            own = getattr(answer, name)
+            (other,) = values - {own}
+            pairs = [
+                (t, measured.get(replace(p, **{name: other}))) for p, t in measured.items() if getattr(p, name) == own
+            ]
+            assert any(without is not None and time <= without * 1.011 for time, without in pairs), (seed, name)
+        assert len(trials) <= 9
+
+
+def test_words_may_make_low_precision_pay_but_not_where_it_is_far_from_it():
+    space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
+    for first, tried in ((1.2, 3), (1.4, 2)):
+        world = {"bf16-O1": first}
+        trials = searched(space, lambda policy, world=world: (world.get(policy, 0.8), UNIT), goal)
+        assert len(trials) >= tried
+        assert (best_of(trials, goal).policy == FULL) == (first == 1.4)
+
+
+def test_a_step_that_takes_too_much_memory_is_tried_with_what_saves_memory_first():
+    space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT, memory=10)
+    trials = [Trial(FULL, 1.0, 0.0, memory=20), Trial("bf16-O1", 0.7, UNIT, memory=12)]
+    proposal = propose(space, trials, goal, 0.01, UNIT)
+    assert proposal is not None
+    assert proposal[0] == "bf16-O1,recompute=all"
+    light = [*trials, Trial(proposal[0], 0.8, UNIT, memory=8)]
+    assert best_of(light, goal).policy == "bf16-O1,recompute=all"
+
+
+def test_two_searches_whose_measurements_differ_by_noise_agree_within_it():
+    noise = 0.02
+    for seed in range(100):
+        plans, goal = drawn(seed), Goal(error=2 * UNIT)
+        world = measured_by(plans, gain=0.9)
+        true = lambda policy, world=world: world(policy)[0]  # noqa: E731
+        answers = []
+        for run in range(2):
+            draw = random.Random((seed, run).__hash__())
+            noisy = lambda policy, draw=draw, world=world: (  # noqa: E731
+                world(policy)[0] * draw.uniform(1 - noise / 2, 1 + noise / 2),
+                world(policy)[1],
+            )
+            best = best_of(searched(Space(plans, {}), noisy, goal, noise=noise), goal, noise)
+            answers.append(1.0 if best.policy == FULL else true(best.policy))
+        assert abs(answers[0] / answers[1] - 1) <= 3 * noise, seed
 
 
 def test_the_same_measurements_lead_to_the_same_proposals_from_any_point_on():

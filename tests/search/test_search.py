@@ -4,6 +4,11 @@ import copy
 import importlib
 import json
 import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +16,14 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import amp_graph
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.devices import machine_name
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, PolicyError
 from amp_graph.search.bench import Bench
 from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
 from amp_graph.search.trials import FULL, Goal, Trial
+from tests.search.made_up_times import low_takes
 
 
 class Cancels(nn.Module):
@@ -46,8 +53,7 @@ def step_of(seed=0):
 
 @pytest.fixture
 def _low_is_fast(monkeypatch):
-    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [0.5] * 7)
-    monkeypatch.setattr(Bench, "noise", 0.01)
+    low_takes(0.5, monkeypatch)
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -76,22 +82,88 @@ def test_a_layer_that_spoils_bf16_is_kept_in_fp32_and_the_rest_is_low():
 
 
 def test_where_low_precision_does_not_pay_fp32_is_the_answer(monkeypatch):
-    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [1.5] * 7)
-    monkeypatch.setattr(Bench, "noise", 0.01)
+    low_takes(1.5, monkeypatch)
     found = search(mlp(), step_of())
     assert found.policy == FULL
     assert len(found.trials) <= 5
     assert "keep fp32: the fastest other policy has 0.67 times its speed here" in found.text()
 
 
-@pytest.mark.usefixtures("_low_is_fast")
-def test_fp16_that_overflows_is_no_answer():
-    model = mlp()
+def test_where_times_are_noisy_the_answer_says_so(monkeypatch):
+    low_takes(0.8, monkeypatch, noise=0.6)
+    told = search(mlp(), step_of()).verdict()
+    assert told == "keep fp32: the fastest other policy has 1.25 times its speed here, which is within the noise of 60%"
+
+
+def overflowing():
+    """Return a model whose first linear leaves fp16's range, and the norm behind it comes back into it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
     with torch.no_grad():
         model[0].weight *= 3e5
-    found = search(model, step_of(), absolute=0.5, policy="fp16")
-    assert found.policy == FULL or found.best.error <= 0.5
-    assert math.isinf(next(one for one in found.trials if one.policy == "fp16-O1").error)
+    return model
+
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+
+
+def outputs_of(x):
+    def step(model):
+        with torch.no_grad():
+            return model(x)
+
+    return step
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+def test_fp16_keeps_in_fp32_what_overflows_and_the_text_of_the_policy_is_enough(trains, tmp_path):
+    model = overflowing().train(trains)
+    found = search(model, step_of() if trains else outputs_of(X), policy="fp16", absolute=0.01)
+    assert found.policy.startswith("fp16-O1,keep_ops=0:linear|")
+    assert found.best.error < 0.002  # bf16's is some 0.004
+    assert "fp16 cannot hold their values: 0:linear: its value: max " in found.text()
+    assert not {"2:linear", "4:linear"} & set(amp_graph.Policy.parse(found.policy).keep_ops)
+    assert not torch.isfinite(amp_graph.convert(overflowing(), "fp16")(X)).all()  # the control
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys, torch, amp_graph\nmodel = torch.load(sys.argv[1], weights_only=False)\n"
+        "x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))\nexact = model(x)\n"
+        "out = amp_graph.convert(model, sys.argv[2])(x)\nprint(float((out - exact).norm() / exact.norm()))"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path / "model.pt"), found.policy]
+    told = subprocess.run(run, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout
+    assert 0 < float(told) < 0.002
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("inside", [Cancels(64), nn.Linear(64, 64)], ids=["a layer that spoils bf16", "none"])
+def test_without_gradients_the_same_plans_are_proposed_for_a_frozen_model(inside):
+    model = mlp(copy.deepcopy(inside)).eval()
+    found = search(model, outputs_of(X), absolute=0.02, held_out=outputs_of(X + 1))
+    assert found.freeze
+    assert found.best.error <= 0.02
+    assert 0 < found.held_out <= 0.022
+    kept = {key.partition(":")[0] for key in amp_graph.Policy.parse(found.policy).keep_ops}
+    assert kept >= ({"2.first", "2.second"} if isinstance(inside, Cancels) else set())
+    assert not kept & {"0", "3", "5"}
+    assert not any(amp_graph.Policy.parse(one.policy).level == "O2" for one in found.trials)
+    converted = amp_graph.freeze(amp_graph.convert(model, found.policy))
+    with torch.no_grad():
+        assert torch.isfinite(converted(X)).all()
+
+
+def test_without_gradients_a_metric_sees_a_frozen_model(monkeypatch):
+    low_takes(0.5, monkeypatch)
+    seen = []
+
+    def metric(model):
+        seen.append(type(conversion_of(model)).__name__)
+        return 0.1
+
+    found = search(mlp().eval(), outputs_of(X), metric=metric, budget=0.2)
+    assert found.policy == "bf16-O1"
+    assert seen[:2] == ["NoneType", "FrozenConversion"]
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -143,6 +215,32 @@ def test_a_search_that_was_interrupted_goes_on_from_its_file(tmp_path):
     file.write_text("{}")
     with pytest.raises(AmpGraphError, match="holds no search"):
         search(mlp(), step_of(), absolute=0.02, state=file)
+
+
+def by_policy(text):
+    """Return a time that depends on nothing but the policy."""
+    return 0.3 + random.Random(text).random() / 2
+
+
+def test_killed_at_any_point_it_goes_on_to_the_same_proposals(tmp_path, monkeypatch):
+    low_takes(0.5, monkeypatch, time_of=by_policy)
+    model = mlp(Cancels(64), nn.Dropout(0.1))
+    torch.manual_seed(1)
+    whole = [one.policy for one in search(model, step_of(), absolute=0.02).trials]
+    assert len(whole) >= 4
+    for stop in range(1, len(whole)):
+        file, left = tmp_path / f"{stop}.json", iter(range(stop - 1))
+
+        def kill(line, left=left):
+            if next(left, None) is None:
+                raise MemoryError  # nothing more happens in a process that is killed
+
+        torch.manual_seed(1)
+        with pytest.raises(MemoryError):
+            search(model, step_of(), absolute=0.02, state=file, tell=kill)
+        torch.manual_seed(1 + stop)  # another process
+        rest = search(model, step_of(), absolute=0.02, state=file)
+        assert [one.policy for one in rest.trials] == whole, stop
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -206,6 +304,12 @@ WRONG = {
     "a step that draws data": (dict(step=random_step), AmpGraphError, "two runs of step on the same model differ"),
     "no tensor": (dict(step=lambda model: model(torch.ones(1, 32)).sum().item()), AmpGraphError, "returned a float"),
     "no call": (dict(step=lambda model: torch.ones(())), AmpGraphError, "does not call the model"),
+    "a loss that is NaN": (dict(step=lambda model: model(X).sum() * math.nan), AmpGraphError, "not finite in fp32"),
+    "an infinite gradient": (
+        dict(step=lambda model: (model(X) * 0).sqrt().sum()),
+        AmpGraphError,
+        "gradient of .* not fin",
+    ),
     "a metric that is NaN": (dict(metric=lambda model: math.nan, budget=1), AmpGraphError, "in fp32 is NaN"),
     "a negative budget": (dict(budget=-1), PolicyError, "no budget"),
     "two budgets": (dict(metric=lambda model: 0, absolute=1), PolicyError, "metric with absolute"),
@@ -220,6 +324,25 @@ def test_bad_input_gets_one_clear_error(name):
     with pytest.raises(kind, match=text) as raised:
         search(mlp(), **{"step": step_of(), **given})
     assert "fix:" in str(raised.value)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_budget_that_cannot_be_met_says_the_nearest():
+    found = search(mlp(), step_of(), absolute=1e-9)
+    assert found.policy == FULL
+    assert re.search(
+        r"keep fp32: no faster policy is good enough; the nearest is bf16-O.*, with an error of", found.text()
+    )
+    nearest = min(one.error for one in found.trials if one.policy != FULL)
+    assert f"with an error of {nearest:.3g}" in found.verdict()
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_model_that_trains_nothing_is_searched_as_for_inference():
+    found = search(mlp().requires_grad_(False), step_of())
+    assert found.policy == "bf16-O1"
+    assert found.freeze
+    assert "forward, without gradients, of a frozen model" in found.text()
 
 
 def test_a_converted_model_is_refused():

@@ -34,6 +34,7 @@ WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
 LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
 # what differs by more than the other is not measured more often than others
 TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
+LONG = 4.0  # seconds after which those that are close are not measured more often, either
 ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
 Values = dict[str, Tensor]
 
@@ -142,6 +143,7 @@ class Bench:
         """Return the most bytes that a step of ``model`` takes on CUDA, with its parameters and buffers; else 0."""
         if self.device != "cuda":
             return 0
+        model.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         others = torch.cuda.memory_allocated() - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
         self._once(model)
@@ -153,11 +155,12 @@ class Bench:
             taken = [self._seconds(one, 1) for one in (beside, model)]
         calls = max(1, int(TURN / max(min(taken), 1e-9)))
         found: list[float] = []
+        ends = _now(self.device) + LONG
         while len(found) < MOST:
             first, second = (model, beside) if len(found) % 2 else (beside, model)
             taken = [self._seconds(first, calls), self._seconds(second, calls)]
             found.append(taken[0] / taken[1] if first is model else taken[1] / taken[0])
-            close = 1 / DIFFERS < statistics.median(found) < DIFFERS
+            close = 1 / DIFFERS < statistics.median(found) < DIFFERS and _now(self.device) < ends
             if (len(found) >= LEAST and min(found) > LOSES) or (len(found) >= TURNS and not close):
                 break
         return found

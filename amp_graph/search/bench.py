@@ -34,7 +34,7 @@ WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
 LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
 # what differs by more than the other is not measured more often than others
 TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
-LONG = 4.0  # seconds after which those that are close are not measured more often, either
+LONG = 4.0  # seconds after which no more turns are taken than the least: those of slow steps differ less
 ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
 Values = dict[str, Tensor]
 
@@ -160,8 +160,9 @@ class Bench:
             first, second = (model, beside) if len(found) % 2 else (beside, model)
             taken = [self._seconds(first, calls), self._seconds(second, calls)]
             found.append(taken[0] / taken[1] if first is model else taken[1] / taken[0])
-            close = 1 / DIFFERS < statistics.median(found) < DIFFERS and _now(self.device) < ends
-            if (len(found) >= LEAST and min(found) > LOSES) or (len(found) >= TURNS and not close):
+            close = 1 / DIFFERS < statistics.median(found) < DIFFERS
+            is_clear = min(found) > LOSES or _now(self.device) > ends
+            if (len(found) >= LEAST and is_clear) or (len(found) >= TURNS and not close):
                 break
         return found
 

@@ -72,7 +72,7 @@ def _next_plan(
     gain = statistics.median([(1 - trial.time) / (1 - plan.time) for plan, trial in ran if plan.time < 1] or [1.0])
     errors = [trial.error / (plan.error * unit) for plan, trial in ran if plan.error * unit > 0]
     worse = statistics.median(errors or [1.0]) * unit
-    refuted = min((plan.error for plan, trial in known if not goal.is_exact(trial)), default=math.inf)
+    refuted = min((plan.error for plan, trial in ran if not goal.is_exact(trial)), default=math.inf)
     slowest, most = best.time * (1 - noise if best.policy == FULL else DOUBT_OF_TIME), goal.error * SAME
     left = []
     for plan in space.plans:

@@ -16,7 +16,7 @@ from amp_graph.cli.script_steps import STEPS, first_steps
 from amp_graph.errors import AmpGraphError
 from amp_graph.policy import Policy
 from amp_graph.run.script import execute, script_target
-from amp_graph.search.bench import Bench
+from tests.search.made_up_times import low_takes
 
 HEAD = """
 import sys
@@ -247,8 +247,7 @@ def test_what_the_script_raises_is_raised(tmp_path, capsys):
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
 def test_the_command_says_how_to_train_with_the_answer(tmp_path, capsys, monkeypatch, steps):
-    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [0.5] * 7)
-    monkeypatch.setattr(Bench, "noise", 0.01)
+    low_takes(0.5, monkeypatch)
     path = written(tmp_path, HEAD + STYLES["a criterion"])
     files = ["--state", str(tmp_path / "state.json"), "--report", str(tmp_path / "search.html")]
     words = ["search", "--budget", "2", *files]

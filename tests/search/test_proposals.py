@@ -170,6 +170,13 @@ def test_a_step_that_takes_too_much_memory_is_tried_with_what_saves_memory_first
     assert best_of(light, goal).policy == "bf16-O1,recompute=all"
 
 
+def test_where_fp16_fails_the_other_dtype_is_tried():
+    space = Space([Candidate("fp16-O1", 0.6, 1.0), Candidate("bf16-O1", 0.6, 8.0)], {}, WORDS)
+    world = {"fp16-O1": (math.inf, math.inf)}
+    trials = searched(space, lambda policy: world.get(policy, (0.6, UNIT)), Goal(error=8 * UNIT))
+    assert best_of(trials, Goal(error=8 * UNIT)).policy == "bf16-O1"
+
+
 def test_two_searches_whose_measurements_differ_by_noise_agree_within_it():
     noise = 0.02
     for seed in range(100):

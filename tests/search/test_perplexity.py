@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import amp_graph
-from amp_graph.search.bench import Bench
 from amp_graph.search.search import search
 from amp_graph.search.trials import FULL
+from tests.search.made_up_times import low_takes
 
 CONTEXT, LETTERS = 16, 96
 PARTS = {"train": slice(0, 300_000), "chosen": slice(300_000, 330_000), "third": slice(330_000, 360_000)}
@@ -77,8 +77,7 @@ def trained(kind):
     ids=["plain", "one layer that spoils bf16", "loose enough for that layer"],
 )
 def test_the_budget_holds_on_a_third_part(monkeypatch, kind, ratio, default):
-    monkeypatch.setattr(Bench, "_ratios", lambda bench, model: [0.5] * 7)
-    monkeypatch.setattr(Bench, "noise", 0.01)
+    low_takes(0.5, monkeypatch)
     model = trained(kind)
     exact = {part: perplexity(model, part) for part in PARTS}
     assert exact["third"] < 20  # it has learned: a uniform guess has 96

@@ -89,11 +89,11 @@ def row(name: str, way: str, given: argparse.Namespace, seconds: float) -> str:
     bench, goal = Bench(model, step, None), Goal(error=found.goal.error)
     best, count = best_of_random(bench, goal, given.draws, ends - time.monotonic())
     # The fastest of many draws is fast by luck as well.
-    pair = [bench.converted(one, found.policy, best) for one in (found.policy, best)]
+    pair = [bench.converted(one, found.best.policy, best) for one in (found.best.policy, best)]
     ratio = statistics.median(one for _ in range(TURNS) for one in bench.ratios(*pair))
     speed = 1 / statistics.median(bench.ratios(pair[0], bench.plain))
     cells = (
-        name, way, found.policy, len(found.trials), f"{speed:.2f}", best, count, f"{ratio:.3f}",
+        name, way, found.best.policy, len(found.trials), f"{speed:.2f}", best, count, f"{ratio:.3f}",
         f"{found.best.error / found.goal.error:.2f}", f"{found.held_out / found.goal.error:.2f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

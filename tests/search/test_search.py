@@ -162,7 +162,7 @@ def test_without_gradients_a_metric_sees_a_frozen_model(monkeypatch):
         return 0.1
 
     found = search(mlp().eval(), outputs_of(X), metric=metric, budget=0.2)
-    assert found.policy == "bf16-O1"
+    assert found.best.policy == "bf16-O1"
     assert seen[:2] == ["NoneType", "FrozenConversion"]
 
 
@@ -340,7 +340,7 @@ def test_a_budget_that_cannot_be_met_says_the_nearest():
 @pytest.mark.usefixtures("_low_is_fast")
 def test_a_model_that_trains_nothing_is_searched_as_for_inference():
     found = search(mlp().requires_grad_(False), step_of())
-    assert found.policy == "bf16-O1"
+    assert found.best.policy == "bf16-O1"
     assert found.freeze
     assert "forward, without gradients, of a frozen model" in found.text()
 

@@ -99,20 +99,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def trace_node(
-    node: Node,
-    mode: FakeTensorMode,
-    decompose: frozenset[OpOverload] = frozenset(),
-    *,
-    symbolic: bool = False,
-) -> GraphModule:
-    """Return the node's own small graph of ATen operations, one placeholder per tensor argument.
-
-    Symbolic sizes are traced as numbers, in a separate fake mode: they do not decide which operations run, and
-    tracing must not add guards to the user's sizes. ``symbolic`` keeps them, for a graph that will run; then a
-    symbolic number is an input, like a tensor.
-    """
-    flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
+def trace_node(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> GraphModule:
+    """Return the node's own small graph of ATen operations, one placeholder per tensor argument and symbolic number."""
+    flat, spec = tree_flatten(argument_values(node))
     places: dict[int, list[int]] = {}
     for i, leaf in enumerate(flat):
         if isinstance(leaf, (torch.Tensor, torch.SymInt)):
@@ -126,14 +115,18 @@ def trace_node(
         return call_node(node, *tree_unflatten(leaves, spec))
 
     table = {op: DECOMPOSITIONS.get(op, op.decompose) for op in decompose}
-    with tracing_fake(mode, symbolic=symbolic):
+    with tracing_fake(mode):
         # Detached: in the user's no_grad, an in-place operation on a leaf that requires a gradient is legal.
         given = [f.detach() if isinstance(f := flat[same[0]], torch.Tensor) else f for same in places.values()]
         return make_fx(call, pre_dispatch=True, decomposition_table=table)(*given)
 
 
 def argument_leaves(node: Node, mode: FakeTensorMode, *, symbolic: bool) -> tuple[list[Any], TreeSpec, FakeTensorMode]:
-    """Return the leaves of the node's arguments, their structure, and the fake mode of their tensors."""
+    """Return the leaves of the node's arguments, their structure, and the fake mode of their tensors.
+
+    Without ``symbolic``, sizes are numbers, in a separate fake mode: they do not decide which operations run, and
+    tracing must not add guards to the user's sizes.
+    """
     flat, spec = tree_flatten(argument_values(node))
     if not symbolic and any(_is_symbolic(leaf) for leaf in flat):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -170,7 +163,7 @@ def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
 
 
 def traced_inputs(node: Node) -> list[Node]:
-    """Return the nodes for the placeholders of ``trace_node(..., symbolic=True)``, in order."""
+    """Return the nodes for the placeholders of ``trace_node``, in order."""
     flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
     found: dict[int, Node] = {}
     for leaf in flat:

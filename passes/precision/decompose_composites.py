@@ -88,7 +88,7 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
     ``node`` is planned, its operations are planned as it was.
     """
     with Attempt() as tried:
-        small = trace_node(node, mode, decompose, symbolic=True)
+        small = trace_node(node, mode, decompose)
     if tried.error is not None:  # torch cannot trace some symbolic sizes; the caller reports the node as skipped
         return None
     taken_apart = all(u.op == "call_function" and u.target is operator.getitem for u in node.users)

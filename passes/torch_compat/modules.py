@@ -20,13 +20,13 @@ from torch.nn.utils.stateless import _reparametrize_module  # 2.11 - 2.13
 CHECKPOINTED = "_checkpoint_wrapped_module"  # the name of what ``checkpoint_wrapper`` was given, in it; 2.11 to 2.13
 
 
-def plain_attribute(module: Module, name: str, default: Any = None) -> Any:
-    """Return the value that ``module``, or its class, stores under ``name``; ``default`` if code computes it."""
+def plain_attribute(module: Module, name: str) -> Any:
+    """Return the value that ``module``, or its class, stores under ``name``; None if code computes it."""
     if name in module.__dict__:
         return module.__dict__[name]
     kind = next((kind for kind in type(module).__mro__ if name in kind.__dict__), None)
     if kind is None or hasattr(type(kind.__dict__[name]), "__get__"):
-        return default
+        return None
     return kind.__dict__[name]
 
 

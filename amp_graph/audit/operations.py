@@ -45,6 +45,7 @@ from amp_graph.passes.torch_compat.autograd import (
 )
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
 from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.run.call_site import caller_of_torch
 
 DEVICES = ("cpu", "cuda")
 _ATEN = torch.ops.aten
@@ -192,7 +193,8 @@ class Operations(TorchDispatchMode):
             return Call(operator, path, place, "backward", given, "", region)
         path, place = module or "", self.places.of(frame)
         library = self.places.library_of(frame) if operator == CONVERSION else ""
-        self._begin_group((id(frame), None if frame is None else frame.f_lasti))
+        outer = caller_of_torch(frame)  # frames of functions that hand calls on have one address, one after the other
+        self._begin_group((id(outer), None if outer is None else outer.f_lasti))
         # The first one that meets a number made its node; those that make none meet that of the node before.
         self._forward.setdefault(next_sequence_number() - 1, (path, place))
         is_update = self.updates and not self.training.records  # a closure's forward has gradients

@@ -21,6 +21,13 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def caller_of_torch(frame: FrameType | None) -> FrameType | None:
+    """Return ``frame``, or, of functions that hand a call on, the one that they stand for."""
+    while frame is not None and frame.f_code.co_name in HANDED_ON:
+        frame = frame.f_back
+    return frame
+
+
 class Place(NamedTuple):
     """A line of code; ``file`` as it can be opened from the current folder."""
 
@@ -60,8 +67,7 @@ class Places:
 
     def library_of(self, frame: FrameType | None) -> str:
         """Return "transformers.modeling:70 (forward)", the function that calls torch; "" if it is the user's own."""
-        while frame is not None and frame.f_code.co_name in HANDED_ON:
-            frame = frame.f_back
+        frame = caller_of_torch(frame)
         if frame is None or frame.f_code.co_filename.startswith("<") or self._named(frame)[1]:
             return ""
         return f"{frame.f_globals.get('__name__', '')}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -11,7 +12,7 @@ from typing import Any
 from amp_graph.audit.audit_html import audit_page
 from amp_graph.audit.audit_text import audit_text, unseen_lines
 from amp_graph.audit.codes import CODES
-from amp_graph.audit.precision_table import Row, between_ranks, outside_of_models, rows_of
+from amp_graph.audit.precision_table import Row, between_ranks, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
 from amp_graph.audit.speed.plan import PlanLines
 from amp_graph.passes.native.output_file import write_or_refuse
@@ -55,7 +56,7 @@ class AuditReport:
         unlike = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
         return AuditReport(
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
-            between_ranks=between_ranks(training), outside_of_models=outside_of_models(training),
+            between_ranks=between_ranks(training), outside_of_models=Counter(training.outside),
             unseen=list(training.unseen), seconds={"looked_at": _median(looked), "others": _median(unlike)},
             plan=PlanLines(training), **others,
         )  # fmt: skip

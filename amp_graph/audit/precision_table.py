@@ -1,11 +1,12 @@
 """The table of precisions: for each module, the dtypes that are stored, computed in, and kept of gradients and states.
 
 Rows are made from what was counted in the looked-at steps, and from the parameters and the optimizers' states as they
-are when the report is made. ``folded`` makes one of the rows of equal layers.
+were at the end of these: models may be gone when the report is made. ``folded`` makes one of the rows of equal layers.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -52,14 +53,25 @@ class Row:
         return {one.name: getattr(self, one.name) for one in fields(self)[2:]}
 
 
-def rows_of(training: Training) -> list[Row]:
-    """Return a row for each module that has parameters or ran operations, in the order of the models."""
+def take_stock(training: Training, *, is_over: bool = False) -> None:
+    """Note the dtypes and bytes of what models and optimizers keep; when it ``is_over``, of models without a note."""
     found: dict[str, Row] = {}
     states, names = _states(training), training.parameter_names()
+    if not (is_over and training.stored):
+        updated = (p for one in list(training.optimizers) for group in one.param_groups for p in group["params"])
+        training.outside = Counter()
+        for p in (p for p in updated if id(p) not in names):
+            training.outside[dtype_name(p.dtype)] += _bytes(p)
     for model in list(training.models):
         for p in model.parameters():
             if (name := names.pop(id(p), None)) is not None:  # else it was counted in another model
                 _store(_row(found, name.rpartition(".")[0]), p, training.gradients, states.get(id(p), ()))
+    training.stored = found | training.stored if is_over else training.stored | found
+
+
+def rows_of(training: Training) -> list[Row]:
+    """Return a row for each module that has parameters or ran operations, in the order of the models."""
+    found = copy.deepcopy(training.stored)
     for call, totals in training.calls.items():
         if call.phase != "update" and call.output and not call.operator.startswith(BETWEEN_RANKS):
             _compute(_row(found, call.module), call, totals, training)
@@ -123,15 +135,6 @@ def between_ranks(training: Training) -> dict[str, Totals]:
             name = call.operator.split(".")[1].strip("_")
             one = found.setdefault(f"{name} {call.inputs[0]}", Totals())
             one.calls, one.bytes = one.calls + totals.calls, one.bytes + totals.bytes
-    return found
-
-
-def outside_of_models(training: Training) -> Counter[str]:
-    """Return the bytes by dtype of what optimizers update and no model has: masters, as apex and Megatron keep them."""
-    names, found = training.parameter_names(), Counter[str]()
-    for optimizer in list(training.optimizers):
-        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) not in names):
-            found[dtype_name(p.dtype)] += _bytes(p)
     return found
 
 

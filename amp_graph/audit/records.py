@@ -20,6 +20,7 @@ from amp_graph.run.call_site import Places as Places
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from amp_graph.audit.precision_table import Row
     from amp_graph.audit.speed.model_sketch import ModelCall, Sketch
 
 LEVELS = ("note", "warning", "error")  # of findings, the least first
@@ -118,6 +119,8 @@ class Training:
     update, by the ``id`` of the parameter. ``group``: a number of the call of torch that dispatched the last operation,
     with its casts. ``records``: whether gradients were on then.
     ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why there is none.
+    ``stored``: what modules with parameters keep, ``outside``: bytes by dtype of what optimizers update and no model
+    has, masters, as apex and Megatron keep them; both as at the end of the last looked-at step.
     ``unseen``: what was not looked at, and why. ``off``: disabled scalers that were given losses, in words, each with
     the one to make.
     """
@@ -139,6 +142,8 @@ class Training:
         default_factory=weakref.WeakKeyDictionary
     )
     sketches: dict[int, Sketch | str] = field(default_factory=dict)
+    stored: dict[str, Row] = field(default_factory=dict)
+    outside: Counter[str] = field(default_factory=Counter)
     unseen: dict[str, None] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
 

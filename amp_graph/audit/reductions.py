@@ -63,6 +63,7 @@ class Reductions(Watcher):
         self._backward = NOWHERE  # the line of this step's
         self._sharded = NOWHERE  # the line of the last
         self._ranks = 1
+        self._odd: dict[str, list[Finding]] = {}  # layers that are unlike their sisters, by the name of their model
 
     def heard(self, event: Event) -> None:
         """Remember where models were wrapped, and where backward began."""
@@ -90,6 +91,7 @@ class Reductions(Watcher):
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the next step: what is reduced before its backward is no gradient."""
         self._backward = NOWHERE
+        self._compare_sisters()
 
     def findings(self) -> Iterator[Finding]:
         """Yield the low reductions, and sisters in different dtypes."""
@@ -109,8 +111,9 @@ class Reductions(Watcher):
                 level="note" if asked else "warning", ranks=self._ranks, dtype=dtype, reductions=count,
                 bytes=size,
             )  # fmt: skip
-        for model in list(self.training.models):
-            yield from self._sisters(model)
+        self._compare_sisters()
+        for odd in self._odd.values():
+            yield from odd
 
     def _cause(self, call: Call) -> tuple[str, Wrapped]:
         """Return what reduces: in backward, a hook of DDP, DDP itself or FSDP; else the script."""
@@ -124,6 +127,10 @@ class Reductions(Watcher):
             if groups := [group for m in models for group in every_group(m)]:
                 return "AMP904", Wrapped(self._backward, policy=_words(groups[0].mp_policy))
         return "AMP901", Wrapped(call.place if call.place != NOWHERE else self._backward)
+
+    def _compare_sisters(self) -> None:
+        """Compare the layers of the models that are there: those of a function are gone when it has returned."""
+        self._odd |= {name: list(self._sisters(model)) for model, name in list(self.training.models.items())}
 
     def _sisters(self, model: Module) -> Iterator[Finding]:
         """Yield the parameters of a model over ranks whose dtype is not that of the same one in other layers."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
+from amp_graph.audit.precision_table import take_stock
 from amp_graph.audit.records import NOWHERE, Event, Place, Places, Region, Training, Watcher, dtype_name
 from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
@@ -106,6 +107,7 @@ class Audit:
     def report(self) -> AuditReport:
         """Return what was seen so far."""
         draw_sketches(self.training)
+        self._take_stock(is_over=True)
         findings = []
         for watcher in self.watchers:
             with Attempt() as tried:
@@ -113,16 +115,21 @@ class Audit:
             self._failed(watcher, tried)
         kept = loud(findings, self.ignored, self._folder)
         wrong = unknown_codes(self._places.files, self._folder)
-        self.training.unseen |= dict.fromkeys([*wrong, *self._compiled(), *_other_ranks()])
+        self.training.unseen |= dict.fromkeys([*wrong, *_other_ranks()])
         silenced = len(findings) - len(kept)
         asked = {"looks": sorted(self.looks), "every": self.every}
         return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, **asked)
 
-    def _compiled(self) -> Iterator[str]:
-        for model in list(self.training.models):
-            names = [name for name, part in model.named_modules() if is_compiled(part)]
-            if names:
-                yield f"the operations of compiled modules: {folded_paths(names)} of {type(model).__name__}"
+    def _take_stock(self, *, is_over: bool = False) -> None:
+        """Note what models and optimizers keep, and which modules are compiled."""
+        with Attempt() as tried:
+            take_stock(self.training, is_over=is_over)
+            for model in list(self.training.models):
+                if names := [name for name, part in model.named_modules() if is_compiled(part)]:
+                    where = f"{folded_paths(names)} of {type(model).__name__}"
+                    self.training.unseen[f"the operations of compiled modules: {where}"] = None
+        if tried.error is not None:
+            self.training.unseen[f"what models and optimizers keep: {tried.reason}"] = None
 
     # -- steps ----------------------------------------------------------------------------------------
 
@@ -145,6 +152,8 @@ class Audit:
         self.training.steps += 1
         if self.training.steps in self.training.looked_at or len(self.seconds) < MOST_TIMED:
             self.seconds[self.training.steps] = time.perf_counter() - self._began
+        if self.training.steps in self.training.looked_at:  # before a function returns that has the models
+            self._take_stock()
         draw_sketches(self.training)
         if self.training.steps == self.stop_after:
             raise StepsAreOver

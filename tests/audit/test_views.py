@@ -1,7 +1,9 @@
 """The views of an audit: text at 80 columns, the table of precisions, the page, and the data with its keys."""
 
+import gc
 import json
 import re
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -254,6 +256,53 @@ def test_masters_of_a_level_and_of_an_optimizer_are_shown():
     report = audit.report()
     assert report.outside_of_models == {"float32": 4 * (16 * 16 + 16)}
     assert "updated by optimizers, but of no model (masters?): fp32, 1.1 KiB" in report.text()
+
+
+@pytest.mark.parametrize("keeps_optimizer", [False, True])
+def test_what_a_function_trained_has_the_rows_of_a_model_that_is_still_there(keeps_optimizer):
+    def train(model, optimizer):
+        for _ in range(4):
+            loss = model(torch.randn(8, 16).bfloat16()).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def made():
+        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)).bfloat16()
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def train_and_return():
+        model, optimizer = made()
+        train(model, optimizer)
+        return optimizer if keeps_optimizer else weakref.ref(optimizer)
+
+    with amp_graph.audit() as there:
+        kept = made()
+        train(*kept)
+    with amp_graph.audit() as gone:
+        rest = train_and_return()
+        gc.collect()
+    assert not gone.training.models
+    assert keeps_optimizer or rest() is None
+    there, gone = there.report(), gone.report()
+    fc = rows_by_name(gone)["0"]
+    assert (fc.parameters, fc.gradients, fc.states) == ({"bfloat16": 544}, {"bfloat16": 544}, {"bfloat16": 1088})
+    assert gone.rows == there.rows
+    assert gone.outside_of_models == there.outside_of_models == {}
+
+
+def test_compiled_modules_of_a_model_that_is_gone_are_named():
+    def train():
+        model = nn.Sequential(torch.compile(nn.Linear(16, 4), backend="eager"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(2, 16)).sum().backward()
+            optimizer.step()
+
+    with amp_graph.audit() as audit:
+        train()
+        gc.collect()
+    assert "the operations of compiled modules: 0 of Sequential" in audit.report().unseen
 
 
 def test_the_report_is_honest_about_what_it_did_not_see():

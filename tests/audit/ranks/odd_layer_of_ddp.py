@@ -18,15 +18,19 @@ class Tower(nn.Module):
         return x.float()
 
 
-torch.manual_seed(0)
-tower = Tower(3).bfloat16()
-if sys.argv[1] == "faulty":
-    tower.blocks[1].float()
-model = DistributedDataParallel(tower)  # expect: AMP905
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    loss = model(torch.randn(4, 12)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+def main():
+    torch.manual_seed(0)
+    tower = Tower(3).bfloat16()
+    if sys.argv[1] == "faulty":
+        tower.blocks[1].float()
+    model = DistributedDataParallel(tower)  # expect: AMP905
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.randn(4, 12)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+
+
+main()  # after which the model is gone

@@ -121,10 +121,12 @@ class Operations(TorchDispatchMode):
     def _see_model(self, frame: FrameType | None, *, begins: bool = True) -> None:
         """Tell of the end of one call of a model, and of the beginning of another; ``frame``: of the one that runs.
 
-        A call is the ``id`` of its frame, which would keep the arguments alive, and where it stands in its caller: the
-        next frame may get the same one.
+        A call is the ``id`` of its frame, which would keep the arguments alive, where it stands in its caller, and the
+        model: the next frame may get the same one, in a loop over models too.
         """
-        running = () if frame is None else (id(frame), frame.f_back.f_lasti if frame.f_back is not None else 0)
+        running: tuple[int, ...] = ()
+        if frame is not None:
+            running = id(frame), frame.f_back.f_lasti if frame.f_back is not None else 0, id(frame.f_locals["self"])
         if self._outermost not in ((), running):
             self._outermost = ()
             self.heard("model.call", {}, sys._getframe(1), True, None)

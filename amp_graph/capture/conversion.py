@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
-from amp_graph.capture.diagnostics import Diagnostics, TwoDtypes
+from amp_graph.capture.diagnostics import Diagnostics, TwoDtypes, failed_at
 from amp_graph.capture.dynamo_backend import Captured, Compile
 from amp_graph.capture.low_gathers import Unit, follow
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
@@ -33,7 +33,7 @@ from amp_graph.capture.sharded_parts import parts_between_units
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
-from amp_graph.lists.errors import Undo, first_line
+from amp_graph.lists.errors import Undo
 from amp_graph.model_state import CONVERSION
 from amp_graph.optim.master_weights import copy_masters, widened
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE, WIDENED
@@ -275,7 +275,7 @@ class Conversion:
             self._partial.add(mode_of(self.model, args, kwargs))
             self.plain.widens = True
             what = f"an operation has operands of two dtypes: such calls run without graphs, {self.plain.how}"
-            self.diagnostics.warn(what, first_line(stopped.__cause__), only_note=self.plain.region is not None)
+            self.diagnostics.warn(what, failed_at(stopped.__cause__), only_note=self.plain.region is not None)
         except dynamo_errors.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AmpGraphError):
                 raise error.inner_exception from None

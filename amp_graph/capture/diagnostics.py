@@ -38,6 +38,7 @@ TORCH = os.path.dirname(torch.__file__)
 STDLIB = os.path.dirname(os.__file__)
 MIXED = re.compile(r"dtype|scalar type|Half|BFloat16")  # errors of operands of two dtypes
 TRACE = "\nfrom user code:"  # Dynamo appends the lines on the way to an error, which may well say "dtype"
+LINE = re.compile(r'File "(.+)", line (\d+)')
 HERE = os.path.dirname(os.path.dirname(__file__))
 # What the causes say where nothing was captured, and what helps; the first that matches.
 FIXES = (
@@ -120,10 +121,11 @@ class Diagnostics(CaptureListener):
     # -- reports ------------------------------------------------------------------------------------------
 
     def warn(self, what: str, causes: str = "", *, only_note: bool = False, fix: str = "") -> None:
-        """Report ``what`` once, with its causes; raises CaptureError if strict."""
-        if self.silent:
-            return
+        """Report ``what`` once, with its causes; raises CaptureError if strict, and is a note alone if silent."""
         message = f"{what}: {causes}" if causes else what
+        if self.silent:
+            self.note(message)
+            return
         text = f"amp_graph: {type(self.model).__name__}: {message}"
         if self.strict:
             raise CaptureError(text + "\n  fix:   see amp_graph.report(model); strict=False makes this a warning")
@@ -209,6 +211,14 @@ def break_at(reason: str, stack: Any) -> Place:
     told = first_line(reason) + (f": {explained.group(1).strip()}" if explained else "")
     own = [s for s in stack or () if not s.filename.startswith((HERE, TORCH))]
     return Place(f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: {own[-1].line}" if own else "", told)
+
+
+def failed_at(error: object) -> str:
+    """Return the user's line of a failed trace, and the error that Dynamo met there."""
+    text, _, trace = str(error).partition(TRACE)
+    met = re.search(r": got (\w+)\(['\"](.*)['\"]\)$", text, re.MULTILINE)
+    lines = [f"{file}:{n}: " for file, n in LINE.findall(trace) if not file.startswith((HERE, TORCH))]
+    return "".join(lines[-1:]) + (": ".join(met.groups()) if met else first_line(error))
 
 
 def fix_of(causes: str) -> str:

@@ -53,8 +53,9 @@ def captured_by(
         finally:
             made.detach()
     if caller and not made.runs:
+        why = "".join(f": {note}" for note in made.diagnostics.notes[:1])
         raise CaptureError(
-            f"{caller}: no graph of {type(model).__name__} was captured, so nothing can be measured\n"
+            f"{caller}: no graph of {type(model).__name__} was captured, so nothing can be measured{why}\n"
             "  fix:   amp_graph.report(amp_graph.convert(model)) after a call says why"
         )
 

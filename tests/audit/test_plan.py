@@ -143,13 +143,13 @@ def lines_under_autocast(model, dtype):
 @pytest.mark.parametrize(
     ("machine", "dtype", "advice"),
     [
-        ("cpu_amx", torch.bfloat16, 'to have it: model = amp_graph.convert(model, "bf16")'),
+        ("cpu_amx", torch.bfloat16, "nothing is predicted to be gained over what runs"),
         ("cpu", torch.bfloat16, "keep float32 for these sizes on cpu, and turn torch.autocast off"),
         ("cpu", torch.float16, "keep float32 for these sizes on cpu, and turn torch.autocast off"),
         ("cpu_amx", torch.float16, r'in bf16 .* times float32\'s: model = amp_graph.convert(model, "bf16")'),
     ],
 )
-def test_under_autocast_the_advice_is_to_convert_to_turn_it_off_or_another_dtype(machine, dtype, advice, monkeypatch):
+def test_under_autocast_the_advice_is_to_keep_it_to_turn_it_off_or_another_dtype(machine, dtype, advice, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
     *_, said, measure = lines_under_autocast(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), dtype)
     assert re.fullmatch(advice.replace("(", r"\(").replace(")", r"\)"), said)
@@ -157,15 +157,94 @@ def test_under_autocast_the_advice_is_to_convert_to_turn_it_off_or_another_dtype
 
 
 @pytest.mark.by_profit
-@pytest.mark.parametrize(("seconds", "is_kept"), [(0.95, False), (1.1, True)])
-def test_a_plan_that_is_predicted_slower_than_autocast_is_not_held_against_it(seconds, is_kept):
-    """Predictions know less of a plan's kernels than of autocast's."""
+@pytest.mark.parametrize(
+    ("autocast", "seconds", "advice"),
+    [
+        (0.50, 0.40, "to have it: "),
+        (0.50, 0.49, "nothing is predicted to be gained"),  # both are predicted, and not that well
+        (0.50, 0.95, "nothing is predicted to be gained"),  # predictions know less of a plan's kernels
+        (0.95, 1.10, "nothing is predicted to be gained"),
+        (1.50, 1.10, "keep float32 for these sizes on cpu, and turn torch.autocast off"),
+        (1.50, 0.90, "to have it: "),
+    ],
+)
+def test_a_change_is_advised_where_it_is_predicted_to_gain_over_what_runs(autocast, seconds, advice):
     training = Training(regions=[Region(NOWHERE, "cpu", "bfloat16", enabled=True, outer=-1)])
     sketch = sketch_of(nn.Linear(4, 4), call_of((torch.ones(1, 4),), {}))
-    found = Planned("cpu", seconds=seconds, autocast=0.5, full=1.0)
-    lines = list(lines_of_plans(found, [sketch], training, "bf16"))
-    assert ("keep float32" in lines[-2]) == is_kept
-    assert ("to have it: " in lines[-2]) != is_kept
+    found = Planned("cpu", seconds=seconds, autocast=autocast, full=1.0)
+    assert list(lines_of_plans(found, [sketch], training, "bf16"))[-2].startswith(advice)
+
+
+@pytest.mark.by_profit
+def test_a_model_in_low_precision_is_not_told_to_keep_float32(monkeypatch):
+    monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / "cpu.toml"))
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+    assert audit.report().plan[4] == "nothing is predicted to be gained over what runs"
+
+
+class Reads(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x) * float(x.detach().float().numpy().sum())
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(64, 64, 1), nn.Conv1d(64, 64, 1)
+
+    def forward(self, x):
+        return self.second(self.first(x).bfloat16())
+
+
+def trained(models, x):
+    """Return the plan of a training of ``models`` under autocast, each one called with what the one before returned."""
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    with Audit() as audit:
+        for _ in range(3):
+            y = x
+            with torch.autocast("cpu", torch.bfloat16):
+                for model in models:
+                    y = model(y)
+            y.float().square().mean().backward()
+            optimizer.step()
+    return list(audit.report().plan)
+
+
+@pytest.mark.by_profit
+def test_an_input_that_autocast_lowered_is_planned_as_outside_of_autocast():
+    lines = trained([nn.Conv1d(64, 64, 1), Names()], torch.randn(4, 64, 256))
+    assert lines[0].startswith("amp_graph.convert would run Conv1d, Names in bf16")
+    assert not [line for line in lines if "not planned" in line]
+
+
+class Names(nn.Conv1d):
+    def __init__(self):
+        super().__init__(64, 64, 1)
+
+
+@pytest.mark.by_profit
+@pytest.mark.parametrize(
+    ("model", "x", "why"),
+    [
+        (Reads(8, 8), torch.randn(4, 8), r"not planned: Reads: .*test_plan\.py:\d+: .*numpy"),
+        (
+            Mixed(),
+            torch.randn(4, 64, 8),
+            r"not planned: Mixed: .*test_plan\.py:\d+: RuntimeError: Input type",
+        ),
+    ],
+)
+def test_where_a_part_is_not_planned_nothing_is_compared_and_the_reason_has_a_line(model, x, why):
+    first = nn.Linear(8, 8) if x.dim() == 2 else nn.Conv1d(64, 64, 1)
+    lines = trained([first, model], x)
+    assert re.match(why, lines[0])
+    assert not [line for line in lines if re.search("predicted speed|keep float32|to have it", line)]
 
 
 def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():

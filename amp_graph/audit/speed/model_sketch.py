@@ -10,7 +10,7 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.model_state import CONVERSION
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 from amp_graph.passes.torch_compat.modules import behind_compile, is_compiled, is_fsdp
@@ -109,14 +110,21 @@ def sketch_of(model: Module, call: ModelCall) -> Sketch:
     for leaf in tree_leaves((call.args, call.kwargs)):
         if isinstance(leaf, Unknown):
             raise AmpGraphError(f"{name} is called with a {leaf.name}")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, held = FakeTensorMode(allow_non_fake_inputs=True), {p.dtype for p in inner.parameters()}
     with mode:
-        args, kwargs = tree_map(lambda one: _fake(one) if isinstance(one, Given) else one, (call.args, call.kwargs))
+        given = tree_map(lambda one: _fake(one, held) if isinstance(one, Given) else one, (call.args, call.kwargs))
+    args, kwargs = given
     return Sketch(name, _Copy(mode).of(inner), args, kwargs, mode, call)
 
 
-def _fake(given: Given) -> Tensor:
-    found = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+def _fake(given: Given, held: Collection[torch.dtype]) -> Tensor:
+    """Return a fake of ``given``; ``held``: the dtypes of the model's parameters.
+
+    Beside float32 parameters, the script's autocast lowered it: outside of autocast it is float32.
+    """
+    is_lowered = given.dtype in HALVES and given.dtype not in held
+    dtype = torch.float32 if is_lowered else given.dtype
+    found = torch.empty_strided(given.shape, given.stride, dtype=dtype, device=given.device)
     return found.requires_grad_(given.requires_grad)
 
 

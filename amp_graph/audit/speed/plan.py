@@ -8,16 +8,18 @@ The plan is the real one, of the model on fake tensors of the sizes that were se
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections import Counter, UserList
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from amp_graph.audit.records import LOW, Training
+from amp_graph.audit.records import LOW, Places, Training
 from amp_graph.audit.speed.model_sketch import Sketch, refuse, sketch_of
 from amp_graph.audit.speed.predicted_time import dtype_of, is_product
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt, first_line
+from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.passes.torch_compat.dispatch import has_modes
 from amp_graph.policy import Policy
 
@@ -28,6 +30,8 @@ BY_HAND = "to see it: amp-graph plan model.py:build, of a function that builds t
 MEASURE = (
     "amp-graph cost model.py:build measures it: predictions leave out some fused kernels, as of attention's backward"
 )
+
+LEAST_GAIN = 1.1  # over torch.autocast: predicted times of both are as far from measured ones
 
 
 def draw_sketches(training: Training) -> None:
@@ -80,10 +84,13 @@ def _lines(training: Training) -> Iterator[str]:
         reasons.append(seen if training.calls else "the training ended before a step was looked at")
     for reason in dict.fromkeys(reasons):
         yield f"not planned: {reason}"
-    if total is not None:
+    if total is not None and not reasons:
         yield from _of_plans(total, sketches, training, dtype)
-    else:
-        yield f"casts as it ran: {_casts_as_it_ran(training, max(1, len(training.looked_at)))} a step"
+        return
+    yield f"casts as it ran: {_casts_as_it_ran(training, max(1, len(training.looked_at)))} a step"
+    if total is not None:
+        yield "nothing is compared: what is predicted of a part says nothing of the whole"
+    if training.sketches:
         yield BY_HAND
 
 
@@ -111,16 +118,28 @@ def _of_plans(total: Planned, sketches: Sequence[Sketch], training: Training, dt
         "torch.autocast's"
     )
     yield "predicted error: about torch.autocast's; amp-graph plan measures it"
-    is_on = any(region.enabled for region in training.regions)
-    if total.is_worth_it or (is_on and of_full > 1):  # a margin is asked only of what runs in float32
-        yield f'to have it: model = amp_graph.convert(model, "{dtype}")'
-    elif dtype == "fp16" and (other := _total(sketches, "bf16", [])) is not None and other.is_worth_it:
-        speed = other.full / max(other.seconds, 1e-30)
-        yield f'in bf16 it is predicted to be {speed:.2f} times float32\'s: model = amp_graph.convert(model, "bf16")'
-    else:
-        off = ", and turn torch.autocast off" if is_on else ""
-        yield f"keep float32 for these sizes on {total.machine}{off}"
+    yield _advice(total, sketches, training, dtype)
     yield MEASURE
+
+
+def _advice(total: Planned, sketches: Sequence[Sketch], training: Training, dtype: str) -> str:
+    """Return what to type, if it is predicted to be faster than what runs by more than predictions are wrong."""
+    is_on = any(region.enabled for region in training.regions)
+    is_low = is_on or any(is_product(call) and dtype_of(call) in LOW for call in training.calls)
+    runs, least = (total.autocast, LEAST_GAIN) if is_low else (total.full, WORTH_IT)
+    if _gains(total, runs, least):
+        return f'to have it: model = amp_graph.convert(model, "{dtype}")'
+    other = _total(sketches, "bf16", []) if dtype == "fp16" else None
+    if other is not None and _gains(other, runs, least):
+        speed = other.full / max(other.seconds, 1e-30)
+        return f'in bf16 it is predicted to be {speed:.2f} times float32\'s: model = amp_graph.convert(model, "bf16")'
+    if not is_low or (is_on and runs > least * total.full):
+        return f"keep float32 for these sizes on {total.machine}" + (", and turn torch.autocast off" if is_on else "")
+    return "nothing is predicted to be gained over what runs"
+
+
+def _gains(plan: Planned, runs: float, least: float) -> bool:
+    return plan.seconds < plan.full and least * plan.seconds < runs
 
 
 def _casts_as_it_ran(training: Training, calls: int) -> str:
@@ -129,8 +148,11 @@ def _casts_as_it_ran(training: Training, calls: int) -> str:
 
 
 def _why(tried: Attempt) -> str:
-    """Return the message of an error of ours, the kind and the message of any other."""
-    return first_line(tried.error) if isinstance(tried.error, AmpGraphError) else tried.reason
+    """Return the message of an error of ours; the kind and the message of any other, and the user's line."""
+    if isinstance(tried.error, AmpGraphError) or tried.error is None:
+        return first_line(tried.error)
+    places = [Places().of(frame) for frame, _ in traceback.walk_tb(tried.error.__traceback__)]
+    return tried.reason if places[-1] == places[0] else f"{places[-1]}: {tried.reason}"  # a line of the model's code
 
 
 def _sized(count: int, size: float) -> str:

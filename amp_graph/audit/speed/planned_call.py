@@ -17,7 +17,7 @@ from amp_graph.passes.precision.build_assignment import formulate, low_of
 from amp_graph.passes.precision.machine_rates import SIZES, machine_for
 from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.planning_problem import Problem
-from amp_graph.passes.precision.predict_time import Prediction, predicted
+from amp_graph.passes.precision.predict_time import predicted
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.policy import Policy
@@ -39,12 +39,6 @@ class Planned:
     seconds: float = 0.0
     autocast: float = 0.0
     full: float = 0.0
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the plan is predicted to be faster than float32 by a safe margin."""
-        planned, full = round(self.seconds / PICOSECOND), round(self.full / PICOSECOND)
-        return Prediction(planned, full, is_low=True, may_be_full=True, machine=self.machine).is_worth_it
 
     def __add__(self, other: Planned) -> Planned:
         """Return the sums of both."""

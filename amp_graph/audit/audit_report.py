@@ -25,10 +25,11 @@ class AuditReport:
     """What an audit saw: ``findings``, the worst first, and the table of precisions, ``rows``.
 
     ``regions``: each use of ``torch.autocast``. ``steps``: how many ended; ``looked_at``: those whose operations were
-    seen. ``silenced``: how many findings comments and configuration hide. ``between_ranks``: collectives by name and
-    dtype; ``outside_of_models``: bytes by dtype of what optimizers update beside the models. ``unseen``: what was not
-    seen, and why. ``seconds``: of looked-at steps and of others, each a median. ``plan``: what amp_graph would do, in
-    lines. ``looks``, ``every``: which steps were to be looked at, as ``Audit`` takes them.
+    seen; ``evaluated``: the one behind which a model's call in evaluation was, or 0. ``silenced``: how many findings
+    comments and configuration hide. ``between_ranks``: collectives by name and dtype; ``outside_of_models``: bytes by
+    dtype of what optimizers update beside the models. ``unseen``: what was not seen, and why. ``seconds``: of looked-at
+    steps and of others, each a median. ``plan``: what amp_graph would do, in lines. ``looks``, ``every``: which steps
+    were to be looked at, as ``Audit`` takes them.
     """
 
     findings: Sequence[Finding]
@@ -43,6 +44,7 @@ class AuditReport:
     seconds: Mapping[str, float]
     plan: Sequence[str] = ()
     looks: Sequence[int] = ()
+    evaluated: int = 0
     every: int = 0
 
     @staticmethod
@@ -58,7 +60,7 @@ class AuditReport:
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
             between_ranks=between_ranks(training), outside_of_models=Counter(training.outside),
             unseen=list(training.unseen), seconds={"looked_at": _median(looked), "others": _median(unlike)},
-            plan=PlanLines(training), **others,
+            plan=PlanLines(training), evaluated=training.evaluated, **others,
         )  # fmt: skip
 
     @property
@@ -77,6 +79,7 @@ class AuditReport:
             "outside_of_models": dict(self.outside_of_models),
             "steps": self.steps,
             "looked_at": list(self.looked_at),
+            "evaluated": self.evaluated,
             "silenced": self.silenced,
             "unseen": list(unseen_lines(self)),
             "seconds": dict(self.seconds),

@@ -74,6 +74,8 @@ def looked_text(report: AuditReport) -> str:
     looks = [f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}"] if steps else []
     if len(steps) < len(report.looked_at):
         looks.append(f"what ran after step {report.steps}, the last that ended")
+    if report.evaluated:
+        looks.append(f"a model's call in evaluation after step {report.evaluated}")
     return f"looked at {', and at '.join(looks)}"
 
 

@@ -41,6 +41,7 @@ HEARD: tuple[tuple[str, Any, str], ...] = (
     ("ddp.hook", DistributedDataParallel, "register_comm_hook"),
     ("compile", torch, "compile"),
     ("compile", torch.nn.Module, "compile"),
+    ("eval", torch.nn.Module, "eval"),
 )
 """(name of the event, what holds the function, the function's name)."""
 UNCOUNTED = f"{__file__}: importlib._bootstrap"

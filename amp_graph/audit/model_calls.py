@@ -79,8 +79,9 @@ class ModelCalls:
         how = "" if called.trains else ", without gradients of its own"
         return finding(
             "AMP105", called.place,
-            f"{called.kind} was called {called.calls} times outside of autocast{how}: {count} products and "
-            f"convolutions ran in fp32, while those called at {', '.join(sisters)} run in low precision{gain}",
+            f"{called.kind} was called {called.calls} time{'s' * (called.calls > 1)} outside of autocast{how}: "
+            f"{count} products and convolutions ran in fp32, while those called at "
+            f"{', '.join(sisters)} run in low precision{gain}",
             "call it inside of the same autocast region", level="note" if is_meant and not is_large else "",
             model=called.kind, calls=called.calls, products=count, sisters=sisters,
         )  # fmt: skip

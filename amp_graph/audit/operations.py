@@ -73,6 +73,7 @@ class Operations(TorchDispatchMode):
         self.updates = 0  # optimizers' steps that are running
         self.is_training = False  # whether it has seen the call of a model, a backward or a product
         self.is_paused = False  # while watchers work, or a TrainStep does
+        self.is_over = False  # whether it has seen the call of a model that it was to see, in evaluation
         self.ran_graph = False  # whether a TrainStep did
         self._outermost: tuple[int, ...] = ()  # the call of a model that runs
         self._names = {key: name for one in list(training.models) for key, name in training.module_names(one).items()}
@@ -167,7 +168,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation as it is, and tell of it."""
         kwargs, name = kwargs or {}, str(func)
-        if self.is_paused or name.startswith("profiler."):
+        if self.is_paused or self.is_over or name.startswith("profiler."):
             return func(*args, **kwargs)
         with Attempt() as seeing:
             given = tensors_in((args, kwargs))

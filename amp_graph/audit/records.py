@@ -110,8 +110,9 @@ class Region:
 class Training:
     """What is known of the training that all watchers may read.
 
-    ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1. ``regions``:
-    all uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
+    ``steps``: how many have ended. ``looked_at``: the numbers of those whose operations were seen, from 1;
+    ``evaluated``: how many had ended when a call of a model in evaluation was seen, 0 if none was. ``regions``: all
+    uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were given or called outermost, with what their
     paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``weights``: of the models, by
     their memory, in looked-at steps. ``updates``: how many steps of optimizers ran. ``saved``: bytes that the last
@@ -127,6 +128,7 @@ class Training:
 
     steps: int = 0
     looked_at: list[int] = field(default_factory=list)
+    evaluated: int = 0
     regions: list[Region] = field(default_factory=list)
     open: list[int] = field(default_factory=list)
     calls: dict[Call, Totals] = field(default_factory=dict)

@@ -7,6 +7,7 @@ stepped, or a GradScaler has left its update out.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,6 +37,7 @@ from amp_graph.step.train_step import TrainStep
 
 LOOKS = (2, 3)  # the first step allocates state, and is unlike the others
 MOST_TIMED = 10_000  # steps whose time is kept
+EVALUATIONS = 3  # calls of ``eval()`` after which it is looked for a model's call in evaluation, until one is seen
 AFTER_SKIPS = 3  # steps that are looked at because a scaler skipped the one before: it often skips several in a row
 
 
@@ -81,6 +83,9 @@ class Audit:
         self._ended = 0  # steps that had ended when the running step of a scaler began
         self._look: Operations | None = None
         self._after_skips = AFTER_SKIPS  # that may still be looked at
+        self._evaluations = EVALUATIONS
+        self._evaluates = False  # whether the look is at a call in evaluation
+        self._thread = threading.get_ident()  # a mode is on in one thread
         self._made: weakref.WeakKeyDictionary[torch.autocast, tuple[Place, bool]] = weakref.WeakKeyDictionary()
         self._began = 0.0
         self._undo: list[Callable[[], None]] = []
@@ -141,10 +146,27 @@ class Audit:
                 self.training.unseen[f"step {number}: another dispatch mode was on"] = None
             else:
                 self.training.looked_at.append(number)
-                self._look = Operations(self.training, self._places, self._quietly, self._heard)
-                self._look.__enter__()
-                self._quietly(lambda watcher: watcher.began())
+                self._begin_look()
         self._began = time.perf_counter()
+
+    def _begin_look(self) -> None:
+        self._look = Operations(self.training, self._places, self._quietly, self._heard)
+        self._look.__enter__()
+        self._quietly(lambda watcher: watcher.began())
+
+    def _look_for_evaluation(self) -> None:
+        """Look at the next call of a model, if none was seen in evaluation: it may be outside of all regions."""
+        is_due = self._evaluations > 0 and self.training.steps >= max(self.looks, default=1)
+        if is_due and self._look is None and threading.get_ident() == self._thread and not has_modes():
+            self._evaluations, self._evaluates = self._evaluations - 1, True
+            self._begin_look()
+
+    def _see_call(self, model: torch.nn.Module | None) -> None:
+        """Take the call of a model that was looked for, None as it ends; one that trains is none in evaluation."""
+        if self._look is not None and model is None:
+            self._look.is_over = True
+        elif model is not None and not (model.training and torch.is_grad_enabled()):
+            self._evaluations, self.training.evaluated = 0, self.training.steps
 
     def _end_step(self, *, skipped: bool = False) -> None:
         self._end_look()
@@ -161,15 +183,18 @@ class Audit:
 
     def _end_look(self, *, ended: bool = True) -> None:
         look, self._look = self._look, None
+        is_step, self._evaluates = not self._evaluates, False
         if look is not None:
             look.__exit__(None, None, None)
-            if not look.is_training and (look.ran_graph or not ended):
+            if is_step and not look.is_training and (look.ran_graph or not ended):
                 self.training.looked_at.pop()
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Tell of an update that is looked at; one with a closure has its gradients when that has run."""
         self.training.optimizers.add(optimizer)
         self.training.updates += 1
+        if self._evaluates:
+            self._end_look()
         if self._look is None:
             return None
         self._look.updates += 1
@@ -243,9 +268,13 @@ class Audit:
             self.training.unseen[f"{place}: what a TrainStep runs: print(amp_graph.report(step).text())"] = None
         elif name == "compile" and not is_after:
             self.training.unseen[f"{place}: the operations of what is compiled here"] = None
+        elif name == "eval" and is_after:
+            self._look_for_evaluation()
+        elif name == "model.call" and self._evaluates:
+            self._see_call(arguments.get("self"))
         event = Event(name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
-        if name == "backward" and not is_after and self._look is not None:
+        if name == "backward" and not is_after and self._look is not None and not self._evaluates:
             self._look.count_saved(arguments["tensors"])
 
     def _train_step(self, step: TrainStep, is_after: bool) -> None:
@@ -276,7 +305,7 @@ class Audit:
         number = known[0] if known else len(self.training.regions) - 1
         self.training.open.append(number)
         self.training.regions[number].entered += 1
-        self.training.regions[number].looked_at += self._look is not None
+        self.training.regions[number].looked_at += self._look is not None and not self._look.is_over
 
     def _quietly(self, tell: Callable[[Watcher], None]) -> None:
         """Tell each watcher; what one raises ends it."""

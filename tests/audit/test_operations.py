@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 import amp_graph
 from amp_graph.audit.events import HEARD
 from amp_graph.audit.session import Audit
+from amp_graph.passes.torch_compat.dispatch import has_modes
 
 
 class TwoLayers(nn.Module):
@@ -211,3 +213,73 @@ def test_what_is_trained_beside_a_step_in_one_graph_is_looked_at():
     assert audit.report().steps == 4
     assert audit.training.looked_at == [2, 3]
     assert sum(t.calls for c, t in audit.training.calls.items() if c.operator == "aten.addmm.default") == 2 * 2
+
+
+def evaluated(evaluate, steps=6, **options):
+    """Audit a training of six steps that calls ``evaluate(model, step)`` behind each; return the audit."""
+    model = TwoLayers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Audit(**options) as audit:
+        for number in range(1, steps + 1):
+            step(model, optimizer)
+            evaluate(model, number)
+            model.train()
+    assert not audit.training.unseen
+    return audit.training
+
+
+def products_in_fp32(training):
+    calls = training.calls.items()
+    return sum(t.calls for call, t in calls if (call.operator, call.output) == ("aten.addmm.default", "float32"))
+
+
+def in_evaluation(model, number):
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+        model(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("last", [5, 6])
+def test_one_call_in_evaluation_is_looked_at_between_steps_and_behind_the_last(last):
+    training = evaluated(lambda model, number: in_evaluation(model, number) if number == last else None)
+    assert (training.looked_at, training.evaluated) == ([2, 3], last)
+    assert products_in_fp32(training) == 2  # of one of both calls
+
+
+def test_a_call_in_evaluation_is_looked_at_once():
+    training = evaluated(in_evaluation, looks=(1,))
+    assert (training.looked_at, training.evaluated) == ([1], 1)
+    assert products_in_fp32(training) == 2
+
+
+def test_a_part_in_evaluation_is_none_of_a_model_and_is_not_looked_for_in_each_step():
+    modes = []
+
+    def freeze(model, number):
+        model.first.eval()
+        modes.append(has_modes())
+
+    training = evaluated(freeze, steps=8)
+    assert training.evaluated == 0
+    assert modes == [True] * 5 + [False] * 3  # in the second step, the third, and three times more
+    assert not has_modes()
+
+
+def test_an_evaluation_that_fails_or_runs_in_another_mode_or_thread_leaves_no_mode_behind():
+    def fails(model, number):
+        model.eval()
+        if number == 4:
+            raise KeyError("as the user wrote it")
+
+    with pytest.raises(KeyError, match="as the user"):
+        evaluated(fails)
+    assert not has_modes()
+
+    def in_thread(model, number):
+        thread = threading.Thread(target=model.eval)
+        thread.start()
+        thread.join()
+        assert has_modes() == (number in (1, 2))  # of the steps behind it
+
+    evaluated(in_thread)

@@ -216,7 +216,8 @@ class MissedOperations(Watcher):
         full, lower = _seconds(missed, machine, dtype)
         steps = max(seconds_of_steps(self.training.calls, machine), 1e-30)
         share = (full - lower) / steps
-        saves = f", which saves {share:.1%} of the step" if share > 0 else ": it is not profitable on this machine"
+        whole = "what was looked at" if self.training.evaluated else "the step"
+        saves = f", which saves {share:.1%} of {whole}" if share > 0 else ": it is not profitable on this machine"
         relative = lower / full if full else 1.0
         text = f"{dtype} is predicted to take {relative:.2f} of their time on {machine.name}, casts included{saves}"
         return Gain(full, lower, full / steps, share, text)

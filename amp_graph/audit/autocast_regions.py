@@ -11,13 +11,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Training, Watcher
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Training, Watcher, name_of
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.torch_compat.autograd import in_backward
 
 COMPUTES = (OpClass.ALLOW, OpClass.DENY, OpClass.FP32_INSIDE)  # the others move values, or round as their inputs do
 
 LIST = load("default", dtype="bfloat16", device="cpu")  # those of other devices name the same products
+LINES = 3  # of operations that a finding names
 SEEN = ("eager", "aot_eager")  # backends that call operations one by one
 
 
@@ -31,12 +32,13 @@ def class_of(operator: Any) -> OpClass | None:
 class Work:
     """What ran in a region, and in no inner one: operations by device, products by dtype, what computed by low dtype.
 
-    ``grad``: whether gradients were recorded when it was entered.
+    ``lines``: of what computed low. ``grad``: whether gradients were recorded when it was entered.
     """
 
     devices: Counter[str] = field(default_factory=Counter)
     products: Counter[str] = field(default_factory=Counter)
     low: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, None] = field(default_factory=dict)
     grad: bool = False
 
 
@@ -71,7 +73,9 @@ class AutocastRegions(Watcher):
         work.devices.update({t.device.type for t in tree_leaves(result) if isinstance(t, torch.Tensor)})
         kind = class_of(operator)
         work.products[call.output] += kind is OpClass.ALLOW
-        work.low[call.output] += kind in COMPUTES and call.output in LOW
+        if kind in COMPUTES and call.output in LOW:
+            work.low[call.output] += 1
+            work.lines[f"{name_of(call.operator)} at {call.place}"] = None
 
     def _in(self, region: int) -> Work:
         return self._work.setdefault(region, Work())
@@ -171,7 +175,8 @@ class AutocastRegions(Watcher):
             dtype = work.low.most_common(1)[0][0]
             text = (
                 f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
-                "all the same, as their inputs are"
+                f"all the same, as their inputs are: {', '.join(list(work.lines)[:LINES])}"
+                + (", ..." if len(work.lines) > LINES else "")
             )
             fix = "x.float() for each input of the disabled region"
         elif not region.asked and outer.enabled and work.products.total() and not self._low_in(region.outer):

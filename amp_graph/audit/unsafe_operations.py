@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.numerics.differences import Sums, first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
+from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
 MOST = 1 << 20  # elements of a sample
@@ -33,6 +34,8 @@ LARGEST = 1 << 22  # elements of an operation that is computed again as a whole
 OWN = 4.0  # roundings of the result, beyond which an error is none of one rounding
 STEEP = 8.0  # by which a function multiplies the rounding of its input
 CANCELS = 32.0  # by which a difference does
+REDUCTIONS = ("sum", "nansum", "mean", "nanmean", "linalg_vector_norm", "norm", "dot")  # that end a loss of one's own
+FEW = 64  # numbers of a tensor in which terms of a loss are stacked
 
 KINDS: dict[str, str] = {
     name: code
@@ -132,6 +135,13 @@ class Again:
             self.sums.add(torch.where(is_finite, got, 0.0), torch.where(is_finite, exact, 0.0))
 
 
+class Terms(NamedTuple):
+    """A term of a loss: its memory, held weakly, and the low reductions behind it, by line, name and dtype."""
+
+    held: StorageWeakRef
+    reductions: dict[tuple[Place, str, str], None]
+
+
 class UnsafeOperations(Watcher):
     """Measures operations that ran in low precision."""
 
@@ -141,17 +151,26 @@ class UnsafeOperations(Watcher):
         self._errors: dict[tuple[str, Place], dict[tuple[str, str], Errors]] = {}
         self._rounded: dict[tuple[str, Place], Rounded] = {}
         self._losses: dict[Place, str] = {}  # the dtypes of low ones that a backward, or a scale, was given
+        self._terms: dict[int | None, Terms] = {}  # by their memory, in this step
+        self._reduced: dict[tuple[Place, str, str], None] = {}  # low reductions of which a loss was added up
         self._again: Again | None = None  # of the operation that runs now, if it writes to its inputs
 
+    def began(self) -> None:
+        """Forget the losses of another step."""
+        self._terms.clear()
+
     def heard(self, event: Event) -> None:
-        """Note a loss that is in low precision; a scale that is on makes float32 of it."""
+        """Note a loss that is in low precision, or has low terms; a scale that is on makes float32 of it."""
         given: Any = ()
         if event.name == "backward" and not event.is_after and not in_backward():
             given = event.arguments["tensors"]
         elif event.name == "scaler.scale" and not event.is_after and event.arguments["self"].is_enabled():
             given = event.arguments["outputs"]
-        low = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.numel() == 1 and t.dtype in HALVES]
-        if low and event.place.file:
+        losses = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.numel() == 1]
+        terms = self._terms_of(losses)
+        self._reduced |= terms
+        low = [t for t in losses if t.dtype in HALVES]
+        if low and not terms and event.place.file:
             self._losses.setdefault(event.place, dtype_name(low[0].dtype))
 
     def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -165,6 +184,8 @@ class UnsafeOperations(Watcher):
         name = name_of(call.operator)
         if call.phase != "forward":
             return
+        if self.training.records:
+            self._follow(name, call, args, kwargs, first_of(result))
         if name == "binary_cross_entropy":
             self._probabilities(call, args[0])
         if call.output in LOW:
@@ -175,6 +196,23 @@ class UnsafeOperations(Watcher):
                 again = self._computed(call, operator, args, kwargs)
             if again is not None:
                 again.compare(first_of(result))
+
+    def _follow(
+        self, name: str, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor | None
+    ) -> None:
+        """Follow a low reduction to one number through what it is weighted, stacked and added up in."""
+        if result is None or result.numel() > FEW:
+            return
+        given = [t for t in tree_leaves((list(args), dict(kwargs))) if isinstance(t, Tensor)]
+        terms = self._terms_of(given)
+        if name in REDUCTIONS and call.output in LOW and result.numel() == 1 and given[0].numel() > 1:
+            terms[call.place, name, call.output] = None
+        if terms and (key := storage_key(result)) is not None:
+            self._terms[key] = Terms(StorageWeakRef(storage_of(result)), terms)
+
+    def _terms_of(self, tensors: Sequence[Tensor]) -> dict[tuple[Place, str, str], None]:
+        known = (self._terms.get(storage_key(t)) for t in tensors) if self._terms else ()
+        return {one: None for terms in known if terms is not None for one in terms.reductions}
 
     def _computed(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Again | None:
         """Compute an operation in float32, and add what the rounding of its inputs does to the result."""
@@ -230,10 +268,12 @@ class UnsafeOperations(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield what is beyond one rounding as a warning, and what else the list denies as a note."""
         is_told = False  # the operation of a loss, and so its backward need not be
+        places: set[Place] = set()  # of what is told, where a reduction of a loss need not be
         for (code, place), errors in self._errors.items():
             bad = [e for e in errors.values() if e.severity > 1 or e.why]
             bad.sort(key=lambda e: -e.severity)
             for worst in bad[:1]:
+                places |= {place} if code == "AMP401" or worst.severity > 1 else set()
                 yield finding(
                     code, place,
                     str(worst) + (f"; and {len(bad) - 1} more here" if bad[1:] else ""), FIXES[code],
@@ -243,9 +283,11 @@ class UnsafeOperations(Watcher):
                     error_of_inputs=worst.steep.error, reason=worst.why,
                 )  # fmt: skip
             is_told |= bool(bad) and code == "AMP401"
-        for place, dtype in () if is_told else self._losses.items():
+        low = [(place, dtype, "this loss is") for place, dtype in self._losses.items() if not is_told]
+        low += [(place, dtype, f"{name} of a loss ran") for place, name, dtype in self._reduced if place not in places]
+        for place, dtype, what in low:
             digits = int(-math.log10(torch.finfo(getattr(torch, dtype)).eps / 2))
-            text = f"this loss is in {dtype}, which has {digits} to {digits + 1} digits"
+            text = f"{what} in {dtype}, which has {digits} to {digits + 1} digits"
             yield finding("AMP401", place, text, _FIX_LOSS, level="note", dtype=dtype, digits=digits)
         for (code, place), rounded in self._rounded.items():
             share = rounded.wrong / rounded.of

@@ -423,3 +423,16 @@ def test_the_first_overflow_is_found():
     masked = x.masked_fill(x > 0, -torch.inf)
     assert origin_of(("softmax", aten._softmax.default, (masked, 0, False))) is None
     assert origin_of(("add", aten.add.Tensor, (bias, 1.0)), ("square", aten.mul.Tensor, (x, x))) == ("square", "inf")
+
+
+def test_what_computed_low_in_a_disabled_region_is_named_with_its_line():
+    layer = nn.Linear(8, 8)
+    with Audit(looks=(1,)) as audit, torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(4, 8))
+        with torch.autocast("cpu", enabled=False):
+            y.exp().sum()
+    (one,) = (f for f in audit.report().findings if f.code == "AMP104")
+    here = test_what_computed_low_in_a_disabled_region_is_named_with_its_line.__code__.co_firstlineno
+    assert re.search(
+        rf"as their inputs are: exp at \S+scaling.py:{here + 5}, sum at \S+scaling.py:{here + 5}$", one.text
+    )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import amp_graph
 from amp_graph.audit.session import Audit
@@ -80,7 +81,7 @@ def test_the_loss_of_a_backward_or_of_a_scale_is_a_note_in_low_precision(dtype):
     low = torch.randn(20, 300).to(dtype)
     assert found(losses, low)["AMP401"] == "note"
     (one,) = (f for f in measured(losses, low)[1] if f.code == "AMP401")
-    assert one.place.line == losses.__code__.co_firstlineno + 3
+    assert one.place.line == losses.__code__.co_firstlineno + 2, "where it is reduced"
     assert ({torch.bfloat16: "2 to 3 digits", torch.float16: "3 to 4 digits"})[dtype] in one.text
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     assert found(lambda x: losses(x, scaler), low)["AMP401"] == "note"
@@ -91,6 +92,46 @@ def test_the_loss_of_a_backward_or_of_a_scale_is_a_note_in_low_precision(dtype):
 
     (one,) = (f for f in measured(crosses, low)[1] if f.code == "AMP401")
     assert one.evidence["operation"] == "_log_softmax", "once, where it is computed"
+
+
+LOSSES = {
+    "l1": F.l1_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "squares": F.mse_loss,
+    "mean of abs": lambda y, t: (y - t).abs().mean(),
+    "charbonnier": lambda y, t: ((y - t) ** 2 + 1e-3).sqrt().mean(),
+    "norm": lambda y, t: torch.linalg.vector_norm(y - t),
+    "sum of means": lambda y, t: (y - t).abs().mean(1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_low_reduction_is_found_through_what_a_loss_is_added_up_from(name, is_summed):
+    def train(x, widens=False):
+        y, t = x.clone().requires_grad_(), x.flip(0)
+        y, t = (y.float(), t.float()) if widens else (y, t)
+        one = LOSSES[name](y, t)
+        other = y.float().square().mean()
+        terms = [one.float() * 0.5, other]
+        loss = sum(terms) + 1 if is_summed else 45 * torch.stack(terms).mean()
+        loss.backward()
+
+    x = torch.randn(20, 30).bfloat16()
+    lines = {f.place.line for f in measured(train, x)[1] if f.code == "AMP401"}
+    assert lines & {train.__code__.co_firstlineno + 3, LOSSES[name].__code__.co_firstlineno}
+    assert not [f for f in measured(lambda x: train(x, widens=True), x)[1] if f.code == "AMP401"]
+
+
+def test_a_low_reduction_that_reaches_no_loss_is_none_of_a_loss():
+    def train(x):
+        y = x.clone().requires_grad_()
+        print((y - 1).abs().mean().item())
+        large = y.float() * y.abs().mean()  # a weight of values, which are not numbers of a loss
+        (large.float().square().mean() + 0 * y.float().mean()).backward()
+
+    assert not [f for f in measured(train, torch.randn(20, 30).bfloat16())[1] if f.code == "AMP401"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -160,6 +160,17 @@ def same_random_numbers() -> AbstractContextManager[None]:
     return restored(RandomState())
 
 
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Let all random number generators begin with the same state in each process; restore theirs afterwards."""
+    with same_random_numbers():
+        torch.manual_seed(0)
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed(0)
+        yield
+
+
 def unchanged(model: torch.nn.Module, given: Any = ()) -> AbstractContextManager[None]:
     """Restore ``ModelState`` afterwards."""
     return restored(ModelState(model, given))

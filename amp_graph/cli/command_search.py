@@ -17,6 +17,7 @@ from amp_graph.cli.capture_target import read_batch, target_and_batch, users_cod
 from amp_graph.cli.script_steps import first_steps
 from amp_graph.cli.terminal import Told
 from amp_graph.errors import AmpGraphError
+from amp_graph.model_state import seeded
 from amp_graph.numerics.batches import output_and_loss
 from amp_graph.policy import Policy
 from amp_graph.run.options import writable
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> Told:
     """Search, with a line on stderr for each policy; a model in evaluation mode is called without gradients."""
     state = writable(args.state, "search: --state", "search.json")
     page = writable(args.report, "search: --report", "search.html")
-    with users_code():
+    with users_code(), seeded():
         model, step, held_out = _of_target(args) if args.script is None else _of_script(args)
         found = search(
             model, step, budget=args.budget, absolute=args.absolute, held_out=held_out, policy=args.policy or "bf16",

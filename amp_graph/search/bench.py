@@ -10,6 +10,8 @@ import copy
 import math
 import statistics
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -23,7 +25,7 @@ from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt
-from amp_graph.model_state import RandomState, same_random_numbers, unchanged
+from amp_graph.model_state import RandomState, same_random_numbers, seeded, unchanged
 from amp_graph.numerics.compare import projected
 from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
 from amp_graph.policy import Policy
@@ -49,7 +51,8 @@ class Bench:
         self.model, self.step, self.metric = model, step, metric
         self.plain = copy.deepcopy(model)
         self.device = device_of_model(model) or "cpu"
-        self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
+        with seeded():
+            self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
         self.trains = True
         calls: list[tuple[Any, Any]] = []
         hook = self.plain.register_forward_hook(
@@ -60,6 +63,15 @@ class Bench:
         self.given = calls[0]
         self.trains = any(name.startswith("gradient of ") for name in self.reference)
         self._converted = {FULL: self.plain}
+
+    def key(self) -> dict[str, Any]:
+        """Return what tells this model and this step from others, as plain values; numbers are of the step in fp32."""
+        state = "".join(f"{name} {list(t.shape)} {t.dtype}\n" for name, t in self.plain.state_dict().items())
+        inputs = [f"{t.dtype} {list(t.shape)}" for t in tree_leaves(self.given) if isinstance(t, Tensor)]
+        norms: defaultdict[str, float] = defaultdict(float)
+        for name, t in self.reference.items():
+            norms["gradients" if name.startswith("gradient") else name] += float(t.nan_to_num(0.0, 0.0, 0.0).norm())
+        return {"parameters and buffers": f"{zlib.crc32(state.encode()):x}", "inputs": inputs, **norms}
 
     @cached_property
     def noise(self) -> float:

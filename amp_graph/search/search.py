@@ -79,15 +79,17 @@ def search(
     asked, goal = _checked(model, budget, absolute, metric, policy)
     budget = 1.0 if budget is None else budget
     device = device_of_model(model) or "cpu"
+    bench = Bench(model, step, metric)
+    refuse_unusable_steps(bench)
     key = {
         "model": type(model).__name__,
         "policy": str(asked),
         "budget": [budget, absolute],
         "metric": metric is not None,
+        "machine": f"{machine_for(device).name}, {machine_name(device)}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
     }
-    kept = _File(state, {**key, "machine": machine_for(device).name, "torch": torch.__version__})
-    bench = Bench(model, step, metric)
-    refuse_unusable_steps(bench)
+    kept = _File(state, key | bench.key())
     before = kept.before
     if before is None:
         space = space_of(model, bench.sample, asked, trains=bench.trains)
@@ -183,6 +185,12 @@ class _Before:
     space: Space
 
 
+def _is_same(old: Any, new: Any) -> bool:
+    """Say whether two values of a key are equal; sums of floating-point numbers but for the order of them."""
+    are_numbers = isinstance(old, float) and isinstance(new, float)
+    return math.isclose(old, new, rel_tol=1e-5) if are_numbers else old == new
+
+
 class _File:
     """What was measured, in a file; without a path, nowhere. A search that goes on proposes what it would have."""
 
@@ -194,20 +202,26 @@ class _File:
             return
         try:
             found = json.loads(Path(path).read_text("utf-8"))
-            same = found["search"] == key
+            old = found["search"]
+            differ = [
+                f"{name}: {old.get(name)} there, {one} here"
+                for name, one in key.items()
+                if not _is_same(old.get(name), one)
+            ]
             self.trials = [Trial(**one) for one in found["trials"]]
             told = found["before"]
             space = Space(**{**told["space"], "plans": [Candidate(**one) for one in told["space"]["plans"]]})
             self.before = _Before(float(told["unit"]), float(told["noise"]), space)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise AmpGraphError(
                 f"search: {path} holds no search: {type(error).__name__}: {error}\n"
                 "  legal: a file that search(state=...) wrote\n  fix:   another file, or delete this one"
             ) from error
-        if not same:
+        if differ:
             raise AmpGraphError(
-                f"search: {path} holds another search: {found['search']}, and this one is {key}\n"
-                "  legal: the same model, policy, budget, machine and torch\n  fix:   another file, or delete this one"
+                f"search: {path} holds another search: {'; '.join(differ)}\n"
+                "  legal: the same model, weights, batch, loss, policy, budget, machine and torch\n"
+                "  fix:   another file, or delete this one; torch.manual_seed(0) before a model or batch is drawn"
             )
 
     def write(self, before: _Before) -> None:

@@ -59,6 +59,17 @@ def test_a_model_in_evaluation_mode_is_searched_without_gradients(tmp_path, caps
     assert 'amp_graph.freeze(amp_graph.convert(model, "bf16' in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_search_is_quick")
+def test_a_model_whose_weights_are_drawn_is_the_same_when_the_search_goes_on(tmp_path, capsys):
+    path, before = tmp_path / "search_models.py", torch.get_rng_state()
+    path.write_text(SOURCE.replace("torch.manual_seed(0)", "pass"))
+    words = ["search", f"{path}:with_input", "--runs", "2", "--state", str(tmp_path / "state.json")]
+    assert main(words) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)  # as of another process
+    assert main(words) == 0, capsys.readouterr().err
+
+
 def test_a_batch_with_targets_needs_a_loss(tmp_path, capsys):
     path = tmp_path / "search_models.py"
     path.write_text(SOURCE)

@@ -210,10 +210,53 @@ def test_a_search_that_was_interrupted_goes_on_from_its_file(tmp_path):
     assert len(first.trials) == 2
     rest = search(mlp(Cancels(64)), step_of(), absolute=0.02, state=file)
     assert [one.policy for one in rest.trials] == [one.policy for one in whole.trials]
-    with pytest.raises(AmpGraphError, match="holds another search"):
-        search(mlp(), step_of(), absolute=0.5, state=file)
     file.write_text("{}")
     with pytest.raises(AmpGraphError, match="holds no search"):
+        search(mlp(), step_of(), absolute=0.02, state=file)
+
+
+def scaled_step(model):
+    return 1.001 * step_of()(model)
+
+
+def narrow_step(model):
+    return nn.functional.cross_entropy(model(X[:8]), torch.arange(8))
+
+
+def retrained(model):
+    with torch.no_grad():
+        model[0].weight *= 1.001
+    return model
+
+
+OTHERS = {
+    "another model": (mlp(nn.ReLU(), nn.Linear(64, 64)), step_of(), {}, "parameters and buffers: "),
+    "other weights": (retrained(mlp()), step_of(), {}, "gradients: "),
+    "another batch": (mlp(), step_of(1), {}, r"output 1: 2\.\d+ there, 2\.\d+ here"),
+    "another size of batch": (
+        mlp(),
+        narrow_step,
+        {},
+        r"inputs: \['torch.float32 \[64, 32\]'\] there, .*\[8, 32\]'\] here",
+    ),
+    "another loss": (mlp(), scaled_step, {}, "output 1: "),
+    "another budget": (mlp(), step_of(), {"absolute": 0.5}, r"budget: \[1.0, 0.02\] there, \[1.0, 0.5\] here"),
+}
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("name", OTHERS)
+def test_measurements_of_another_search_are_refused_and_what_differs_is_named(name, tmp_path):
+    file = tmp_path / "search.json"
+    for _ in range(2):
+        search(mlp(), step_of(), absolute=0.02, limits=Limits(runs=1), state=file)
+    model, step, given, told = OTHERS[name]
+    with pytest.raises(AmpGraphError, match=f"holds another search: .*{told}"):
+        search(model, step, state=file, **{"absolute": 0.02, **given})
+    old = json.loads(file.read_text())
+    del old["search"]["inputs"]  # as an older version wrote it
+    file.write_text(json.dumps(old))
+    with pytest.raises(AmpGraphError, match=r"holds another search: inputs: None there"):
         search(mlp(), step_of(), absolute=0.02, state=file)
 
 

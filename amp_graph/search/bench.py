@@ -24,13 +24,13 @@ from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
 from amp_graph.freeze import freeze
-from amp_graph.lists.errors import Attempt
+from amp_graph.lists.errors import Attempt, shortened
 from amp_graph.model_state import RandomState, same_random_numbers, seeded, unchanged
 from amp_graph.numerics.compare import projected
 from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, loss_of
-from amp_graph.search.trials import FULL, Trial
+from amp_graph.search.trials import FAILS, FULL, NOT_FINITE, Trial
 
 WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
 LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
@@ -94,8 +94,8 @@ class Bench:
             if math.isfinite(error):
                 time = statistics.median(self.ratios(made, self.converted(beside.policy, policy))) * beside.time
                 return Trial(policy, time, error, self._metric(made), self._peak(made), why)
-        reason = tried.reason if tried.error is not None else "a value is not finite"
-        return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}: fails: {reason}")
+        reason = tried.reason if tried.error is not None else NOT_FINITE
+        return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}{FAILS}{reason}")
 
     def converted(self, policy: str, *others: str) -> torch.nn.Module:
         """Return a copy of the model, converted; frozen if the step is no training. Only ``others`` are kept beside."""
@@ -143,13 +143,17 @@ class Bench:
         if self.metric is None:
             return math.nan
         with same_random_numbers(), torch.set_grad_enabled(self.trains):
-            found = float(self.metric(model))
-        if math.isnan(found) and model is self.plain:
+            found = self.metric(model)
+        number = math.nan
+        with Attempt():  # float() may call what others wrote
+            number = float(found.detach() if isinstance(found, Tensor) else found)
+        if math.isnan(number) and model is self.plain:
             raise AmpGraphError(
-                "search: the metric of the model in fp32 is NaN\n  legal: a number, of which less is better\n"
+                f"search: the metric of the model in fp32 is {shortened(found)}\n"
+                "  legal: a number, of which less is better\n"
                 "  fix:   metric=lambda model: 1.0 - accuracy(model, batches)"
             )
-        return math.inf if math.isnan(found) else found
+        return math.inf if math.isnan(number) else number
 
     def _peak(self, model: torch.nn.Module) -> int:
         """Return the most bytes that a step of ``model`` takes on CUDA, with its parameters and buffers; else 0."""
@@ -232,8 +236,9 @@ def refuse_unusable_steps(bench: Bench) -> None:
     checked = [name for name in values if name == loss or name.startswith("gradient")]
     if bad := next((name for name in checked if not bool(values[name].isfinite().all())), ""):
         raise AmpGraphError(
-            f"search: the {bad} of step is not finite in fp32, before any precision is lowered\n"
-            "  legal: a batch and weights whose loss is finite\n  fix:   check the batch and the loss function first"
+            f"search: the {'loss' if bad == loss else bad} of step is not finite in fp32, before any precision is "
+            "lowered\n  legal: a batch and weights whose loss is finite\n"
+            "  fix:   check the batch and the loss function first"
         )
     again = bench.values(bench.plain, bench.step)
     same = {name: torch.equal(t.nan_to_num(), again.get(name, -t - 1).nan_to_num()) for name, t in values.items()}

@@ -74,7 +74,7 @@ class SearchResult:
         ran = [one for one in others if one.time < math.inf]
         fast = [one for one in ran if one.time * (1 + self.noise) < 1]
         if not ran:
-            return "no other policy runs"
+            return f"no other policy runs: {others[0].failure}" if others else "no other policy was measured"
         if not fast:
             speed = 1 / min(one.time for one in ran)
             noise = f", which is within the noise of {self.noise:.0%}" if speed > 1 else ""

@@ -28,7 +28,7 @@ from amp_graph.search.bench import Bench, refuse_unusable_steps
 from amp_graph.search.proposals import Space, propose
 from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
-from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import FULL, NOT_FINITE, Candidate, Goal, Trial, best_of
 
 MOST = 25
 HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
@@ -45,6 +45,14 @@ class Limits:
     seconds: float = math.inf
     memory: float = math.inf
     without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise PolicyError for limits within which nothing can be measured."""
+        if not (self.runs >= 1 and self.seconds >= 0):
+            raise PolicyError(
+                f"search: {self.runs} runs and {self.seconds:g} seconds are no limits\n"
+                "  legal: at least one run, and seconds from 0\n  fix:   runs=25"
+            )
 
 
 def search(
@@ -122,6 +130,13 @@ def search(
         ended = "interrupted; the best so far"
     if not trials:
         trials.append(Trial(FULL, 1.0, 0.0, why="nothing was measured"))
+    failures = [one.failure for one in trials[1:]]
+    if all(failures) and (reason := next((one for one in failures if one != NOT_FINITE), "")):
+        raise AmpGraphError(
+            f"search: each policy that was tried fails, but for fp32: {reason}\n"
+            f"  legal: a step that can be called with converted copies of the model\n"
+            f"  fix:   loss = step(amp_graph.convert(copy.deepcopy(model), {trials[1].policy!r})) shows where"
+        )
     answer, error = _confirmed(bench, trials, goal, noise, held_out)
     machine = machine_name(device)
     policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
@@ -143,9 +158,10 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
         )
     if (metric is not None and budget is None) or (absolute is not None and budget is not None):
         what = "metric without budget, its largest value" if metric is not None else "absolute with budget, a multiple"
+        fix = "metric=metric, budget=0.05" if metric is not None else "absolute=0.01"
         raise PolicyError(
             f"search: {what}\n  legal: budget, a multiple of torch.autocast's error; absolute; or metric with budget\n"
-            "  fix:   search(model, step, metric=metric, budget=0.05)"
+            f"  fix:   search(model, step, {fix})"
         )
     asked = replace(Policy.parse(policy), measured_on="")
     refuse_what_cannot_be_converted(model, asked)

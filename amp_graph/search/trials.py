@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 FULL = "bf16-O0"
+FAILS, NOT_FINITE = ": fails: ", "a value is not finite"
 SAME = 1.02  # errors that differ by less are those of one plan in another order of sums
 
 
@@ -37,6 +38,11 @@ class Trial:
     metric: float = math.nan
     memory: int = 0
     why: str = ""
+
+    @property
+    def failure(self) -> str:
+        """How it failed; "" if it ran."""
+        return self.why.partition(FAILS)[2]
 
 
 @dataclass(frozen=True)

@@ -347,13 +347,19 @@ WRONG = {
     "a step that draws data": (dict(step=random_step), AmpGraphError, "two runs of step on the same model differ"),
     "no tensor": (dict(step=lambda model: model(torch.ones(1, 32)).sum().item()), AmpGraphError, "returned a float"),
     "no call": (dict(step=lambda model: torch.ones(())), AmpGraphError, "does not call the model"),
-    "a loss that is NaN": (dict(step=lambda model: model(X).sum() * math.nan), AmpGraphError, "not finite in fp32"),
+    "a loss that is NaN": (
+        dict(step=lambda model: model(X).sum() * math.nan),
+        AmpGraphError,
+        "the loss of step is not f",
+    ),
     "an infinite gradient": (
         dict(step=lambda model: (model(X) * 0).sqrt().sum()),
         AmpGraphError,
         "gradient of .* not fin",
     ),
-    "a metric that is NaN": (dict(metric=lambda model: math.nan, budget=1), AmpGraphError, "in fp32 is NaN"),
+    "a metric that is NaN": (dict(metric=lambda model: math.nan, budget=1), AmpGraphError, "in fp32 is nan"),
+    "a metric that is no number": (dict(metric=lambda model: "low", budget=1), AmpGraphError, "in fp32 is 'low'"),
+    "a metric that is nothing": (dict(metric=lambda model: None, budget=1), AmpGraphError, "in fp32 is None"),
     "a negative budget": (dict(budget=-1), PolicyError, "no budget"),
     "two budgets": (dict(metric=lambda model: 0, absolute=1), PolicyError, "metric with absolute"),
     "a metric alone": (dict(metric=lambda model: 0), PolicyError, "metric without budget"),
@@ -367,6 +373,40 @@ def test_bad_input_gets_one_clear_error(name):
     with pytest.raises(kind, match=text) as raised:
         search(mlp(), **{"step": step_of(), **given})
     assert "fix:" in str(raised.value)
+
+
+@pytest.mark.parametrize("given", [dict(runs=0), dict(runs=-3), dict(seconds=-1.0), dict(seconds=math.nan)])
+def test_limits_in_which_nothing_is_measured_are_refused(given):
+    with pytest.raises(PolicyError, match=r"are no limits\n.*\n.*fix:"):
+        Limits(**given)
+
+
+def test_where_each_policy_fails_by_an_error_it_is_the_answer(monkeypatch):
+    def convert(model, policy):
+        raise ValueError("only as it was written")
+
+    monkeypatch.setattr(importlib.import_module("amp_graph.search.bench"), "convert", convert)
+    with pytest.raises(AmpGraphError, match="fails, but for fp32: ValueError: only as it was written") as raised:
+        search(mlp(), step_of())
+    assert "fix:" in str(raised.value)
+
+
+def test_where_values_of_each_policy_are_not_finite_fp32_is_the_answer():
+    def metric(model):
+        return 0.1
+
+    def step(model):
+        return step_of()(model) * (1.0 if conversion_of(model) is None else math.inf)
+
+    found = search(mlp(), step, metric=metric, budget=0.2)
+    assert found.verdict() == "keep fp32: no other policy runs: a value is not finite"
+    assert search(mlp(), step_of(), limits=Limits(runs=1)).verdict() == "keep fp32: no other policy was measured"
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+def test_a_metric_may_be_a_tensor_with_gradients():
+    found = search(mlp(), step_of(), metric=lambda model: step_of(1)(model), budget=3.0)
+    assert found.best.policy == "bf16-O1"
 
 
 @pytest.mark.usefixtures("_low_is_fast")

@@ -73,7 +73,7 @@ def best_of_random(bench: Bench, goal: Goal, draws: int, seconds: float) -> tupl
         policy, count = policies[count], count + 1
         with Attempt():  # a policy that fails is none to be measured with
             made = bench.converted(policy, best.policy)
-            one = Trial(policy, 0.0, bench.error(made, bench.step, bench.reference, policy))
+            one = Trial(policy, 0.0, bench.error(made, bench.step, bench.reference))
             if goal.is_met(one):
                 taken = best.time * statistics.median(bench.ratios(made, bench.converted(best.policy, policy)))
                 best = Trial(policy, taken, one.error) if taken < best.time else best

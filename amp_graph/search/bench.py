@@ -13,6 +13,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.convert import convert
 from amp_graph.devices import device_of_model
 from amp_graph.errors import AmpGraphError
@@ -30,7 +32,7 @@ from amp_graph.numerics.compare import projected
 from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, loss_of
-from amp_graph.search.trials import FAILS, FULL, NOT_FINITE, Trial
+from amp_graph.search.trials import AUTOCAST, FAILS, FULL, NOT_FINITE, Trial
 
 WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
 LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
@@ -54,6 +56,7 @@ class Bench:
         with seeded():
             self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
         self.trains = True
+        self._converted = {FULL: self.plain}
         calls: list[tuple[Any, Any]] = []
         hook = self.plain.register_forward_hook(
             lambda module, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
@@ -62,7 +65,6 @@ class Bench:
         hook.remove()
         self.given = calls[0]
         self.trains = any(name.startswith("gradient of ") for name in self.reference)
-        self._converted = {FULL: self.plain}
 
     def key(self) -> dict[str, Any]:
         """Return what tells this model and this step from others, as plain values; numbers are of the step in fp32."""
@@ -90,7 +92,7 @@ class Bench:
             return Trial(FULL, 1.0, 0.0, self._metric(self.plain), self._peak(self.plain), why)
         with Attempt() as tried:  # whatever a plan, a kernel or the user's step raises
             made = self.converted(policy, beside.policy)
-            error = self.error(made, self.step, self.reference, policy)
+            error = self.error(made, self.step, self.reference)
             if math.isfinite(error):
                 time = statistics.median(self.ratios(made, self.converted(beside.policy, policy))) * beside.time
                 return Trial(policy, time, error, self._metric(made), self._peak(made), why)
@@ -98,11 +100,16 @@ class Bench:
         return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}{FAILS}{reason}")
 
     def converted(self, policy: str, *others: str) -> torch.nn.Module:
-        """Return a copy of the model, converted; frozen if the step is no training. Only ``others`` are kept beside."""
+        """Return a copy of the model, converted; frozen if the step is no training. Only ``others`` are kept beside.
+
+        Of torch.autocast, a copy as it was written, which is called under it.
+        """
         self._converted = {one: made for one, made in self._converted.items() if one in (FULL, policy, *others)}
         if policy not in self._converted:
-            made = convert(copy.deepcopy(self.model), policy)
-            self._converted[policy] = made if self.trains else freeze(made)
+            made = copy.deepcopy(self.model)
+            if policy != AUTOCAST:
+                made = convert(made, policy) if self.trains else freeze(convert(made, policy))
+            self._converted[policy] = made
         return self._converted[policy]
 
     def sample(self, model: torch.nn.Module) -> Any:
@@ -110,18 +117,17 @@ class Bench:
         args, kwargs = self.given
         return loss_of(self.step(model)) if self.trains else projected(as_containers(model(*args, **kwargs)))
 
-    def of_autocast(self) -> float:
-        """Return the error of ``torch.autocast`` in the low dtype, NaN if it fails: the unit of relative budgets."""
-        dtype = Policy().torch_dtype(self.device)
-        own = copy.deepcopy(self.model)
-        with Attempt(), torch.autocast(self.device, dtype):
-            return self.error(own, self.step, self.reference, "")
-        return math.nan
+    def _under(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Return torch.autocast in the low dtype for the copy that stands for it."""
+        if model is self._converted.get(AUTOCAST):
+            return torch.autocast(self.device, Policy().torch_dtype(self.device))
+        return nullcontext()
 
-    def error(self, model: torch.nn.Module, step: Step, reference: Values, policy: str) -> float:
+    def error(self, model: torch.nn.Module, step: Step, reference: Values) -> float:
         """Return the relative L2 error of a step's outputs or, if larger, of its gradients."""
         grads = [float(t.abs().max()) for name, t in reference.items() if name.startswith("gradient") and t.numel()]
-        scaled = Policy.parse(policy).torch_dtype(self.device) == torch.float16
+        conversion = conversion_of(model)
+        scaled = conversion is not None and conversion.policy.torch_dtype(self.device) == torch.float16
         scale = scale_for_fp16(max(grads, default=0.0), ROOM) if scaled else 1.0
         found = self.values(model, step, scale)
         sums = {"gradient": Sums(), "output": Sums()}
@@ -137,12 +143,12 @@ class Bench:
         """
         with unchanged(model), torch.set_grad_enabled(self.trains):
             self.random.restore()
-            return _values(model, step, scale)
+            return _values(model, self._under, step, scale)
 
     def _metric(self, model: torch.nn.Module) -> float:
         if self.metric is None:
             return math.nan
-        with same_random_numbers(), torch.set_grad_enabled(self.trains):
+        with same_random_numbers(), torch.set_grad_enabled(self.trains), self._under(model):
             found = self.metric(model)
         number = math.nan
         with Attempt():  # float() may call what others wrote
@@ -188,7 +194,8 @@ class Bench:
     def _once(self, model: torch.nn.Module) -> None:
         model.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(self.trains):
-            out = self.step(model)
+            with self._under(model):
+                out = self.step(model)
             if self.trains:
                 loss_of(out).backward()
 
@@ -207,12 +214,15 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
-def _values(model: torch.nn.Module, step: Step, scale: float) -> Values:
+def _values(
+    model: torch.nn.Module, under: Callable[[torch.nn.Module], AbstractContextManager[object]], step: Step, scale: float
+) -> Values:
     outputs: list[Any] = []
     hook = model.register_forward_hook(lambda module, args, out: outputs.append(out))
     try:
         model.zero_grad(set_to_none=True)
-        out = step(model)
+        with under(model):
+            out = step(model)
         if not isinstance(out, Tensor) or not outputs:
             what = "does not call the model that it is given" if not outputs else f"returned a {type(out).__name__}"
             raise AmpGraphError(

@@ -28,7 +28,7 @@ from amp_graph.search.bench import Bench, refuse_unusable_steps
 from amp_graph.search.proposals import Space, propose
 from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
-from amp_graph.search.trials import FULL, NOT_FINITE, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import AUTOCAST, FULL, NOT_FINITE, Candidate, Goal, Trial, best_of
 
 MOST = 25
 HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
@@ -101,15 +101,15 @@ def search(
     before = kept.before
     if before is None:
         space = space_of(model, bench.sample, asked, trains=bench.trains)
-        before = _Before(bench.of_autocast(), bench.noise, space)
-    unit, noise, trials = before.unit, before.noise, kept.trials
+        before = _Before(bench.trial(AUTOCAST, "torch's own mixed precision"), bench.noise, space)
+    unit, noise, trials = before.autocast.error, before.noise, kept.trials
     space = replace(before.space, words=[one for one in before.space.words if one[0] not in limits.without])
     if metric is None and absolute is None:
         goal = replace(goal, error=budget * (unit if math.isfinite(unit) else math.nan))
         if math.isnan(goal.error):
             raise AmpGraphError(
-                "search: torch.autocast fails on this step, so that its error is no budget\n"
-                "  legal: an absolute error\n  fix:   search(model, step, absolute=0.01)"
+                "search: torch.autocast fails on this step, so that its error is no budget: "
+                f"{before.autocast.failure}\n  legal: an absolute error\n  fix:   search(model, step, absolute=0.01)"
             )
     goal = replace(goal, memory=limits.memory)
     ended, began = "", time.monotonic()
@@ -140,7 +140,9 @@ def search(
     answer, error = _confirmed(bench, trials, goal, noise, held_out)
     machine = machine_name(device)
     policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
-    return SearchResult(policy, tuple(trials), goal, unit, noise, error, machine, ended, freeze=not bench.trains)
+    return SearchResult(
+        policy, tuple(trials), goal, before.autocast, noise, error, machine, ended, freeze=not bench.trains
+    )
 
 
 def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy | str) -> tuple[Policy, Goal]:
@@ -186,7 +188,7 @@ def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, noise: float, held
     left = list(trials)
     while (one := best_of(left, goal, noise)).policy != FULL:
         left.remove(one)
-        error = bench.error(bench.converted(one.policy), held_out, reference, one.policy)
+        error = bench.error(bench.converted(one.policy), held_out, reference)
         if error <= goal.error * HELD_OUT:
             return one.policy, error
     return FULL, 0.0
@@ -194,9 +196,9 @@ def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, noise: float, held
 
 @dataclass(frozen=True)
 class _Before:
-    """What is measured before the first trial: autocast's error, the noise of times, and what may be tried."""
+    """What is measured before the first trial: torch.autocast, the noise of times, and what may be tried."""
 
-    unit: float
+    autocast: Trial
     noise: float
     space: Space
 
@@ -224,10 +226,11 @@ class _File:
                 for name, one in key.items()
                 if not _is_same(old.get(name), one)
             ]
-            self.trials = [Trial(**one) for one in found["trials"]]
-            told = found["before"]
-            space = Space(**{**told["space"], "plans": [Candidate(**one) for one in told["space"]["plans"]]})
-            self.before = _Before(float(told["unit"]), float(told["noise"]), space)
+            if not differ:
+                self.trials = [Trial(**one) for one in found["trials"]]
+                told = found["before"]
+                space = Space(**{**told["space"], "plans": [Candidate(**one) for one in told["space"]["plans"]]})
+                self.before = _Before(Trial(**told["autocast"]), float(told["noise"]), space)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise AmpGraphError(
                 f"search: {path} holds no search: {type(error).__name__}: {error}\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amp_graph.report.report_html import asset, template
+from amp_graph.search.trials import AUTOCAST
 
 if TYPE_CHECKING:
     from amp_graph.search.result import SearchResult
@@ -44,14 +45,15 @@ def search_page(result: SearchResult) -> str:
     limit = result.goal.metric if result.by_metric else result.goal.error
     shown = [
         (number, one, one.metric if result.by_metric else one.error)
-        for number, one in enumerate(result.trials, start=1)
+        for number, one in enumerate(result.measured, start=1)
         if math.isfinite(one.time)
     ]
     across = _axis([0.0, *(one.time for _, one, _ in shown)], WIDTH)
     up = _axis([0.0, *(min(error, limit + BEYOND * abs(limit)) for _, _, error in shown), limit], HEIGHT)
     points = [
         {"number": number, "x": across.place(one.time), "y": HEIGHT - up.place(error), "policy": one.policy,
-         "kind": "answer" if one == result.best else "good" if result.goal.is_met(one) else "over",
+         "kind": "own" if one.policy == AUTOCAST else "answer" if one == result.best
+                 else "good" if result.goal.is_met(one) else "over",
          "told": f"{one.policy}: {one.time:.3f} of fp32's time, {error:.3g}; {result.fate(one)}"}
         for number, one, error in shown
     ]  # fmt: skip

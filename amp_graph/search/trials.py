@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-FULL = "bf16-O0"
+FULL, AUTOCAST = "bf16-O0", "torch.autocast"
 FAILS, NOT_FINITE = ": fails: ", "a value is not finite"
 SAME = 1.02  # errors that differ by less are those of one plan in another order of sums
 
@@ -25,7 +25,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """A policy that was measured.
+    """A policy that was measured, or torch.autocast.
 
     ``time``: of a step, over fp32's, by the median of turns with what was the best before. ``error``: of the step,
     relative to fp32's; infinite if it failed or is not finite. ``metric``: the user's; NaN without one. ``memory``: the

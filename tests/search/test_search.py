@@ -22,7 +22,7 @@ from amp_graph.errors import AmpGraphError, AmpGraphWarning, PolicyError
 from amp_graph.search.bench import Bench
 from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
-from amp_graph.search.trials import FULL, Goal, Trial
+from amp_graph.search.trials import AUTOCAST, FULL, Goal, Trial
 from tests.search.made_up_times import low_takes
 
 
@@ -163,7 +163,7 @@ def test_without_gradients_a_metric_sees_a_frozen_model(monkeypatch):
 
     found = search(mlp().eval(), outputs_of(X), metric=metric, budget=0.2)
     assert found.best.policy == "bf16-O1"
-    assert seen[:2] == ["NoneType", "FrozenConversion"]
+    assert seen[:3] == ["NoneType", "NoneType", "FrozenConversion"]  # torch.autocast, fp32, and a policy
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -292,6 +292,39 @@ def test_the_number_of_policies_and_the_time_are_limited():
     assert search(mlp(), step_of(), limits=Limits(seconds=0)).policy == FULL
 
 
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(
+    ("share", "autocast", "given", "told"),
+    [
+        (0.5, 0.4, {}, "bf16-O1.* 2.00 times fp32's .*; torch.autocast is faster here: 2.50 times fp32's speed"),
+        (1.5, 0.4, {}, "keep fp32: .*; torch.autocast is faster here: 2.50 times fp32's speed"),
+        (0.5, 0.499, {}, "bf16-O1.*torch.autocast's"),  # within the noise
+        (0.5, 0.6, {}, "bf16-O1.*torch.autocast's"),
+        (0.5, 0.4, {"absolute": 1e-9}, "keep fp32: no faster policy is good enough.*error of [^;]*"),  # nor is it
+    ],
+)
+def test_torch_autocast_is_measured_and_named_where_it_is_faster(monkeypatch, trains, share, autocast, given, told):
+    low_takes(share, monkeypatch, autocast=autocast)
+    found = search(mlp().train(trains), step_of() if trains else outputs_of(X), **given)
+    assert re.fullmatch(told, found.verdict())
+    own = copy.deepcopy(mlp())
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(trains):
+        out = step_of()(own) if trains else own(X)
+    if trains:
+        out.backward()
+        exact = mlp()
+        step_of()(exact).backward()
+        pairs = [(one.grad, other.grad) for one, other in zip(own.parameters(), exact.parameters(), strict=True)]
+    else:
+        pairs = [(out.float(), mlp()(X).detach())]
+    wrong, size = (
+        math.hypot(*(float(t.norm()) for t in ts)) for ts in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    assert found.autocast.error == pytest.approx(wrong / size, rel=1e-3)
+    assert re.search(rf"^torch.autocast +{autocast:.3f} .*to compare", found.text(), re.M)
+    assert found.to_dict()["autocast"]["time"] == autocast
+
+
 @pytest.mark.usefixtures("_low_is_fast")
 def test_the_result_is_plain_data():
     told = json.loads(json.dumps(search(mlp(), step_of()).to_dict()))
@@ -324,16 +357,17 @@ def test_the_table_says_of_each_policy_whether_it_was_kept_and_why():
         Trial("bf16-O1,replay=true", 0.4, 0.004, memory=90 * mib, why="e"), Trial("fp16-O1", *[math.inf] * 3, why="f"),
     ]  # fmt: skip
     goal = Goal(error=0.0055, memory=50 * mib)
-    found = SearchResult("bf16-O1", trials, goal, 0.005, 0.01, 0.005, "cpu", "its limit", again="amp-graph search m:f")
+    own = Trial(AUTOCAST, 0.7, 0.005, memory=30 * mib, why="g")
+    found = SearchResult("bf16-O1", trials, goal, own, 0.01, 0.005, "cpu", "its limit", again="amp-graph search m:f")
     head, *rows = found.table()
     assert head == ["policy", "time over fp32's", "speed", "peak memory", "error", "kept", "why it was tried"]
     assert [row[5] for row in rows] == [
         "no: slower", "the answer", "no: beyond the budget on held-out data", "no: 2 times the budget",
-        "no: too much memory", "no: fails",
+        "no: too much memory", "no: fails", "to compare",
     ]  # fmt: skip
     assert [row[3] for row in rows][:2] == ["40.0 MiB", "20.0 MiB"]
     assert found.text().endswith('use:   model = amp_graph.convert(model, "bf16-O1")\nagain: amp-graph search m:f\n')
-    by_metric = SearchResult(FULL, [Trial(FULL, 1, 0, 0.2)], Goal(metric=0.3), 0.005, 0.01, math.nan, "cpu", "")
+    by_metric = SearchResult(FULL, [Trial(FULL, 1, 0, 0.2)], Goal(metric=0.3), own, 0.01, math.nan, "cpu", "")
     assert "metric" in by_metric.table()[0]
     assert "use:" not in by_metric.text()  # there is nothing to convert
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from amp_graph.scaling.grad_scaler import GradScaler as GradScaler
     from amp_graph.scaling.loss_scale import LossScale as LossScale
     from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
+    from amp_graph.search.search import Limits as Limits
     from amp_graph.search.search import search as search
     from amp_graph.step.train_step import TrainStep as TrainStep
     from amp_graph.version import __version__ as __version__
@@ -63,6 +64,7 @@ _HOME = {
     "revert": "convert",
     "rewrite": "rewrite",
     "search": "search.search",
+    "Limits": "search.search",
     "scale_history": "numerics.overflow.scale_history",
     "__version__": "version",
 }

@@ -8,7 +8,7 @@ import pytest
 import amp_graph
 from tests.warned import warnings_are_errors
 
-LESSER = ("Calibration", "audit", "bisect", "calibrate", "compare", "frozen", "metrics", "thaw")
+LESSER = ("Calibration", "Limits", "audit", "bisect", "calibrate", "compare", "frozen", "metrics", "search", "thaw")
 DOCS = Path(__file__).parent.parent / "docs"
 
 

@@ -16,6 +16,7 @@ from amp_graph.policy import Policy
 from amp_graph.search.search_html import search_page
 from amp_graph.search.trials import AUTOCAST, FULL, Goal, Trial
 
+NOISY = 0.1  # the share of time from which a search warns of its noise
 SHOWN = 60  # characters of a policy in the table
 MEMORY, METRIC = "peak memory", "metric"  # columns that are left out where nothing was measured of them
 COLUMNS = ("policy", "time over fp32's", "speed", MEMORY, "error", METRIC, "kept", "why it was tried")
@@ -118,7 +119,8 @@ class SearchResult:
         goal = f"error at most {self.goal.error:.3g}; torch.autocast's is {self.unit:.3g}"
         goal = f"metric at most {self.goal.metric:g}" if self.by_metric else goal
         what = "forward, without gradients, of a frozen model" if self.freeze else "forward and backward"
-        return f"{what}, on {self.machine}; noise of times {self.noise:.1%}; {goal}"
+        noisy = " (too much to tell policies apart whose times differ by less)" if self.noise > NOISY else ""
+        return f"{what}, on {self.machine}; noise of times {self.noise:.1%}{noisy}; {goal}"
 
     def commands(self) -> list[str]:
         """Return how the answer is used, and how the search is made again, as far as known."""

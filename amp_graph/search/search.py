@@ -77,12 +77,13 @@ def search(
     multiple. metric: instead of both, called as ``metric(model)``; a number of which less is better, at most
     ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the
     search begins with; its words stay, but for the dtype where this machine is faster in the other one. In fp16 it
-    keeps in fp32 what overflows. limits: where it ends. state: a file that holds what was measured; a search with the
-    same one goes on, and proposes what it would have. tell: gets a line for each policy that was measured.
+    keeps in fp32 what overflows. limits: where it ends, such as ``amp_graph.Limits(runs=8)``. state: a file that holds
+    what was measured; a search with the same one goes on, and proposes what it would have. tell: gets a line for each
+    policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
-    search), PolicyError, CaptureError.
+    search, an error of each policy but fp32), PolicyError, CaptureError.
     """
     asked, goal = _checked(model, budget, absolute, metric, policy)
     budget = 1.0 if budget is None else budget

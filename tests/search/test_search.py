@@ -91,8 +91,16 @@ def test_where_low_precision_does_not_pay_fp32_is_the_answer(monkeypatch):
 
 def test_where_times_are_noisy_the_answer_says_so(monkeypatch):
     low_takes(0.8, monkeypatch, noise=0.6)
-    told = search(mlp(), step_of()).verdict()
-    assert told == "keep fp32: the fastest other policy has 1.25 times its speed here, which is within the noise of 60%"
+    found = search(mlp(), step_of())
+    told = "keep fp32: the fastest other policy has 1.25 times its speed here, which is within the noise of 60%"
+    assert found.verdict() == told
+    warning = "noise of times 60.0% (too much to tell policies apart whose times differ by less);"
+    assert warning in found.text()
+    low_takes(0.8, monkeypatch, noise=0.09, autocast=0.75)
+    quiet = search(mlp(), step_of())
+    assert "bf16-O1: 1.25 times fp32's speed" in quiet.verdict()
+    assert "faster here" not in quiet.verdict()  # by less than the noise
+    assert "too much" not in quiet.text()
 
 
 def overflowing():

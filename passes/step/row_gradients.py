@@ -146,7 +146,7 @@ def by_rows(apply: Apply, tables: Sequence[int]) -> Callable[..., None]:
         for n, (ids, rows) in zip(tables, added, strict=True):
             kinds[0][n] = laid_out_as(parameters[n], grads[n])
             whole = [kind[n] for kind in kinds]
-            copies = [t[ids] if t.dim() else t.clone() for t in whole]
+            copies = [t.index_select(0, ids) if t.dim() else t.clone() for t in whole]
             copies[0] = copies[0] + _sums_of_equal(ids, rows, len(parameters[n]))
             for kind, one in zip(kinds, copies, strict=True):
                 kind.append(one)

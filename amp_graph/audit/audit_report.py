@@ -86,9 +86,9 @@ class AuditReport:
             "plan": list(self.plan),
         }
 
-    def text(self) -> str:
-        """Return the report for a terminal of 80 columns."""
-        return audit_text(self)
+    def text(self, *, whole: str = "audit.report().html(path)") -> str:
+        """Return the report for a terminal of 80 columns; ``whole``: what has rows that are left out, "" if none."""
+        return audit_text(self, whole)
 
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path``, a page that fetches nothing; AmpGraphError if that is impossible."""

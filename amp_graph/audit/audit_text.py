@@ -34,12 +34,12 @@ HEADING = (
 )
 
 
-def audit_text(report: AuditReport) -> str:
-    """Return ``report`` as text."""
+def audit_text(report: AuditReport, whole: str) -> str:
+    """Return ``report`` as text; ``whole``: what has the rows of the table that are left out, "" for none."""
     parts = [
         wrapped(verdict(report), "", "  ", WIDTH),
         *_findings(report),
-        _table(report),
+        _table(report, whole),
         _unseen(report),
         _plan(report),
     ]
@@ -118,7 +118,7 @@ def _few(also: Sequence[str]) -> str:
 # -- the table ---------------------------------------------------------------------------------------------
 
 
-def _table(report: AuditReport) -> list[str]:
+def _table(report: AuditReport, whole: str) -> list[str]:
     rows, numbers = table_cells(report)
     if not rows:
         return []
@@ -134,15 +134,18 @@ def _table(report: AuditReport) -> list[str]:
         for line in itertools.zip_longest((name,), *others, fillvalue=""):
             lines.append("  " + " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
     if len(rows) > MOST_ROWS:
-        lines.append(f"  and {len(rows) - MOST_ROWS} more rows: audit.report().html(path) has all")
+        lines.append(f"  and {len(rows) - MOST_ROWS} more rows" + (f": {whole} has all" if whole else ""))
     for who, number in list(numbers.items())[:MOST_ROWS]:
         lines += wrapped(f"[{number}] {who}", "  ", "      ", WIDTH)
     return lines + list(beside(report))
 
 
 def table_cells(report: AuditReport) -> tuple[list[list[Sequence[str]]], dict[str, int]]:
-    """Return the cells of the rows that have any, and a number for each region and cast that lowered an operation."""
-    rows = folded(report.rows)
+    """Return the cells of the rows that have any, and a number for each region and cast that lowered an operation.
+
+    The rows of most FLOPs are the first, others are in the order of the models.
+    """
+    rows = sorted(folded(report.rows), key=lambda row: -row.flops.total())
     numbers = {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
     flops = sum(sum(row.flops.values()) for row in rows)
     cells = (_row_cells(row, flops, numbers) for row in rows)

@@ -55,6 +55,7 @@ class Iteration:
 
     ``waiting``: scaled losses without a backward so far; ``scaled``: whether one had its backward. ``clips``: places,
     and the norms before, where clipping met scaled gradients. ``inside``: ``step`` runs, which unscales by itself.
+    ``scales``: where it scaled losses, in all looked-at steps.
     """
 
     waiting: int = 0
@@ -63,6 +64,7 @@ class Iteration:
     clips: list[tuple[Place, float]] = field(default_factory=list)
     unscaled: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    scales: Counter[Place] = field(default_factory=Counter)
 
 
 class ScalerUse(Watcher):
@@ -76,6 +78,7 @@ class ScalerUse(Watcher):
         self._norms: dict[Place, float] = {}
         self._scaled: dict[int, weakref.ref[Tensor]] = {}  # losses, by id
         self._scales: Counter[Place] = Counter()  # where losses were scaled in looked-at steps
+        self._of_scalers: list[Counter[Place]] = []  # the same of each scaler
         self._scalers: Counter[Place] = Counter()  # new ones
         self._backward: Place | None = None  # of the backward that runs, of a loss that was not scaled
         self._half: Counter[Place] = Counter()  # float16 operations in such backwards
@@ -96,6 +99,7 @@ class ScalerUse(Watcher):
             iteration = self._iterations.get(scaler)
             if iteration is None:
                 iteration = self._iterations[scaler] = Iteration()
+                self._of_scalers.append(iteration.scales)
                 self._scalers[event.place] += event.name == "scaler.scale"
             take = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
             take.get(event.name.partition(".")[2], _pass)(iteration, event)
@@ -111,7 +115,9 @@ class ScalerUse(Watcher):
             losses = [t for t in tree_leaves(event.result) if isinstance(t, Tensor)]
             iteration.waiting += len(losses)
             self._scaled |= {id(t): weakref.ref(t) for t in losses}
-            self._scales[event.place] += event.step + 1 in self.training.looked_at
+            is_seen = event.step + 1 in self.training.looked_at
+            self._scales[event.place] += is_seen
+            iteration.scales[event.place] += is_seen
 
     def _unscale(self, iteration: Iteration, event: Event) -> None:
         if event.is_after or iteration.inside:
@@ -134,7 +140,7 @@ class ScalerUse(Watcher):
 
     def _update(self, iteration: Iteration, event: Event) -> None:
         if event.is_after:
-            self._iterations[event.arguments["self"]] = Iteration()
+            self._iterations[event.arguments["self"]] = Iteration(scales=iteration.scales)
 
     def _check_clips(self, iteration: Iteration, optimizer: Optimizer, step: int) -> None:
         if optimizer not in iteration.unscaled:
@@ -212,13 +218,13 @@ class ScalerUse(Watcher):
         if "float16" in dtypes or not self._products or self._compiled:
             return
         ran = "bfloat16" if "bfloat16" in dtypes else "float32"
-        for place, times in self._scales.items():
-            if times:
-                yield finding(
-                    "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
-                    f"convolutions seen ran in float16: what would underflow there does not in {ran}",
-                    "GradScaler(enabled=dtype == torch.float16), or none", dtype=ran, products=self._products,
-                )  # fmt: skip
+        for place, *others in dict.fromkeys(tuple(+scales) for scales in self._of_scalers if +scales):
+            yield finding(
+                "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
+                f"convolutions seen ran in float16: what would underflow there does not in {ran}",
+                "GradScaler(enabled=dtype == torch.float16), or none", also=[f"the loss at {one}" for one in others],
+                dtype=ran, products=self._products,
+            )  # fmt: skip
 
 
 def _pass(iteration: Iteration, event: Event) -> None:

@@ -17,6 +17,8 @@ from amp_graph.lists.read_toml import check_table, did_you_mean, nearest, read_t
 
 CONFIGURATION = "pyproject.toml"  # of the current folder
 COMMENT = re.compile(r"#\s*amp:\s*ignore(?:\[(?P<codes>[^\]]*)\])?\s*(?:#|$)")
+BARE = re.compile(r"#\s*amp:\s*ignore\W+AMP\d+.*")
+CODE = re.compile(r"AMP\d+")
 FIX = '[tool.amp_graph.audit]\nignore = ["AMP101"]'
 TAKES = {"ignore": (lambda value: isinstance(value, list), 'a list of codes, ["AMP101"]')}
 
@@ -47,9 +49,11 @@ def _known(codes: Iterable[str], where: str) -> Iterable[str]:
 
 
 def _unknown(code: str, where: str) -> str:
+    all_of = [one for one in CODES if CODE.fullmatch(code) and one.startswith(code)]  # AMP2 for AMP201 and all others
+    hint = f"; these begin so: {', '.join(all_of)}" if all_of else did_you_mean(code, CODES)
     return (
-        f"{where}: there is no code {code!r}{did_you_mean(code, CODES)}\n  legal: {', '.join(CODES)}\n"
-        f"  fix:   {next(iter(nearest(code, CODES) or CODES))}"
+        f"{where}: there is no code {code!r}{hint}\n  legal: {', '.join(CODES)}\n"
+        f"  fix:   {','.join(all_of) or next(iter(nearest(code, CODES) or CODES))}"
     )
 
 
@@ -64,11 +68,14 @@ def loud(findings: Iterable[Finding], ignored: frozenset[str], folder: Path) -> 
 
 
 def unknown_codes(files: Iterable[str], folder: Path) -> Iterable[str]:
-    """Yield the comments of ``files`` with a code that does not exist: such a one silences nothing."""
+    """Yield the comments of ``files`` that silence nothing: with a code that does not exist, or without brackets."""
     for file in files:
         for line, text in enumerate(linecache.getlines(str(folder / file)), start=1):
             for code in sorted(_codes(text) - {*CODES}):
                 yield f"{file}:{line}: # amp: ignore[{code}]: there is no such code{did_you_mean(code, CODES)}"
+            if (bare := BARE.search(text)) and COMMENT.search(text) is None:
+                codes = ", ".join(CODE.findall(bare[0]))
+                yield f"{file}:{line}: this comment silences nothing; write # amp: ignore[{codes}], and no more"
 
 
 def _codes(text: str) -> frozenset[str]:

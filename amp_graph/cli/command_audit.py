@@ -41,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the script, module or model, and print the report; what the script raises is raised."""
     try:
         call, looks = _call_of(args)
+        if args.steps == 0:
+            raise RunError("audit: --steps 0: no step would run\n  legal: 1 or more\n  fix:   --steps 10")
         files = {"json": writable(args.json, "audit: --json", "audit.json"),
                  "report": writable(args.report, "audit: --report", "audit.html")}  # fmt: skip
-        audit = Audit(every=args.every, looks=looks, stop_after=args.steps, ignore=args.ignore)
+        audit = Audit(every=args.every, looks=looks, stop_after=args.steps or 0, ignore=args.ignore)
     except AmpGraphError as error:
         print(error, file=sys.stderr)
         return 2
@@ -104,7 +106,7 @@ def _tell(audit: Audit, files: Files, fail_on: str) -> int:
     text = ""
     with Attempt() as tried:
         report = audit.report()
-        text = report.text()
+        text = report.text(whole="" if files["report"] is not None else "--report FILE.html")
         if files["json"] is not None:
             write_atomically(files["json"], json_text(report.to_dict()))
         if files["report"] is not None:

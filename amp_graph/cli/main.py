@@ -150,7 +150,7 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
     "audit": ("run a training script as it is, and say what its precision does; see amp-graph audit --help", (
         *TAKES_SCRIPT,
         arg("--every", metavar="N", type=int, default=0, help="look at each Nth step, beside the 2nd and the 3rd"),
-        arg("--steps", metavar="N", type=int, default=0, help="end the script after N steps"),
+        arg("--steps", metavar="N", type=int, help="end the script after N steps"),
         arg("--json", metavar="FILE", help="write the findings and the table as JSON to FILE"),
         arg("--report", metavar="FILE.html", help="write a page of the findings and the table"),
         arg("--fail-on", metavar="LEVEL", choices=LEVELS, default="",

@@ -68,7 +68,7 @@ def writable(text: str | None, option: str, example: str = "report.html") -> Pat
     if text is None:
         return None
     path = Path(os.path.abspath(text))
-    why = why_unwritable(path)
+    why = "stdout is the script's" if text == "-" else why_unwritable(path)
     if why:
         raise RunError(
             f"{option} {text}: it cannot be written: {why}\n"

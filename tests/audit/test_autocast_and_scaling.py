@@ -425,6 +425,23 @@ def test_the_first_overflow_is_found():
     assert origin_of(("add", aten.add.Tensor, (bias, 1.0)), ("square", aten.mul.Tensor, (x, x))) == ("square", "inf")
 
 
+def test_a_scaler_of_two_losses_is_told_once():
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu")
+    with Audit() as audit:
+        for _ in range(4):
+            for model in models:
+                loss = model(torch.randn(4, 8)).square().mean()
+                (scaler.scale(loss) if model is models[0] else scaler.scale(loss * 2)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.scale(torch.ones(1, requires_grad=True)).backward()
+            scaler.update()
+    (one,) = (f for f in audit.report().findings if f.code == "AMP202")
+    assert one.also == [f"the loss at {one.place.file}:{one.place.line + 3}"]
+
+
 def test_what_computed_low_in_a_disabled_region_is_named_with_its_line():
     layer = nn.Linear(8, 8)
     with Audit(looks=(1,)) as audit, torch.autocast("cpu", torch.bfloat16):

@@ -256,6 +256,9 @@ def test_more_steps_are_looked_at(folder, capsys):
         (["-m", "none.none"], "audit: cannot run module none.none"),
         (["--every", "-1", "train.py"], "every=-1"),
         (["--steps", "-1", "train.py"], "stop_after=-1"),
+        (["--steps", "0", "train.py"], "--steps 0: no step would run"),
+        (["--json", "-", "train.py"], "--json -: it cannot be written: stdout is the script's"),
+        (["--ignore", "AMP20", "train.py"], "fix:   AMP201,AMP202,"),
         (["--json", "none/a.json", "train.py"], "--json none/a.json: it cannot be written"),
         (["--report", "/", "train.py"], "--report /: it cannot be written"),
         (["--ignore", "AMP999", "train.py"], "there is no code 'AMP999'"),
@@ -321,6 +324,15 @@ def test_a_comment_with_an_unknown_code_is_told_at_any_line(folder, capsys, code
         assert f"train.py:{line}: # amp: ignore[{code}]: there is no such code" in told
     assert "".join(told.partition("Not seen: - ")[2].split()).startswith("-".join("".join(u.split()) for u in unseen))
     assert len(unseen) >= 4
+
+
+@pytest.mark.parametrize("comment", ["# amp: ignore AMP101", "# amp: ignore[AMP101] as it is", "# amp: ignore: AMP101"])
+def test_a_comment_of_another_form_silences_nothing_and_says_so(folder, capsys, comment):
+    (folder / "train.py").write_text(text := script(f"  {comment}"))
+    assert audit("--fail-on", "note", "train.py") == 1
+    line = next(n for n, one in enumerate(text.splitlines(), start=1) if comment in one)
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"train.py:{line}: this comment silences nothing; write # amp: ignore[AMP101]" in told
 
 
 def test_a_configuration_and_an_option_silence(folder, capsys):

@@ -367,3 +367,17 @@ def test_control_other_data_is_refused(report, break_it, fault):
     data = full(report)
     break_it(data)
     assert faults_of(data) == [fault]
+
+
+def test_rows_of_most_flops_are_first_and_the_text_says_where_the_others_are():
+    model, sizes = nn.Sequential(), range(16, 66)
+    for number, size in enumerate(sizes):
+        model.add_module(f"{'ab'[number // 25]}{chr(97 + number % 25)}", nn.Linear(size, size + 1))
+    report = audited(model, dtype=torch.float32)
+    lines = report.text().splitlines()
+    shown = [line.split()[0] for line in lines if re.match(r"  [ab][a-y] ", line)]
+    assert shown[:3] == ["by", "bx", "bw"]
+    (more,) = (line for line in lines if "more rows" in line)
+    assert more.endswith("more rows: audit.report().html(path) has all")
+    assert "more rows: --report FILE.html has all" in report.text(whole="--report FILE.html")
+    assert f"{more.partition(':')[0]}\n" in report.text(whole="")

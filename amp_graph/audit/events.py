@@ -68,7 +68,7 @@ def hear(tell: Tell) -> Callable[[], None]:
 def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def told(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return plain(*args, **kwargs)
         try:
@@ -81,5 +81,6 @@ def _told(event: str, plain: Callable[..., Any], tell: Tell) -> Callable[..., An
         tell(event, arguments, caller, True, result)
         return result
 
+    call: Any = told
     call.__code__ = call.__code__.replace(co_filename=UNCOUNTED)
     return functools.wraps(plain)(call)

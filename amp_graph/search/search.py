@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -88,6 +92,7 @@ def search(
     asked, goal = _checked(model, budget, absolute, metric, policy)
     budget = 1.0 if budget is None else budget
     device = device_of_model(model) or "cpu"
+    machine = machine_name(device)
     bench = Bench(model, step, metric)
     refuse_unusable_steps(bench)
     key = {
@@ -95,7 +100,7 @@ def search(
         "policy": str(asked),
         "budget": [budget, absolute],
         "metric": metric is not None,
-        "machine": f"{machine_for(device).name}, {machine_name(device)}, {torch.get_num_threads()} threads",
+        "machine": f"{machine_for(device).name}, {machine}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
     kept = _File(state, key | bench.key())
@@ -123,7 +128,9 @@ def search(
                 spent = f"{limits.runs} policies" if len(trials) >= limits.runs else f"{limits.seconds:g} seconds"
                 ended = f"its limit of {spent}"
             else:
-                trials.append(bench.trial(*proposal, best_of(trials, goal, noise) if trials else None))
+                trials.append(
+                    _hearing(partial(bench.trial, *proposal, best_of(trials, goal, noise) if trials else None))
+                )
                 kept.write(before)
                 if tell is not None:
                     tell(_line(trials, goal, noise))
@@ -139,7 +146,6 @@ def search(
             f"  fix:   loss = step(amp_graph.convert(copy.deepcopy(model), {trials[1].policy!r})) shows where"
         )
     answer, error = _confirmed(bench, trials, goal, noise, held_out)
-    machine = machine_name(device)
     policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
     return SearchResult(
         policy, tuple(trials), goal, before.autocast, noise, error, machine, ended, freeze=not bench.trains
@@ -160,8 +166,11 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
             "  fix:   search(model, step, metric=metric, budget=0.05)"
         )
     if (metric is not None and budget is None) or (absolute is not None and budget is not None):
-        what = "metric without budget, its largest value" if metric is not None else "absolute with budget, a multiple"
-        fix = "metric=metric, budget=0.05" if metric is not None else "absolute=0.01"
+        what, fix = (
+            ("metric without budget, its largest value", "metric=metric, budget=0.05")
+            if metric is not None
+            else ("absolute with budget, a multiple", "absolute=0.01")
+        )
         raise PolicyError(
             f"search: {what}\n  legal: budget, a multiple of torch.autocast's error; absolute; or metric with budget\n"
             f"  fix:   search(model, step, {fix})"
@@ -171,6 +180,27 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
     if metric is not None:
         return asked, Goal(metric=budget)
     return asked, Goal(error=math.inf if absolute is None else absolute)
+
+
+def _hearing(measure: Callable[[], Trial]) -> Trial:
+    """Return what is measured; KeyboardInterrupt also where torch dropped it: its guards call Python from C++."""
+    pressed: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    is_ours = threading.current_thread() is threading.main_thread()  # only it may set a handler
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return measure()
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        found = measure()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+    return found
 
 
 def _line(trials: list[Trial], goal: Goal, noise: float) -> str:
@@ -204,12 +234,6 @@ class _Before:
     space: Space
 
 
-def _is_same(old: Any, new: Any) -> bool:
-    """Say whether two values of a key are equal; sums of floating-point numbers but for the order of them."""
-    are_numbers = isinstance(old, float) and isinstance(new, float)
-    return math.isclose(old, new, rel_tol=1e-5) if are_numbers else old == new
-
-
 class _File:
     """What was measured, in a file; without a path, nowhere. A search that goes on proposes what it would have."""
 
@@ -222,11 +246,7 @@ class _File:
         try:
             found = json.loads(Path(path).read_text("utf-8"))
             old = found["search"]
-            differ = [
-                f"{name}: {old.get(name)} there, {one} here"
-                for name, one in key.items()
-                if not _is_same(old.get(name), one)
-            ]
+            differ = [f"{name}: {old.get(name)} there, {one} here" for name, one in key.items() if old.get(name) != one]
             if not differ:
                 self.trials = [Trial(**one) for one in found["trials"]]
                 told = found["before"]

@@ -1,11 +1,13 @@
 """The search over real models; times are made up where low precision must be fast, which it is not in small models."""
 
+import contextlib
 import copy
 import importlib
 import json
 import math
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -248,6 +250,7 @@ OTHERS = {
         r"inputs: \['torch.float32 \[64, 32\]'\] there, .*\[8, 32\]'\] here",
     ),
     "another loss": (mlp(), scaled_step, {}, "output 1: "),
+    "outputs of another batch": (mlp(), outputs_of(X + torch.eye(64, 32)), {}, "output 0: "),
     "another budget": (mlp(), step_of(), {"absolute": 0.5}, r"budget: \[1.0, 0.02\] there, \[1.0, 0.5\] here"),
 }
 
@@ -266,6 +269,26 @@ def test_measurements_of_another_search_are_refused_and_what_differs_is_named(na
     file.write_text(json.dumps(old))
     with pytest.raises(AmpGraphError, match=r"holds another search: inputs: None there"):
         search(mlp(), step_of(), absolute=0.02, state=file)
+
+
+@pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN], ids=["Python's", "the user's"])
+def test_an_interrupt_that_torch_drops_ends_the_search_and_the_handler_is_the_one_before(handler):
+    def metric(model):
+        if conversion_of(model) is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return 0.1
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        found = search(mlp(), step_of(), metric=metric, budget=0.2)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    was_heard = handler is signal.default_int_handler
+    assert (found.ended == "interrupted; the best so far") == was_heard
+    assert (len(found.trials) == 1) == was_heard
 
 
 def by_policy(text):

@@ -83,7 +83,7 @@ class Bench:
     @cached_property
     def noise(self) -> float:
         """The share of a step's time that two measurements of the same step differ by; at least 1 %."""
-        ratios = self.ratios(copy.deepcopy(self.plain), self.plain)
+        ratios = self.ratios(copy.deepcopy(self.model), self.plain)
         low, middle, high = statistics.quantiles(ratios, n=4)
         return max(0.01, abs(middle - 1), (high - low) / 2)
 

@@ -79,11 +79,11 @@ def search(
     and models are measured frozen. budget: the largest error, as a multiple of that of ``torch.autocast`` (1.0): the
     relative L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a
     multiple. metric: instead of both, called as ``metric(model)``; a number of which less is better, at most
-    ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth. policy: what the
-    search begins with; its words stay, but for the dtype where this machine is faster in the other one. In fp16 it
-    keeps in fp32 what overflows. limits: where it ends, such as ``amp_graph.Limits(runs=8)``. state: a file that holds
-    what was measured; a search with the same one goes on, and proposes what it would have. tell: gets a line for each
-    policy that was measured.
+    ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth, or within the
+    multiple of autocast's error there. policy: what the search begins with; its words stay, but for the dtype where
+    this machine is faster in the other one. In fp16 it keeps in fp32 what overflows. limits: where it ends, such as
+    ``amp_graph.Limits(runs=8)``. state: a file that holds what was measured; a search with the same one goes on, and
+    proposes what it would have. tell: gets a line for each policy that was measured.
 
     fp32 is a legal answer, ``"bf16-O0"``; ``result.verdict()`` says why. KeyboardInterrupt ends a search with the best
     policy so far. Raises AmpGraphError (a step that is not repeatable, a metric that is NaN in fp32, a file of another
@@ -145,7 +145,8 @@ def search(
             f"  legal: a step that can be called with converted copies of the model\n"
             f"  fix:   loss = step(amp_graph.convert(copy.deepcopy(model), {trials[1].policy!r})) shows where"
         )
-    answer, error = _confirmed(bench, trials, goal, noise, held_out)
+    relative = budget if metric is None and absolute is None else 0.0
+    answer, error = _confirmed(bench, trials, goal, noise, held_out, relative)
     policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
     return SearchResult(
         policy, tuple(trials), goal, before.autocast, noise, error, machine, ended, freeze=not bench.trains
@@ -211,16 +212,25 @@ def _line(trials: list[Trial], goal: Goal, noise: float) -> str:
     )
 
 
-def _confirmed(bench: Bench, trials: list[Trial], goal: Goal, noise: float, held_out: Step | None) -> tuple[str, float]:
-    """Return the fastest policy that is exact enough on held-out data too, with its error there."""
+def _confirmed(
+    bench: Bench, trials: list[Trial], goal: Goal, noise: float, held_out: Step | None, budget: float
+) -> tuple[str, float]:
+    """Return the fastest policy that is exact enough on held-out data too, with its error there.
+
+    ``budget``: the multiple of torch.autocast's error, which may be larger there, as that of a router's model is.
+    """
     if held_out is None or math.isinf(goal.error):
         return best_of(trials, goal, noise).policy, math.nan
     reference = bench.values(bench.plain, held_out)
-    left = list(trials)
+
+    def error_of(policy: str) -> float:
+        return bench.error(bench.converted(policy), held_out, reference)
+
+    left, most = list(trials), max(goal.error, budget * error_of(AUTOCAST) if budget else 0.0)
     while (one := best_of(left, goal, noise)).policy != FULL:
         left.remove(one)
-        error = bench.error(bench.converted(one.policy), held_out, reference)
-        if error <= goal.error * HELD_OUT:
+        error = error_of(one.policy)
+        if error <= most * HELD_OUT:
             return one.policy, error
     return FULL, 0.0
 

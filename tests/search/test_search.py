@@ -59,6 +59,21 @@ def _low_is_fast(monkeypatch):
 
 
 @pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("bound", [{}, {"budget": 3.0}, {"absolute": 0.02}], ids=str)
+def test_held_out_data_that_are_harder_for_autocast_too_may_have_a_larger_error(bound):
+    """A sum of what cancels: the further two halves are alike, the more a rounding weighs."""
+
+    def step(noise):
+        half = torch.randn(64, 32, generator=torch.Generator().manual_seed(3))
+        return lambda model: (model(half) - model(half + noise * half.flip(0))).square().mean()
+
+    found = search(mlp(), step(1.0), held_out=step(0.02), **bound)
+    error = found.held_out / found.goal.error
+    assert (found.policy == FULL) == ("absolute" in bound)
+    assert error == 0 if "absolute" in bound else error > 1.1
+
+
+@pytest.mark.usefixtures("_low_is_fast")
 def test_the_answer_is_a_policy_whose_measured_error_is_within_the_budget_also_on_held_out_data():
     model = mlp()
     before = copy.deepcopy(model.state_dict())

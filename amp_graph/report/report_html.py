@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amp_graph.report.records import GraphReport
 
 HERE = Path(__file__).parent
+TEMPLATES = HERE / "templates"
 STYLES = ("page.css", "tree.css", "graph.css", "table.css")
 # In the order of use: each may use what those before it define.
 LIBRARIES = ("vendor/dagre.min.js", "vendor/panzoom.min.js")
@@ -84,8 +85,8 @@ def _hash(script: str) -> str:
 
 
 @cache
-def template(name: str, folder: Path = HERE / "templates") -> Any:
-    """Return a template of Jinja's in ``folder``, which escapes all that it is given."""
+def template(name: str, folder: Path = TEMPLATES) -> Any:
+    """Return a template of Jinja's in ``folder``, which escapes all that it is given; it may extend one of ours."""
     try:
         import jinja2
     except ImportError as error:
@@ -94,7 +95,7 @@ def template(name: str, folder: Path = HERE / "templates") -> Any:
             "  legal: report.text(), report.to_dict() without it\n  fix:   pip install 'amp-graph[report]'"
         ) from error
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader((folder, TEMPLATES)),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -110,7 +110,8 @@ def search(
         before = _Before(bench.trial(AUTOCAST, "torch's own mixed precision"), bench.noise, space)
     unit, noise, trials = before.autocast.error, before.noise, kept.trials
     space = replace(before.space, words=[one for one in before.space.words if one[0] not in limits.without])
-    if metric is None and absolute is None:
+    is_relative = metric is None and absolute is None
+    if is_relative:
         goal = replace(goal, error=budget * (unit if math.isfinite(unit) else math.nan))
         if math.isnan(goal.error):
             raise AmpGraphError(
@@ -145,8 +146,7 @@ def search(
             f"  legal: a step that can be called with converted copies of the model\n"
             f"  fix:   loss = step(amp_graph.convert(copy.deepcopy(model), {trials[1].policy!r})) shows where"
         )
-    relative = budget if metric is None and absolute is None else 0.0
-    answer, error = _confirmed(bench, trials, goal, noise, held_out, relative)
+    answer, error = _confirmed(bench, trials, goal, noise, held_out, budget if is_relative else 0.0)
     policy = answer if answer == FULL else str(replace(Policy.parse(answer), measured_on=machine))
     return SearchResult(
         policy, tuple(trials), goal, before.autocast, noise, error, machine, ended, freeze=not bench.trains

@@ -59,8 +59,8 @@ def search_page(result: SearchResult) -> str:
     ]  # fmt: skip
     return str(
         template("search.html", TEMPLATES).render(
-            result=result, columns=columns, rows=rows, points=points, width=WIDTH, height=HEIGHT,
-            across=across.marks(), up=[(HEIGHT - y, text) for y, text in up.marks()],
+            result=result, verdict=result.verdict(), columns=columns, rows=rows, points=points, width=WIDTH,
+            height=HEIGHT, across=across.marks(), up=[(HEIGHT - y, text) for y, text in up.marks()],
             limit=HEIGHT - up.place(limit), curve=_front(points), styles=asset("page.css"),
         )
     )  # fmt: skip

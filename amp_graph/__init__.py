@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from amp_graph.numerics.calibrate import calibrate as calibrate
     from amp_graph.numerics.compare import compare as compare
     from amp_graph.numerics.overflow.locate import locate as locate
-    from amp_graph.numerics.overflow.locator import Locator as Locator
     from amp_graph.numerics.overflow.scale_history import scale_history as scale_history
     from amp_graph.passes.calibration.calibration import Calibration as Calibration
     from amp_graph.policy import Policy as Policy
@@ -57,7 +56,6 @@ _HOME = {
     "thaw": "freeze",
     "calibrate": "numerics.calibrate",
     "compare": "numerics.compare",
-    "Locator": "numerics.overflow.locator",
     "locate": "numerics.overflow.locate",
     "metrics": "report.metrics",
     "report": "report.model_report",

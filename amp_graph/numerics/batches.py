@@ -157,23 +157,18 @@ def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
         )
 
 
-def gradients(
-    model: torch.nn.Module,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    given: Sequence[Tensor | None] | None = None,
-) -> Sequence[Tensor | None]:
-    """Return the gradients of ``inputs``, None for those that the outputs do not depend on.
+def gradients(model: torch.nn.Module, loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of ``inputs``, None for those that the loss does not depend on.
 
-    ``given``: the gradients of the outputs. Where a backward is reentrant, inputs that are no leaves have None.
+    Where a backward is reentrant, inputs that are no leaves have None.
     """
-    nodes = list(nodes_behind(t.grad_fn for t in outputs))
+    nodes = list(nodes_behind([loss.grad_fn]))
     if not any(REENTRANT in node.name() for node in nodes):
-        return torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+        return torch.autograd.grad(loss, inputs, allow_unused=True)
     reached = [node.variable for node in nodes if hasattr(node, "variable")]
     leaves = {id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}
     with _without_grads(list(leaves.values())):
-        torch.autograd.backward(outputs, given)
+        torch.autograd.backward(loss)
         return [t.grad if t.is_leaf else None for t in inputs]
 
 
@@ -186,7 +181,7 @@ class Leaves(list[Tensor]):
         self.clear()
         if loss is None or not loss.requires_grad or not leaves:
             return False
-        gradients(model, [loss * scale], leaves)
+        gradients(model, loss * scale, leaves)
         return True
 
 

@@ -254,7 +254,7 @@ class ErrorMetric:
             names = {name: p for name, p in model.named_parameters() if p.requires_grad}
             grads: Sequence[Tensor | None] = [None] * len(names)
             if loss is not None and loss.requires_grad and names:
-                grads = gradients(model, [loss * scale], list(names.values()))
+                grads = gradients(model, loss * scale, list(names.values()))
             leaves = [t for t in tree_leaves(as_containers(out)) if isinstance(t, Tensor) and t.is_floating_point()]
             # A result may be a buffer or an input, which is restored.
             found: Ran = {i: t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}

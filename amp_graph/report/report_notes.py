@@ -82,7 +82,7 @@ def notes_of_scale(source: object) -> Iterator[str]:
         yield f"loss scale: {found['loss_scale']:g} now, {skipped:g} step{'s' * (skipped != 1)} skipped"
         if bad := scale_history(source).skipped:
             last = bad[-1]
-            yield f"loss scale: the last step skipped is step {last['step']} at {last['scale']:g}: {last['cause']}"
+            yield f"loss scale: the last step skipped is step {last['step']} at {last['scale']:g}"
 
 
 # -- precisions other than planned --------------------------------------------------------------------

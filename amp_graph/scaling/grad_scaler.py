@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,8 +85,6 @@ class GradScaler(torch.amp.GradScaler):
         self._group = process_group
         self._per_optimizer_states: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
         self._verdict: torch.Tensor | None = None
-
-    _watch: Callable[[], None] | None = None  # called at each update
 
     # Read and written by the inherited scale, get_scale, get_growth_factor, set_growth_factor, ...
     _growth_factor, _backoff_factor = _kept("growth_factor"), _kept("backoff_factor")
@@ -196,8 +194,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._verdict = self._combined(verdicts)
             self._loss_scale.update(self._verdict)
-            if self._watch is not None:
-                self._watch()
             self._floor.look(self._loss_scale, self._culprit)
         self._per_optimizer_states.clear()
 
@@ -257,10 +253,6 @@ class GradScaler(torch.amp.GradScaler):
         known = [state["optimizer"]() for state in self._per_optimizer_states.values() if "optimizer" in state]
         return next((c for o in known if o is not None and (c := _first_bad(o))), "a gradient that no longer exists")
 
-    def watch(self, call: Callable[[], None] | None) -> None:
-        """Have ``call`` called at each update by a verdict, before gradients are dropped; None for nothing."""
-        self._watch = call
-
     # -- reading and saving ---------------------------------------------------------------------------
 
     @property
@@ -288,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ScaleError("GradScaler: pickled inside of an iteration\n  fix:   pickle it after update()")
         group = self._group if self._group is False else None
         fresh: defaultdict[int, dict[str, Any]] = defaultdict(_not_begun)
-        return {**self.__dict__, "_verdict": None, "_watch": None, "_group": group, "_per_optimizer_states": fresh}
+        return {**self.__dict__, "_verdict": None, "_group": group, "_per_optimizer_states": fresh}
 
 
 def _starts_from_nothing(optimizer: Optimizer) -> bool:

@@ -20,14 +20,12 @@ MOST = 1000  # steps that are kept
 class ScaleRecords:
     """The scale of each of the last ``most`` steps, and how many had been skipped before it.
 
-    Both are copied into a ring on the device of the scale, two numbers a step. ``causes``: why a step was skipped, by
-    its number from 1, where that is known.
+    Both are copied into a ring on the device of the scale, two numbers a step.
     """
 
     def __init__(self, most: int = MOST) -> None:
         """Start without rows."""
         self.most, self.count = most, 0
-        self.causes: dict[int, str] = {}
         self._ring: tuple[Tensor, Tensor] | None = None
         self._places: list[tuple[Tensor, Tensor]] = []  # of the ring
 
@@ -47,10 +45,6 @@ class ScaleRecords:
     def undo(self) -> None:
         """Drop the last row: its step has raised."""
         self.count -= 1
-
-    def last(self) -> tuple[Tensor, Tensor]:
-        """Return the scale of the last step, and the number skipped before it: 0-d tensors."""
-        return self._places[(self.count - 1) % self.most]
 
     def first(self) -> int:
         """Return the number of the oldest row, from 1."""
@@ -72,10 +66,6 @@ class ScaleRecords:
         """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""
         place = max(self.count - min(steps, self.most), 0)
         return 0 if self._ring is None else self._ring[1][place % self.most]
-
-    def explain(self, number: int, cause: str) -> None:
-        """Note why step ``number`` was skipped; causes of steps that are no longer kept are dropped."""
-        self.causes = {n: told for n, told in self.causes.items() if n >= self.first()} | {number: cause}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new one: the numbers of steps start again."""

@@ -153,7 +153,6 @@ class TrainStep:
         self._conversion = conversion_of(model)
         self._scale_options: tuple[float, ...] | None = None
         self._state = StepState(self._sharded)
-        self._watches: tuple[Any, ...] = ()
         self._watched = WatchedOptimizer(optimizer, self.forget)
         builder = StepBuilder(
             model=model,
@@ -194,8 +193,6 @@ class TrainStep:
         self._follow()
         self._state.read_rates(self.optimizer.param_groups)
         scale = self.loss_scale
-        for watch in self._watches:
-            watch.before(batch)
         if scale is not None:
             scale.note()
         try:
@@ -210,8 +207,6 @@ class TrainStep:
             raise
         if self._ranks is not None:
             self._ranks.end_step()
-        for watch in self._watches:
-            watch.after()
         return result
 
     def _whole(self, batch: Sequence[Any]) -> Any:
@@ -251,15 +246,6 @@ class TrainStep:
         self.captured.clear()
         self._state.keep(())
         self.forget()
-
-    def watch(self, by: Any) -> Callable[[], None]:
-        """Have ``by.before(batch)`` and ``by.after()`` called around each step from now on; return what ends that."""
-        self._watches = (*self._watches, by)
-
-        def end() -> None:
-            self._watches = tuple(other for other in self._watches if other is not by)
-
-        return end
 
     # -- state ----------------------------------------------------------------------------------------
 

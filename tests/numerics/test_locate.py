@@ -1,5 +1,6 @@
 """The overflow locator names the planted line, in forward and in backward, and says when there is nothing to name."""
 
+import copy
 import json
 import math
 
@@ -84,6 +85,50 @@ def test_a_step_gives_its_loss_policy_and_scale():
     assert "# planted" in found.line
     with pytest.raises(CaptureError, match="has its loss_fn and policy"):
         amp_graph.locate(step, batch, cross_entropy)
+
+
+def test_the_batch_of_a_skipped_step_names_its_cause_and_the_step_has_changed_nothing():
+    model, batch = made("cnn", "big")
+    step = amp_graph.TrainStep(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.01), "fp16")
+    before = copy.deepcopy(dict(model.named_parameters()))
+    step(*batch)
+    row = amp_graph.scale_history(step).rows[-1]
+    assert row == {"step": 1, "scale": 2.0**16, "skipped": True}
+    found = amp_graph.locate(step, batch, scale=row["scale"])
+    assert "# planted" in found.line
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_micro_batches_are_run_part_by_part():
+    model, (x, y) = made("mlp", "")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", micro_batches=2)
+    x, y = torch.cat([x[:4], x[:4]]), torch.cat([y[:4], y[:4]])
+    assert not amp_graph.locate(step, (x, y), scale=1.0)
+    x[6, 2] = float("nan")  # in the second part
+    found = amp_graph.locate(step, (x, y), scale=1.0)
+    assert found.kind == "given"
+    assert found.given.startswith("input batch[0]")
+
+
+@pytest.mark.parametrize("name", ["a", "a-b", "a+b", "0"])
+def test_a_fix_that_names_a_module_was_tried(name):
+    inner = nn.ModuleDict({name: Loud()})
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Called(inner, name)), nn.Linear(8, 4))
+    batch = torch.ones(3, 8), torch.zeros(3, dtype=torch.long)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=8.0)
+    policy = next(fix for fix in found.fix if "with it, loss and gradients are finite" in fix).split("'")[1]
+    assert not amp_graph.locate(model, batch, cross_entropy, policy=policy, scale=8.0)
+
+
+@forward_of(nn.Module)
+def Loud(self, x):
+    return x * 6e4 * 6e4 / 6e4 / 6e4
+
+
+@layers(lambda inner, name: dict(inner=inner, name=name))
+def Called(self, x):
+    return self.inner[self.name](x)
 
 
 def test_a_converted_model_gives_its_policy_and_stays_converted():

@@ -21,7 +21,7 @@ from amp_graph.convert import refuse_what_is_no_model, warn_of_unmatched
 from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from amp_graph.numerics.batches import parts_of, refuse_what_cannot_run
 from amp_graph.numerics.overflow.result import Located, dtype_text
-from amp_graph.numerics.overflow.run import Ran, Task, for_other_outputs, run_in_fp32, run_planned
+from amp_graph.numerics.overflow.run import Ran, Task, run_in_fp32, run_planned
 from amp_graph.numerics.overflow.watch import Event
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.policy import Policy
@@ -127,7 +127,7 @@ def fixes(found: Located, task: Task, try_fix: bool) -> list[str]:
 def tried(task: Task, policy: Policy) -> Policy | None:
     """Return ``policy``, with what else must be kept in fp32, if loss and gradients are finite under it; else None."""
     for _ in range(ROUNDS):
-        ran = run_planned(replace(for_other_outputs(task), policy=policy))
+        ran = run_planned(replace(task, policy=policy))
         event = first_of(ran) if ran.bad else None
         if not ran.bad:
             return policy

@@ -70,11 +70,6 @@ class Located:
         return self.in_fp32 is not None and math.isfinite(self.in_fp32)
 
     @property
-    def is_ordinary(self) -> bool:
-        """Whether some backoffs of a dynamic scale end it, as it overflows now and then by design."""
-        return self.lower_scale is not None and self.lower_scale * 16 >= self.scale
-
-    @property
     def cause(self) -> str:
         """One line: ``backward of linear in blocks.1.fc (model.py:12): 1.3e+05 in fp32``; "" for nothing."""
         if not self.found:

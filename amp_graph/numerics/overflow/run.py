@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from amp_graph.capture.as_written import Region, in_words, region_of
 from amp_graph.capture.conversion import conversion_of
@@ -23,9 +23,8 @@ from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError
 from amp_graph.lists.errors import first_line
-from amp_graph.model_state import RandomState, unchanged
-from amp_graph.numerics.batches import gradients as gradients_of
-from amp_graph.numerics.batches import refuse_detached
+from amp_graph.model_state import unchanged
+from amp_graph.numerics.batches import gradients, refuse_detached
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
 from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
 from amp_graph.passes.graph.bodies import AsPython
@@ -51,8 +50,6 @@ class Task:
     parts: tuple[tuple[Any, ...], ...]
     scale: float
     in_step: bool = False
-    random: RandomState | None = None  # states of the generators before the step; None: those of now
-    outputs_gradients: Any = None  # of the model's outputs, where no loss is known; a part is then ((args, kwargs),)
 
 
 @dataclass
@@ -87,18 +84,7 @@ def run_planned(task: Task) -> Ran:
 def run_in_fp32(task: Task) -> Ran:
     """Run the code of ``task`` as it is written, without autocast and without a loss scale."""
     # Gradients of parameters in low precision are cast to it.
-    return _run(replace(for_other_outputs(task), scale=1.0), partial(_code, region=None, skips_low=True))
-
-
-def for_other_outputs(task: Task) -> Task:
-    """Return ``task`` with gradients of the outputs' means, where those of its outputs, of which they tell, are bad."""
-    if task.outputs_gradients is None:
-        return task
-
-    def mean(grad: Tensor | None) -> Tensor | None:
-        return grad if grad is None or not is_bad(grad) else torch.full_like(grad, task.scale / grad.numel())
-
-    return replace(task, outputs_gradients=[*map(mean, task.outputs_gradients)])
+    return _run(replace(task, scale=1.0), partial(_code, region=None, skips_low=True))
 
 
 MASKED = "a softmax, whose rows that see nothing are others than in fp32"
@@ -107,8 +93,6 @@ MASKED = "a softmax, whose rows that see nothing are others than in fp32"
 def _run(task: Task, way: Callable[[Task, ExitStack], Ran]) -> Ran:
     with ExitStack() as around:
         around.enter_context(unchanged(task.model, task.parts))
-        if task.random is not None:
-            task.random.restore()
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             around.enter_context(torch.autocast(kind, enabled=False))
@@ -129,29 +113,20 @@ def _differentiated(task: Task, way: Ran, part: tuple[Any, ...]) -> Iterator[tup
     """Run forward and backward; yield where values that are not finite arrive, with their events."""
     watch = way.watch
     result = way.compute(*part)
-    outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    if task.outputs_gradients is None:
-        refuse_what_is_no_loss(result, "locate")
-        if not is_bad(result):
-            refuse_detached("locate", _parameters(task), result, CaptureError)
-        yield from ((("the loss"), watch.origins_of(t)) for t in outs if is_bad(t))
-        with watch:
-            starts = [result * (task.scale / len(task.parts))]
-        yield from ((("the scaled loss"), watch.origins_of(t)) for t in starts if is_bad(t) and not is_bad(result))
-        gradients: list[Tensor | None] = [None]
+    refuse_what_is_no_loss(result, "locate")
+    with watch:
+        scaled = result * (task.scale / len(task.parts))
+    if is_bad(result):
+        yield "the loss", watch.origins_of(result)
     else:
-        yield from ((("an output"), watch.origins_of(t)) for t in outs if is_bad(t))
-        pairs = [
-            (o, g) for o, g in zip(outs, task.outputs_gradients, strict=False) if g is not None and o.requires_grad
-        ]
-        starts, gradients = [o for o, _ in pairs], [g for _, g in pairs]
-        for grad in gradients:
-            watch.give("the gradient of an output of the model", grad)  # type: ignore[arg-type]
+        refuse_detached("locate", _parameters(task), result, CaptureError)
+        if is_bad(scaled):
+            yield "the scaled loss", watch.origins_of(scaled)
     named = {n: p for n, p in _parameters(task) if p.requires_grad and not (way.skips_low and p.dtype in HALVES)}
-    if not named or not any(start.requires_grad for start in starts):
+    if not named or not scaled.requires_grad:
         return
     with watch:
-        grads = gradients_of(task.model, starts, list(named.values()), gradients)
+        grads = gradients(task.model, scaled, list(named.values()))
     for name, grad in zip(named, grads, strict=True):
         if grad is not None and is_bad(grad):
             yield f"the gradient of {name}", watch.origins_of(grad)
@@ -209,23 +184,21 @@ def _code(task: Task, stack: ExitStack, region: Region | None, skips_low: bool =
     """Run the code as calls without graphs run, in a region of autocast or in fp32."""
     places = stack.enter_context(CodePlaces(task.model))
     watch = Watch(places, places.seen)
-    compute, is_loss = _forward_and_loss(task), task.outputs_gradients is None
+    compute = _forward_and_loss(task)
 
     def amp_graph_compute(*batch: Any) -> Any:
         with watch, AsPython(), torch.autocast(*region) if region else nullcontext():
             result = compute(*batch)
-            return result.float() if is_loss and isinstance(result, Tensor) and result.itemsize < 4 else result
+            return result.float() if isinstance(result, Tensor) and result.itemsize < 4 else result
 
     return Ran(amp_graph_compute, watch, f"the code, {in_words(region)}", skips_low)
 
 
 def _forward_and_loss(task: Task) -> Callable[..., Any]:
-    """Return what computes the loss of a part of a batch; the outputs, where no loss is known."""
-    forward, loss_fn, is_plain = _forward(task), task.loss_fn, task.outputs_gradients is not None
+    """Return what computes the loss of a part of a batch."""
+    forward, loss_fn = _forward(task), task.loss_fn
 
     def amp_graph_forward(*batch: Any) -> Any:
-        if is_plain:
-            return forward(*batch[0][0], **batch[0][1])
         out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
         return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 

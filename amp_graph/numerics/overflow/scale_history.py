@@ -1,4 +1,4 @@
-"""The history of the loss scale: the scale of each step, which were skipped, and why, as a table.
+"""The history of the loss scale: the scale of each step, and which were skipped, as a table.
 
 Before: a loss scale of 2 at the end of a training, and no idea how it came to that. After:
 ``print(amp_graph.scale_history(step))``.
@@ -16,8 +16,7 @@ from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
 from amp_graph.step.train_step import TrainStep
 
-UNKNOWN = "a gradient was infinite or NaN"
-COLUMNS = ("step", "scale", "skipped", "cause")
+COLUMNS = ("step", "scale", "skipped")
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class ScaleHistory:
     """The last steps of a loss scale, oldest first.
 
     ``rows``: dicts of ``step`` (from 1, since the scale was made or unpickled), ``scale`` (by which the loss was
-    multiplied), ``skipped``, ``cause`` ("" for a step that was not skipped; what an ``amp_graph.Locator`` found, or
-    "a gradient was infinite or NaN"). ``steps``: how many there were in all; ``kept``: the most rows that are kept.
+    multiplied) and ``skipped``: whether a gradient was infinite or NaN. ``steps``: how many there were in all;
+    ``kept``: the most rows that are kept.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -50,7 +49,9 @@ class ScaleHistory:
         """Return a table of the ``last`` steps at which the scale changed or a step was skipped."""
         shown = [row for row, before in zip(self.rows, (None, *self.rows), strict=False) if _tells(row, before)]
         head = f"loss scale: {self.steps} steps, {len(self.skipped)} of the last {len(self.rows)} skipped"
-        lines = [head, *(f"  {row['step']:>7}  {row['scale']:<12g} {_what(row)}".rstrip() for row in shown[-last:])]
+        lines = [head]
+        for row in shown[-last:]:
+            lines.append(f"  {row['step']:>7}  {row['scale']:<12g} {'skipped' * row['skipped']}".rstrip())
         if len(shown) > last:
             lines.insert(1, f"  {len(shown) - last} earlier changes are not shown")
         return "\n".join(lines) + "\n"
@@ -71,11 +72,16 @@ def scale_history(source: Any) -> ScaleHistory:
     1000 steps are kept, on the device of the scale; this copies them to the host at once. Raises CaptureError for a
     source without a loss scale.
     """
-    scale = loss_scale_of_source(source)
+    scale = scale_behind(source)
+    if not isinstance(scale, LossScale):
+        raise CaptureError(
+            f"scale_history: a {type(source).__name__}{' without a loss scale' if scale is None else ''} has none\n"
+            "  legal: a TrainStep with a loss scale, an amp_graph.GradScaler, a LossScale, a MixedPrecisionOptimizer\n"
+            "  fix:   TrainStep(..., loss_scale=1.0), which checks, and skips bad steps, without scaling"
+        )
     records = scale.records
     rows = records.rows(scale.values()[3])
-    told = [(n, s, bad, records.causes.get(n, UNKNOWN) if bad else "") for n, s, bad in rows]
-    return ScaleHistory(tuple(dict(zip(COLUMNS, row, strict=True)) for row in told), records.count, records.most)
+    return ScaleHistory(tuple(dict(zip(COLUMNS, row, strict=True)) for row in rows), records.count, records.most)
 
 
 def scale_behind(source: Any) -> Any:
@@ -86,21 +92,5 @@ def scale_behind(source: Any) -> Any:
     return scaler._loss_scale if isinstance(scaler, GradScaler) else scaler
 
 
-def loss_scale_of_source(source: Any, who: str = "scale_history") -> LossScale:
-    """Return the loss scale of ``source``; CaptureError where it has none."""
-    found = scale_behind(source)
-    if not isinstance(found, LossScale):
-        raise CaptureError(
-            f"{who}: a {type(source).__name__}{' without a loss scale' if found is None else ''} has none\n"
-            "  legal: a TrainStep with a loss scale, an amp_graph.GradScaler, a LossScale, a MixedPrecisionOptimizer\n"
-            "  fix:   TrainStep(..., loss_scale=1.0), which checks, and skips bad steps, without scaling"
-        )
-    return found
-
-
 def _tells(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
     return bool(before is None or row["skipped"] or row["scale"] != before["scale"])
-
-
-def _what(row: dict[str, Any]) -> str:
-    return f"skipped: {row['cause']}" if row["skipped"] else ""

@@ -205,7 +205,6 @@ class CapturedStep:
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
-    refused: str = ""  # why no step can be traced
 
     def sparse_tables(self) -> Collection[int]:
         """Return the inputs that embeddings read whose gradients are sparse."""

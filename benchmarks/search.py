@@ -1,15 +1,19 @@
 """``amp_graph.search`` against the best of many policies drawn at random, all measured, on the machine at hand.
 
-For each model: the time of the answer over that of the fastest random policy that is exact enough, the policies that
-the search measured, and its error, on the batch and on another one. The answer and the best are measured once more, in
-turns with each other. Random policies that are not exact enough are not timed, and those that lose the first turns by a
-tenth are not timed further. ``--minutes`` ends the draws of each model in its share of that time.
+For each model: the time of the answer over that of the fastest random policy that is exact enough, with its standard
+error, the runs of the search, and its error, on the batch and on another one. Of random policies whose rewritten graphs
+are equal one is measured. Those that are not exact enough are not timed, and those that lose the first turns by a tenth
+are not timed further. The answer and the best are measured once more, in turns with each other.
 
-    OMP_NUM_THREADS=1 python benchmarks/search.py [--models mlp,gpt] [--ways training,inference] [--draws 200]
-        [--minutes 25] [--scale 0.1] [--budget 1.0]
+``--output`` gets each row as it is measured, and keeps those that it has: what was ended goes on, models one by one.
+No row is begun after ``--minutes``.
+
+    OMP_NUM_THREADS=1 python benchmarks/search.py --output search.md [--models mlp,gpt] [--ways training,inference]
+        [--draws 200] [--minutes 60] [--scale 0.1] [--budget 1.0]
 """
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -22,18 +26,22 @@ from models import MODELS, MORE
 from result_file import processor
 from torch.utils._pytree import tree_leaves
 
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.lists.errors import Attempt
-from amp_graph.search.bench import Bench
+from amp_graph.passes.graph.graph_text import graph_text
+from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.policy import Policy
+from amp_graph.search.bench import Bench, spread_of
 from amp_graph.search.search import search
 from amp_graph.search.space import Step
 from amp_graph.search.trials import FULL, Goal, Trial
 
 COLUMNS = (
-    "model", "way", "found", "measured", "speed over fp32", "best of random", "of", "time over its",
+    "model", "way", "found", "runs", "speed over fp32", "best of random", "drawn", "graphs", "time over its",
     "error over the budget", "on held-out data",
 )  # fmt: skip
 TEN = "mlp,gpt,bert_eager,vit,resnet50,unet,lstm,dlrm,mixtral,einsum_attention"
-TURNS = 3  # times that the answer and the best of random are measured once more
+TURNS = 6  # times as many turns in which the answer and the best of random are measured once more
 
 
 def drawn(seed: int, trains: bool) -> str:
@@ -65,59 +73,75 @@ def step_of(name: str, way: str, scale: float, seed: int) -> tuple[torch.nn.Modu
     return made.model.eval(), infer
 
 
-def best_of_random(bench: Bench, goal: Goal, draws: int, seconds: float) -> tuple[str, int]:
-    """Return the fastest random policy that is exact enough, and how many were drawn."""
-    best, count, ends = Trial(FULL, 1.0, 0.0), 0, time.monotonic() + seconds
-    policies = list(dict.fromkeys(drawn(seed, bench.trains) for seed in range(draws)))
-    while count < len(policies) and time.monotonic() < ends:
-        policy, count = policies[count], count + 1
+def best_of_random(bench: Bench, goal: Goal, draws: int) -> tuple[str, int]:
+    """Return the fastest of ``draws`` random policies that is exact enough, and how many graphs they make."""
+    best, seen = Trial(FULL, 1.0, 0.0), set[tuple[object, ...]]()
+    for policy in dict.fromkeys(drawn(seed, bench.trains) for seed in range(draws)):
         with Attempt():  # a policy that fails is none to be measured with
             made = bench.converted(policy, best.policy)
+            if (found := graphs_of(bench, made)) in seen:
+                continue
+            seen.add(found)
             one = Trial(policy, 0.0, bench.error(made, bench.step, bench.reference))
             if goal.is_met(one):
                 taken = best.time * statistics.median(bench.ratios(made, bench.converted(best.policy, policy)))
                 best = Trial(policy, taken, one.error) if taken < best.time else best
-    return best.policy, count
+    return best.policy, len(seen)
 
 
-def row(name: str, way: str, given: argparse.Namespace, seconds: float) -> str:
+def graphs_of(bench: Bench, made: torch.nn.Module) -> tuple[object, ...]:
+    """Return what tells how ``made`` runs: its rewritten graphs as text, and the words that act beside them."""
+    with torch.set_grad_enabled(bench.trains):
+        bench.step(made)
+    conversion = conversion_of(made)
+    graphs = [one.rewritten.gm for one in conversion.graphs]
+    texts = tuple((graph_text(gm), LEFT_ALONE in gm.meta) for gm in graphs)
+    policy: Policy = conversion.policy
+    return policy.level, policy.recompute, policy.skip if any("conv" in text for text, _ in texts) else (), texts
+
+
+def row(name: str, way: str, given: argparse.Namespace) -> str:
     """Return the row of one model."""
-    ends = time.monotonic() + seconds
     model, step = step_of(name, way, given.scale, 0)
     held_out = step_of(name, way, given.scale, 1)[1]
     found = search(model, step, budget=given.budget, held_out=held_out)
     bench, goal = Bench(model, step, None), Goal(error=found.goal.error)
-    best, count = best_of_random(bench, goal, given.draws, ends - time.monotonic())
+    best, graphs = best_of_random(bench, goal, given.draws)
     # The fastest of many draws is fast by luck as well.
     pair = [bench.converted(one, found.best.policy, best) for one in (found.best.policy, best)]
-    ratio = statistics.median(one for _ in range(TURNS) for one in bench.ratios(*pair))
+    ratios = bench.ratios(*pair, TURNS)
     speed = 1 / statistics.median(bench.ratios(pair[0], bench.plain))
     cells = (
-        name, way, found.best.policy, len(found.trials), f"{speed:.2f}", best, count, f"{ratio:.3f}",
+        name, way, found.best.policy, sum(one.runs for one in found.trials), f"{speed:.2f}", best, given.draws, graphs,
+        f"{statistics.median(ratios):.3f} ±{spread_of(ratios):.3f}",
         f"{found.best.error / found.goal.error:.2f}", f"{found.held_out / found.goal.error:.2f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main() -> None:
-    """Print a table of all models."""
+    """Write a table of all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=TEN)
     parser.add_argument("--ways", default="training,inference")
     parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--scale", type=float, default=0.1)
     parser.add_argument("--budget", type=float, default=1.0)
+    parser.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     about = f"torch {torch.__version__}, {processor(Path('/proc/cpuinfo'))}, {torch.get_num_threads()} threads"
-    print(f"# Searches\n\nBudget {given.budget:g} of autocast's error, size {given.scale:g}, up to ", end="")
-    print(f"{given.draws} random policies; {about}.\n")
-    print("| " + " | ".join(COLUMNS) + " |\n|---|---|---|---:|---:|---|---:|---:|---:|---:|", flush=True)
-    rows = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
+    head = f"Budget {given.budget:g} of autocast's error, size {given.scale:g}, {given.draws} random policies; {about}."
+    titles = "| " + " | ".join(COLUMNS) + " |\n|---|---|---|---:|---:|---|---:|---:|---:|---:|---:|"
+    page = given.output.read_text("utf-8") if given.output.exists() else f"# Searches\n\n{head}\n\n{titles}\n"
+    if head not in page or titles not in page:
+        parser.error(f"{given.output} holds another table than: {head}")
     ends = time.monotonic() + 60 * given.minutes
-    for left, (name, way) in zip(range(len(rows), 0, -1), rows, strict=True):
-        print(row(name, way, given, (ends - time.monotonic()) / left), flush=True)
+    for name, way in itertools.product(given.models.split(","), given.ways.split(",")):
+        if f"\n| {name} | {way} |" not in page and time.monotonic() < ends:
+            page += row(name, way, given) + "\n"
+            given.output.write_text(page, "utf-8")
 
 
 if __name__ == "__main__":

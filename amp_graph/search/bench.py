@@ -32,11 +32,12 @@ from amp_graph.numerics.compare import projected
 from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, loss_of
-from amp_graph.search.trials import AUTOCAST, FAILS, FULL, NOT_FINITE, Trial
+from amp_graph.search.trials import AUTOCAST, EVEN, FAILS, FULL, NOT_FINITE, Trial
 
 WARM_UP, LEAST, TURNS, MOST = 2, 3, 7, 21
-LOSES, DIFFERS = 1.1, 1.03  # factors of time: what loses each of the first turns by the one is not measured on, and
-# what differs by more than the other is not measured more often than others
+AGAIN = 3  # times as many turns, and as long, where a policy is measured again
+LOSES = 1.1  # a factor of time: what loses each of the first turns by it is not measured on
+CLEAR = 4.0  # standard errors by which times differ that are not measured more often
 TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
 LONG = 4.0  # seconds after which no more turns are taken than the least: those of slow steps differ less
 ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
@@ -84,13 +85,12 @@ class Bench:
     def noise(self) -> float:
         """The share of a step's time that two measurements of the same step differ by; at least 1 %."""
         ratios = self.ratios(copy.deepcopy(self.model), self.plain)
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        return max(0.01, abs(middle - 1), (high - low) / 2)
+        return max(EVEN, abs(statistics.median(ratios) - 1), spread_of(ratios))
 
-    def trial(self, policy: str, why: str, beside: Trial | None = None) -> Trial:
+    def trial(self, policy: str, why: str, beside: Trial | None = None, *, again: bool = False) -> Trial:
         """Return what is measured of ``policy``, in turns with ``beside``, else with fp32.
 
-        Of one that fails, an infinite error and the reason.
+        Of one that fails, an infinite error and the reason. ``again``: in more turns.
         """
         beside = beside or Trial(FULL, 1.0, 0.0)
         if policy == FULL:
@@ -99,8 +99,9 @@ class Bench:
             made = self.converted(policy, beside.policy)
             error = self.error(made, self.step, self.reference)
             if math.isfinite(error):
-                time = statistics.median(self.ratios(made, self.converted(beside.policy, policy))) * beside.time
-                return Trial(policy, time, error, self._metric(made), self._peak(made), why)
+                ratios = self.ratios(made, self.converted(beside.policy, policy), AGAIN if again else 1)
+                time, spread = statistics.median(ratios) * beside.time, spread_of(ratios)
+                return Trial(policy, time, error, self._metric(made), self._peak(made), why, spread, beside.policy)
         reason = tried.reason if tried.error is not None else NOT_FINITE
         return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}{FAILS}{reason}")
 
@@ -176,20 +177,23 @@ class Bench:
         self._once(model)
         return torch.cuda.max_memory_allocated() - others
 
-    def ratios(self, model: torch.nn.Module, beside: torch.nn.Module) -> list[float]:
-        """Return the times of a step of ``model`` over those of ``beside``, in turns: the more, the closer they are."""
+    def ratios(self, model: torch.nn.Module, beside: torch.nn.Module, more: int = 1) -> list[float]:
+        """Return the times of a step of ``model`` over those of ``beside``, in turns: the more, the closer they are.
+
+        ``more``: how many times as many turns are taken of what is close.
+        """
         for _ in range(WARM_UP):
             taken = [self._seconds(one, 1) for one in (beside, model)]
         calls = max(1, int(TURN / max(min(taken), 1e-9)))
         found: list[float] = []
-        ends = _now(self.device) + LONG
-        while len(found) < MOST:
+        ends = time.monotonic() + LONG * more
+        while len(found) < MOST * more:
             first, second = (model, beside) if len(found) % 2 else (beside, model)
             taken = [self._seconds(first, calls), self._seconds(second, calls)]
             found.append(taken[0] / taken[1] if first is model else taken[1] / taken[0])
-            close = 1 / DIFFERS < statistics.median(found) < DIFFERS
-            is_clear = min(found) > LOSES or _now(self.device) > ends
-            if (len(found) >= LEAST and is_clear) or (len(found) >= TURNS and not close):
+            if len(found) >= LEAST and (min(found) > LOSES or time.monotonic() > ends):
+                break
+            if len(found) >= TURNS and spread_of(found) < max(EVEN / 2, abs(statistics.median(found) - 1) / CLEAR):
                 break
         return found
 
@@ -205,8 +209,17 @@ class Bench:
                 loss_of(out).backward()
 
 
+def spread_of(ratios: list[float]) -> float:
+    """Return the standard error of the median of ``ratios``, as a share of it, by the distance of their quartiles."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return 0.93 * (high / middle - low / middle) / math.sqrt(len(ratios))
+
+
 def seconds_of(step: Callable[[], None], calls: int, device: str) -> float:
-    """Return the seconds of one of ``calls`` calls; on CUDA, until the device is done."""
+    """Return the seconds of one of ``calls`` calls; on CUDA, until the device is done.
+
+    Where one thread of a CPU computes, those that it computed: other processes do not lengthen them.
+    """
     start = _now(device)
     for _ in range(calls):
         step()
@@ -216,7 +229,7 @@ def seconds_of(step: Callable[[], None], calls: int, device: str) -> float:
 def _now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def _values(

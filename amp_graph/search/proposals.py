@@ -3,8 +3,9 @@
 First fp32 and the default plan. Then the predicted plan that is the fastest once the predictions are corrected by what
 was measured: gains by one factor, errors by another; and plans that are a little too slow or too inexact by that, as
 far as predictions may be off. Where the default plan is not exact enough, the operations that measured sensitivities
-blame are kept in fp32, as many as the measured error asks for. Then the words that are not of precision, each in the
-best policy so far. It ends where no gain beyond the noise is left to predict.
+blame are kept in fp32, as many as the measured error asks for. What may be as fast as the best, by the spread of its
+turns, is measured again beside it. Then the words that are not of precision, each in the best policy so far. It ends
+where no gain beyond the noise is left to predict.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_graph.policy import Policy
-from amp_graph.search.trials import FULL, SAME, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import EVEN, FULL, SAME, Candidate, Goal, Trial, best_of
 
 ROOM = 0.9  # of the goal, which a set of operations is chosen for: a prediction is no measurement
 DOUBT_OF_TIME, DOUBT_OF_ERROR = 1.05, 1.5  # by what factors predictions may be off, once they are corrected
 BY_WORDS = 1.25  # times fp32's time: what is slower without a word is not tried with it
 PATIENCE = 5  # runs after which fp32 is the answer, if whatever is exact enough is slower
+MOST = 3  # times that a policy is measured
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,21 @@ class Space:
 def propose(space: Space, trials: list[Trial], goal: Goal, noise: float, unit: float) -> tuple[str, str] | None:
     """Return (policy, why) to measure next; None if nothing is predicted to gain more than ``noise``, a share of time.
 
-    ``unit``: autocast's measured error, which predicted errors are multiples of.
+    One that was measured is to be measured again. ``unit``: autocast's measured error, which predicted errors are
+    multiples of.
     """
     tried = {one.policy for one in trials}
     if FULL not in tried:
         return FULL, "what all others are compared with"
     if space.plans[0].policy not in tried:
         return space.plans[0].policy, f"the default plan{space.note}"
-    if len(trials) >= PATIENCE and all(one.time > 1 - noise for one in trials):
+    if sum(one.runs for one in trials) >= PATIENCE and all(one.time > 1 - noise for one in trials):
         return None
     best = best_of(trials, goal, noise)
     return (
         _next_plan(space, trials, goal, best, noise, unit)
         or _kept_operations(space, trials, goal, best, noise)
+        or _next_rival(trials, goal, best, noise)
         or _next_word(space, trials, goal, best, noise)
     )
 
@@ -73,7 +77,8 @@ def _next_plan(
     errors = [trial.error / (plan.error * unit) for plan, trial in ran if plan.error * unit > 0]
     worse = statistics.median(errors or [1.0]) * unit
     refuted = min((plan.error for plan, trial in ran if not goal.is_exact(trial)), default=math.inf)
-    slowest, most = best.time * (1 - noise if best.policy == FULL else DOUBT_OF_TIME), goal.error * SAME
+    doubt = 1 + (DOUBT_OF_TIME - 1) * max(1.0, gain)  # of what gains more than predicted, by as much more
+    slowest, most = best.time * (1 - noise if best.policy == FULL else doubt), goal.error * SAME
     left = []
     for plan in space.plans:
         time, error = 1 - gain * (1 - plan.time), plan.error * worse
@@ -132,3 +137,20 @@ def _was_slower(name: str, old: Any, new: Any, times: Mapping[Policy, float], no
     """Say whether a policy was slower with the ``new`` value of a word than with the old one, beyond the noise."""
     olds = {replace(policy, **{name: new}): time for policy, time in times.items() if getattr(policy, name) == old}
     return any(times[policy] > time * (1 + noise) for policy, time in olds.items() if policy in times)
+
+
+def _next_rival(trials: list[Trial], goal: Goal, best: Trial, noise: float) -> tuple[str, str] | None:
+    """Return the fastest policy that may be faster than the best by as much as their times are in doubt.
+
+    Of the best and fp32, the best one, which is then measured beside fp32.
+    """
+    rivals = []
+    for one in trials:
+        doubt = one.doubt(best)
+        time = one.time * (1 - noise if one.policy == FULL else 1)
+        least = best.time * (1 - noise if best.policy == FULL else 1)
+        again = best if one.policy == FULL else one
+        is_open = again.runs < MOST and doubt > EVEN and time * (1 - doubt) < least
+        if one != best and goal.is_met(one) and is_open:
+            rivals.append((time, again.policy))
+    return (min(rivals)[1], "to measure it again") if rivals else None

@@ -132,8 +132,9 @@ class SearchResult:
                  and (any(one.memory for one in self.trials) or name != MEMORY)]  # fmt: skip
         cells = [
             dict(zip(COLUMNS, (
-                shown(one.policy), f"{one.time:.3f}", f"{1 / one.time:.2f}", f"{one.memory / 2**20:.1f} MiB",
-                f"{one.error:.3g}", f"{one.metric:.4g}", self.fate(one), one.why,
+                shown(one.policy), f"{one.time:.3f}{f' ±{one.spread:.1%}' if one.spread else ''}",
+                f"{1 / one.time:.2f}", f"{one.memory / 2**20:.1f} MiB", f"{one.error:.3g}", f"{one.metric:.4g}",
+                self.fate(one), f"{one.why}{f'; measured {one.runs} times' if one.runs > 1 else ''}",
             ), strict=True))
             for one in self.measured
         ]  # fmt: skip

@@ -32,7 +32,7 @@ from amp_graph.search.bench import Bench, refuse_unusable_steps
 from amp_graph.search.proposals import Space, propose
 from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
-from amp_graph.search.trials import AUTOCAST, FULL, NOT_FINITE, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import AUTOCAST, FULL, NOT_FINITE, Candidate, Goal, Trial, best_of, put
 
 MOST = 25
 HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
@@ -125,16 +125,14 @@ def search(
             proposal = propose(space, trials, goal, noise, unit if math.isfinite(unit) else 1.0)
             if proposal is None:
                 ended = "nothing is predicted to gain more than the noise"
-            elif len(trials) >= limits.runs or time.monotonic() - began > limits.seconds:
-                spent = f"{limits.runs} policies" if len(trials) >= limits.runs else f"{limits.seconds:g} seconds"
+            elif (runs := sum(one.runs for one in trials)) >= limits.runs or time.monotonic() - began > limits.seconds:
+                spent = f"{limits.runs} runs" if runs >= limits.runs else f"{limits.seconds:g} seconds"
                 ended = f"its limit of {spent}"
             else:
-                trials.append(
-                    _hearing(partial(bench.trial, *proposal, best_of(trials, goal, noise) if trials else None))
-                )
+                last = _measure(bench, trials, *proposal, best_of(trials, goal, noise) if trials else None)
                 kept.write(before)
                 if tell is not None:
-                    tell(_line(trials, goal, noise))
+                    tell(f"{runs + 1}: {_line(last, best_of(trials, goal, noise))}")
     except KeyboardInterrupt:
         ended = "interrupted; the best so far"
     if not trials:
@@ -204,10 +202,17 @@ def _hearing(measure: Callable[[], Trial]) -> Trial:
     return found
 
 
-def _line(trials: list[Trial], goal: Goal, noise: float) -> str:
-    last, best = trials[-1], best_of(trials, goal, noise)
+def _measure(bench: Bench, trials: list[Trial], policy: str, why: str, best: Trial | None) -> Trial:
+    """Measure ``policy`` beside the best one, and put it into ``trials``."""
+    beside = None if best is None or best.policy == policy else best  # the best one again: beside fp32
+    again = any(one.policy == policy for one in trials)
+    return put(trials, _hearing(partial(bench.trial, policy, why, beside, again=again)))
+
+
+def _line(last: Trial, best: Trial) -> str:
+    again = " again" if last.runs > 1 else ""
     return (
-        f"{len(trials)}: {shown(last.policy)}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
+        f"{shown(last.policy)}{again}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
         f"best so far {shown(best.policy)}"
     )
 

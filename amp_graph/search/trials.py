@@ -7,11 +7,12 @@ time=0.66, error=1.2, ...)``, measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FULL, AUTOCAST = "bf16-O0", "torch.autocast"
 FAILS, NOT_FINITE = ": fails: ", "a value is not finite"
 SAME = 1.02  # errors that differ by less are those of one plan in another order of sums
+EVEN = 0.01  # the share of time by which policies differ that are as fast as each other
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Trial:
 
     ``time``: of a step, over fp32's, by the median of turns with what was the best before. ``error``: of the step,
     relative to fp32's; infinite if it failed or is not finite. ``metric``: the user's; NaN without one. ``memory``: the
-    peak in bytes, on CUDA; else 0. ``why``: why it was tried, or how it failed.
+    peak in bytes, on CUDA; else 0. ``why``: why it was tried, or how it failed. ``spread``: the standard error of
+    ``time``, as a share of it. ``beside``: the policy that it was measured in turns with. ``runs``: how many times.
     """
 
     policy: str
@@ -38,6 +40,15 @@ class Trial:
     metric: float = math.nan
     memory: int = 0
     why: str = ""
+    spread: float = 0.0
+    beside: str = FULL
+    runs: int = 1
+
+    def doubt(self, other: Trial) -> float:
+        """Return the share by which the ratio of the two times may be off: two standard errors."""
+        if other.policy == self.beside:
+            return 2 * self.spread
+        return 2 * (other.spread if self.policy == other.beside else math.hypot(self.spread, other.spread))
 
     @property
     def failure(self) -> str:
@@ -71,8 +82,18 @@ class Goal:
 def best_of(trials: list[Trial], goal: Goal, noise: float = 0.0) -> Trial:
     """Return the fastest trial that is good enough, else fp32, the first one; of equals, the one that was tried first.
 
-    ``noise``: the share of time by which equals differ.
+    ``noise``: the share of time that is no gain over fp32; other policies are equals within ``EVEN``, if it is no less.
     """
     good = [one for one in trials if goal.is_met(one)]
     least = min((one.time for one in good), default=math.inf)
-    return next((one for one in good if one.time <= least * (1 + noise)), trials[0])
+    even = {True: 1 + noise, False: 1 + min(noise, EVEN)}
+    return next((one for one in good if one.time <= least * even[one.policy == FULL]), trials[0])
+
+
+def put(trials: list[Trial], found: Trial) -> Trial:
+    """Put ``found`` into ``trials``, in the place of what was measured of its policy before; return it as put."""
+    place = next((i for i, one in enumerate(trials) if one.policy == found.policy), len(trials))
+    for old in trials[place : place + 1]:
+        found = replace(found, why=found.why if found.failure else old.why, runs=old.runs + 1)
+    trials[place : place + 1] = [found]
+    return found

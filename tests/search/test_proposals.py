@@ -9,7 +9,7 @@ import pytest
 
 from amp_graph.policy import Policy
 from amp_graph.search.proposals import Space, propose
-from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of, put
 
 UNIT = 0.004
 
@@ -96,6 +96,30 @@ def test_a_plan_that_is_predicted_a_little_too_inexact_is_measured_and_ends_the_
     found = searched(Space(plans, {}), lambda policy: better.get(policy, world(policy)), goal)
     assert best_of(found, goal).policy == "bf16-O1,accuracy=2"
     assert not goal.is_met(found[-1])  # the control: the next plan is not exact enough
+
+
+def noisy(truth, seed, *, told):
+    """Return the answer of a search whose first measurements are off by 3 %, and whether their spread is ``told``."""
+    draw, goal, trials = random.Random(seed), Goal(error=UNIT), []
+    space = Space([Candidate(policy, time, 1.0) for policy, time in truth.items() if policy != FULL], {})
+    while proposal := propose(space, trials, goal, 0.01, UNIT):
+        policy = proposal[0]
+        best = best_of(trials, goal, 0.01) if trials else Trial(FULL, 1.0, 0.0)
+        beside = trials[0] if policy == best.policy and trials else best
+        spread = 0.004 if any(one.policy == policy for one in trials) else 0.03
+        found = truth[policy] / truth[beside.policy] * draw.gauss(1, spread) * beside.time
+        error = 0.0 if policy == FULL else UNIT
+        put(trials, Trial(policy, 1.0 if policy == FULL else found, error, spread=spread * told, beside=beside.policy))
+    assert sum(one.runs for one in trials) <= 25
+    return best_of(trials, goal, 0.01).policy
+
+
+def test_what_may_be_as_fast_as_the_best_is_measured_again():
+    truth = {FULL: 1.0, "bf16-O1": 0.62, "bf16-O1,accuracy=2": 0.61, "bf16-O1,accuracy=3": 0.59}
+    right = [noisy(truth, seed, told=True) == "bf16-O1,accuracy=3" for seed in range(200)]
+    by_luck = [noisy(truth, seed, told=False) == "bf16-O1,accuracy=3" for seed in range(200)]
+    assert sum(right) >= 195
+    assert sum(by_luck) <= 175  # the control
 
 
 WORDS = [("replay", True), ("level", "O2"), ("recompute", "all")]

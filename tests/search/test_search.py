@@ -8,8 +8,10 @@ import math
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.devices import machine_name
 from amp_graph.errors import AmpGraphError, AmpGraphWarning, PolicyError
-from amp_graph.search.bench import Bench
+from amp_graph.search.bench import Bench, seconds_of, spread_of
 from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
 from amp_graph.search.trials import AUTOCAST, FULL, Goal, Trial
@@ -118,6 +120,42 @@ def test_where_times_are_noisy_the_answer_says_so(monkeypatch):
     assert "bf16-O1: 1.25 times fp32's speed" in quiet.verdict()
     assert "faster here" not in quiet.verdict()  # by less than the noise
     assert "too much" not in quiet.text()
+
+
+def test_policies_whose_turns_overlap_are_measured_again_and_a_search_that_goes_on_keeps_them(monkeypatch, tmp_path):
+    file = tmp_path / "search.json"
+    low_takes(0.5, monkeypatch, time_of=lambda text: 0.48 if "recompute" in text else 0.5, swing=0.1)
+    found = search(mlp(), step_of(), state=file, limits=Limits(without=("level",)))
+    assert {one.policy: one.runs for one in found.trials} == {FULL: 1, "bf16-O1": 2, "bf16-O1,recompute=all": 1}
+    assert found.best.policy == "bf16-O1,recompute=all"
+    assert re.search(r"^bf16-O1 +0.500 .* the default plan; measured 2 times$", found.text(), re.M)
+    assert re.search(r"^bf16-O1,recompute=all +0.480 ±10.7% ", found.text(), re.M)
+    again = search(mlp(), step_of(), state=file, limits=Limits(without=("level",)))
+    assert [(one.policy, one.runs) for one in again.trials] == [(one.policy, one.runs) for one in found.trials]
+    low_takes(0.5, monkeypatch, time_of=lambda text: 0.48 if "recompute" in text else 0.5)
+    calm = search(mlp(), step_of(), limits=Limits(without=("level",)))
+    assert all(one.runs == 1 for one in calm.trials)
+    low_takes(0.5, monkeypatch, swing=0.1)
+    assert sum(one.runs for one in search(mlp(), step_of(), limits=Limits(runs=3)).trials) == 3
+
+
+def test_the_spread_of_turns_is_the_standard_error_of_their_median():
+    draw = random.Random(0)
+    turns = [[draw.gauss(1, 0.1) for _ in range(21)] for _ in range(500)]
+    error = statistics.stdev(map(statistics.median, turns))
+    assert statistics.mean(map(spread_of, turns)) == pytest.approx(error, rel=0.15)
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, False), (2, True)])
+def test_on_one_thread_of_a_cpu_time_in_which_others_compute_is_not_counted(threads, counts):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert (seconds_of(lambda: time.sleep(0.05), 1, "cpu") >= 0.05) == counts
+        spent = time.process_time() + 0.02
+        assert seconds_of(lambda: [None for _ in iter(lambda: time.process_time() < spent, False)], 1, "cpu") > 0.01
+    finally:
+        torch.set_num_threads(before)
 
 
 def overflowing():

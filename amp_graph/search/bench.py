@@ -82,6 +82,11 @@ class Bench:
         }
 
     @cached_property
+    def metric_of_full(self) -> float:
+        """The metric of fp32; NaN without one."""
+        return self._metric(self.plain)
+
+    @cached_property
     def noise(self) -> float:
         """The share of a step's time that two measurements of the same step differ by; at least 1 %."""
         ratios = self.ratios(copy.deepcopy(self.model), self.plain)
@@ -94,7 +99,7 @@ class Bench:
         """
         beside = beside or Trial(FULL, 1.0, 0.0)
         if policy == FULL:
-            return Trial(FULL, 1.0, 0.0, self._metric(self.plain), self._peak(self.plain), why)
+            return Trial(FULL, 1.0, 0.0, self.metric_of_full, self._peak(self.plain), why)
         with Attempt() as tried:  # whatever a plan, a kernel or the user's step raises
             made = self.converted(policy, beside.policy)
             error = self.error(made, self.step, self.reference)

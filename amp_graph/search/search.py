@@ -99,7 +99,7 @@ def search(
         "model": type(model).__name__,
         "policy": str(asked),
         "budget": [budget, absolute],
-        "metric": metric is not None,
+        "metric": f"{bench.metric_of_full:.4g}",  # which another metric has not
         "machine": f"{machine_for(device).name}, {machine}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }

@@ -31,6 +31,7 @@ from amp_graph.passes.torch_compat.fully_sharded import (
 from amp_graph.report.records import Collective
 from amp_graph.step.train_step import TrainStep
 
+ROUNDED = ", embeddings too, whose outputs are f32"
 LATER = "not converted, or not called yet"
 
 
@@ -96,7 +97,9 @@ def _sent(node: Node) -> Collective:
     given = value(node.all_input_nodes[0])
     if sent.direction != "gather":
         return Collective(sent.unit, sent.direction, SHORT[given.dtype], given.nbytes, 1, sent.what)
-    low = {dtype: f"{SHORT[dtype]}, as all that reads it does so" for _, dtype, _ in sent.parts}
-    why = {name: low[dtype] if cast else "read as it is" for name, dtype, cast in sent.parts}
-    dtypes = _words(dtype for _, dtype, _ in sent.parts)
+    why = {
+        name: f"{SHORT[dtype]}, as all that reads it does so{ROUNDED * looked_up}" if cast else "read as it is"
+        for name, dtype, cast, looked_up in sent.parts
+    }
+    dtypes = _words(dtype for _, dtype, *_ in sent.parts)
     return Collective(sent.unit, "gather", dtypes, value(node).nbytes, 1, sent.what + _grouped(why, sent.unit))

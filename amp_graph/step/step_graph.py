@@ -8,7 +8,7 @@ graph for each set of parameters: after ``model.head = heads[task]`` between two
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from amp_graph.lists import OpClass
 from amp_graph.lists.errors import first_line
 from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.backends.recurrent.lstm_functions import make_workspaces
 from amp_graph.passes.base import Pass
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints
-from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.fake_values import captured, is_eligible, value
 from amp_graph.passes.graph.graph_text import SHORT
-from amp_graph.passes.graph.meta_keys import INPUT
+from amp_graph.passes.graph.meta_keys import INPUT, LEFT_ALONE, LOW_DTYPE, MARK
 from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outputs, set_outputs
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
@@ -205,14 +206,11 @@ class CapturedStep:
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
+    tables: Mapping[int, torch.dtype] = field(default_factory=dict)  # inputs whose lookups may be in this dtype
 
     def sparse_tables(self) -> Collection[int]:
         """Return the inputs that embeddings read whose gradients are sparse."""
-        graph = self.rewritten.gm.graph
-        inputs = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-        calls = [(f, n) for f in EMBEDDINGS for n in graph.find_nodes(op="call_function", target=f)]
-        given = [inspect.signature(f).bind(*n.args, **n.kwargs).arguments for f, n in calls]
-        return [inputs[one["weight"]] for one in given if one.get("sparse") is True and one["weight"] in inputs]
+        return [i for i, _, given in _lookups(self.rewritten.gm) if given.get("sparse") is True]
 
     def depends_on_data(self) -> bool:
         """Return whether sizes or numbers in the graph depend on data."""
@@ -250,6 +248,25 @@ class CapturedStep:
         self.hoisted = hoist_weight_casts(self.rewritten.gm, parameters) if self.hoists else []
         outline_checkpoints(self.rewritten.gm, traced=True)
         return self.numbers
+
+
+def _lookups(gm: GraphModule) -> Iterator[tuple[int, Node, Mapping[str, Any]]]:
+    """Yield the calls of embeddings that read an input, with its number before them and their arguments behind."""
+    inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    for function in EMBEDDINGS:
+        for node in gm.graph.find_nodes(op="call_function", target=function):
+            given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
+            if given["weight"] in inputs:
+                yield inputs[given["weight"]], node, given
+
+
+def free_tables(gm: GraphModule) -> dict[int, torch.dtype]:
+    """Return the inputs that lookups of a planned graph read, with its low dtype, unless a rule keeps a lookup fp32."""
+    planned = LOW_DTYPE in gm.meta and LEFT_ALONE not in gm.meta
+    every = _lookups(gm) if planned else ()
+    read = [(i, node.meta.get(MARK)) for i, node, given in every if is_eligible(captured(given["weight"]))]
+    kept = {i for i, mark in read if mark is None or mark.cls is not OpClass.FOLLOW}
+    return {i: gm.meta[LOW_DTYPE] for i, _ in read if i not in kept}
 
 
 def names_of(gm: GraphModule) -> list[str]:

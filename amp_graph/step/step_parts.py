@@ -6,7 +6,7 @@ rest to that graph (``step_table.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class StepParts:
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
     by_data: bool = False  # whether the captured graph has data-dependent sizes
     loss: int = 0  # index of the captured graph's output that is the loss
+    tables: Mapping[int, torch.dtype] = field(default_factory=dict)  # inputs whose lookups may be in this dtype
     absent: frozenset[int] = frozenset()  # trained inputs whose gradients, zeros, this rank does not have
 
     @property

@@ -27,6 +27,7 @@ from amp_graph.passes.loss_scaling.scale_loss import COUNTS, SCALE
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.pipeline_row import BIT_EXACT, Condition, Phase, Row, Stage, approximate
 from amp_graph.passes.pipeline_table import TABLE
+from amp_graph.passes.sharding.round_lookups import RoundLookups
 from amp_graph.passes.sharding.scatter_gradients import AgreeOnShards, ScatterGradients
 from amp_graph.passes.sharding.shard_parameters import Shard, ShardParameters
 from amp_graph.passes.step.lay_out_gradients import (
@@ -72,6 +73,7 @@ SCALING, STEP = Stage.LOSS_SCALING, Stage.STEP
 STEP_TABLE = (
     _row(ScaleLoss, SCALING, BIT_EXACT, SCALED_OR_SPLIT),
     _row(AddUpdateTargets, STEP, BIT_EXACT, MASTERS),
+    _row(RoundLookups, STEP, approximate("what embeddings return is rounded once"), SHARDED),
     _row(ShardParameters, STEP, BIT_EXACT, SHARDED),
     _row(ScatterGradients, STEP, NETWORK, SHARDED),
     _row(LayOutGradients, STEP, BIT_EXACT),
@@ -134,8 +136,10 @@ class _Appended:
         parts = self.parts
         found = {self.inputs[i]: shard for i, a in enumerate(parts.args) if (shard := self._shard(a)) is not None}
         units = parts.of.sharded.units
+        tables = {self.inputs[i]: dtype for i, dtype in parts.tables.items() if self.inputs[i] in found}
+        rounded = [RoundLookups(tables)] if tables else []
         reduced = [ScatterGradients(units, self.shards)] if self.shards and parts.forward is not None else []
-        return [ShardParameters(units, found), *reduced] if found else []
+        return [*rounded, ShardParameters(units, found), *reduced] if found else []
 
     def _shard(self, given: Any) -> Shard | None:
         """Return the shard of an input, if it is sharded."""

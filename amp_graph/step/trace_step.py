@@ -38,7 +38,7 @@ from amp_graph.scaling.loss_scale import LossScale
 from amp_graph.step.cuda_graph import Replayed
 from amp_graph.step.sharded_model import ShardedModel
 from amp_graph.step.step_arguments import refuse_gradients_beyond, refuse_several_devices
-from amp_graph.step.step_graph import CapturedStep, StepGraph, names_of, take_loss_mark, trace_step
+from amp_graph.step.step_graph import CapturedStep, StepGraph, free_tables, names_of, take_loss_mark, trace_step
 from amp_graph.step.step_parts import NoGradient, StepParts, refuse_sparse
 from amp_graph.step.step_ranks import Ranks
 from amp_graph.step.step_state import StepState
@@ -76,7 +76,8 @@ class StepBuilder:
         if not eager:
             run_passes(gm, pipeline(Phase.HANDOVER, policy.pipeline_options(device, in_step=True)))
         # Shards are cast in the graph, before they are gathered: no version counter shows all writes to a DTensor.
-        return CapturedStep(rewritten, take_loss_mark(gm), names_of(gm), hoists=not self.sharded.units)
+        shards, loss = bool(self.sharded.units), take_loss_mark(gm)
+        return CapturedStep(rewritten, loss, names_of(gm), not shards, tables=free_tables(gm) if shards else {})
 
     def build(self, captured: CapturedStep, args: Sequence[Any]) -> StepGraph:
         """Trace the whole step for these inputs: with the update, or with micro-batches up to the gradient sums."""
@@ -108,6 +109,7 @@ class StepBuilder:
             copies={key: copy.low for key, copy in copies.items()},
             by_data=captured.depends_on_data(),
             loss=captured.loss,
+            tables=captured.tables,
         )
         in_step = self.compile == "eager" and self.policy.level != "O0"
         with one_capture_at_a_time(), collector_waits(self.compile == "eager"):

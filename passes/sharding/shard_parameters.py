@@ -23,6 +23,7 @@ from amp_graph.passes.graph.meta_keys import INPUT, SENT
 from amp_graph.passes.graph.node_info import at_line, is_view
 from amp_graph.passes.loss_scaling.append import append, mode_of
 from amp_graph.passes.loss_scaling.joint_graph import JointPass, input_nodes, joint_of, like_in, node_named
+from amp_graph.passes.sharding.round_lookups import EMBEDDING
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.operators import TO_COPY, UNSAFE_VIEW, collectives
 
@@ -56,13 +57,14 @@ class Shard:
 class Sent(NamedTuple):
     """What a collective sends: for which unit, and "gather", "reduce" to shards, or "sum" over ranks; of what.
 
-    parts: the names of parameters, the dtype in which each is gathered, and whether it was cast for that.
+    parts: the names of parameters, the dtype in which each is gathered, whether it was cast for that, and whether
+    embeddings look up in it.
     """
 
     unit: str
     direction: str
     what: str = ""
-    parts: tuple[tuple[str, torch.dtype, bool], ...] = ()
+    parts: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
 
 
 Whole = tuple[torch.Size, torch.dtype]  # of what is gathered
@@ -93,7 +95,7 @@ def gathered(flat: Tensor, wholes: Sequence[Whole], unit: Unit) -> list[Tensor]:
     ranks = collectives.wait_tensor(flat).view(unit.size, sum(counts))
     found, start = [], 0
     for (shape, dtype), count in zip(wholes, counts, strict=True):
-        part = ranks.narrow(1, start, count).contiguous().view(dtype)
+        part = ranks.narrow(1, start, count).reshape(-1).view(dtype)
         found.append(part.view(rows_of(shape, unit.size) * unit.size, *shape[1:]).narrow(0, 0, shape[0]))
         start += count
     return found
@@ -222,12 +224,16 @@ def _put_in(
 ) -> None:
     """Start a gather of ``own`` before a node, wait for it where it is read, and let its readers read it."""
     told = [wholes[node] for node in own]
-    flat = append(gm, gather, [casts.get(node, node) for node in own], told, unit, before=before)
-    names = [casts.get(node, node).meta.get(INPUT, node.name) for node in own]
-    parts = zip(names, (dtype for _, dtype in told), (node in casts for node in own), strict=True)
+    sources = [casts.get(node, node) for node in own]
+    flat = append(gm, gather, sources, told, unit, before=before)
+    tables = {casts.get(node, node) for node, readers in one.readers.items() for n in readers if n.target is EMBEDDING}
+    parts = [
+        (source.meta.get(INPUT, node.name), wholes[node][1], node in casts, source in tables)
+        for node, source in zip(own, sources, strict=True)
+    ]
     flat.meta[SENT] = Sent(unit.name, "gather", "for backward: " * one.again, tuple(parts))
     found = append(gm, gathered, flat, told, unit, before=one.first)
-    whole = {(casts.get(node, node), wholes[node][1]): made for node, made in zip(own, found, strict=True)}
+    whole = {(source, dtype): made for source, (_, dtype), made in zip(sources, told, found, strict=True)}
     for node, readers in one.readers.items():
         source, dtype = casts.get(node, node), wholes[node][1]
         if (source, dtype) not in whole:

@@ -1,0 +1,60 @@
+"""Let embeddings look up in low precision what is sharded, so that their tables are gathered so.
+
+Before: ``embedding(table, ids)``, for which a table is gathered in fp32. After: ``embedding(table.to(low), ids)``, cast
+to fp32 behind it. Backward reads no table: its gradient is summed in fp32, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.loss_scaling.append import append
+from amp_graph.passes.loss_scaling.joint_graph import input_nodes
+from amp_graph.passes.torch_compat.operators import TO_COPY
+
+EMBEDDING = torch.ops.aten.embedding.default
+
+
+@dataclass(frozen=True)
+class RoundLookups(Pass):
+    """Replaces ``embedding(t, ids)`` with ``embedding(t.to(low), ids).to(t.dtype)``, if ``t`` is read low alone then.
+
+    tables: by name of input, the dtype to which it may be rounded.
+
+    Law: what is looked up is rounded once, and no gradient is. Exactness: approximate, half a unit in the last place of
+    the low dtype.
+    """
+
+    tables: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    name: ClassVar[str] = "round-lookups"
+
+    def run(self, gm: GraphModule) -> PassResult:
+        """Visit every table."""
+        known, changes, skips = input_nodes(gm), [], []
+        for name, dtype in self.tables.items():
+            lookups = [node for node in known[name].users if node.target is EMBEDDING]
+            others = [node for node in known[name].users if node.target not in (EMBEDDING, TO_COPY)]
+            others += [node for node in known[name].users if node.target is TO_COPY and value(node).dtype != dtype]
+            if others:
+                skips.append(Skip(name, f"{others[0].name} reads it as it is"))
+                continue
+            for node in lookups:
+                rounded = append(gm, _look_up, dtype, *node.args, before=node)
+                node.replace_all_uses_with(rounded)
+                gm.graph.erase_node(node)
+                changes.append(Change(self.name, "round", rounded.name, f"looked up in {name}"))
+        return PassResult(gm, tuple(changes), tuple(skips))
+
+
+def _look_up(dtype: torch.dtype, table: Tensor, *given: Any) -> Tensor:
+    found: Tensor = EMBEDDING(table.to(dtype), *given)
+    return found.to(table.dtype)

@@ -1,0 +1,1 @@
+"""Tests of passes over joint graphs whose parameters are sharded."""

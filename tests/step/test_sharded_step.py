@@ -100,10 +100,10 @@ MODELS = {"gpt2": _gpt2, "resnet": _resnet, "uneven": _uneven}
 # -- training ------------------------------------------------------------------------------------------
 
 
-def _built(name, shards, **how):
+def _built(name, shards, seed=0, **how):
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model, parts, loss_fn, batch = MODELS[name]()
     if shards:
         mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -154,7 +154,7 @@ def _step(name, kind, policy, options):
 
     options, low = dict(options), {"bf16": torch.bfloat16, "fp16": torch.float16}.get(policy)
     theirs = dict(mp_policy=MixedPrecisionPolicy(low, torch.float32)) if kind == "fsdp" and low else {}
-    model, loss_fn, batch = _built(name, kind != "replicated", **theirs)
+    model, loss_fn, batch = _built(name, kind != "replicated", options.pop("seed", 0), **theirs)
     make = options.pop("optimizer", functools.partial(torch.optim.AdamW, fused=True))
     optimizer = make(model.parameters(), lr=RATE)
     if kind == "fsdp":
@@ -256,12 +256,27 @@ FAST = ("gpt2", "bf16"), ("uneven", "bf16")
 OTHERS = ("gpt2", "fp16"), ("resnet", "bf16"), ("resnet", "fp16"), ("uneven", "fp16")
 
 
-@pytest.mark.parametrize(("name", "policy"), [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)])
+@pytest.mark.parametrize(("name", "policy"), FAST)
 def test_in_low_precision_it_is_no_further_from_fp32_than_fsdp_with_its_policy(trained, name, policy):
-    exact = trained(name, "fsdp", "O0")[0][1]
-    names = [n for n in exact if "exp_avg" not in n and ".step" not in n and "running" not in n and "num_b" not in n]
-    ours, theirs = (_distance(trained(name, kind, policy)[0][1], exact, names) for kind in ("ours", "fsdp"))
+    ours, theirs = _distances(trained, name, policy)
     assert ours <= theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), OTHERS)
+def test_so_it_is_for_five_models_together(trained, name, policy):
+    """In fp16 both round alike: elements without a gradient, such as biases of keys, decide for one model."""
+    every = torch.stack([_distances(trained, name, policy, (("seed", seed),)) for seed in range(5)])
+    ours, theirs = every.norm(dim=0)
+    assert ours <= theirs
+
+
+def _distances(trained, name, policy, *options):
+    """Return how far our parameters, and FSDP's, are from those of fp32."""
+    exact = trained(name, "fsdp", "O0", *options)[0][1]
+    names = [n for n in exact if "exp_avg" not in n and ".step" not in n and "running" not in n and "num_b" not in n]
+    runs = (trained(name, kind, policy, *options)[0][1] for kind in ("ours", "fsdp"))
+    return torch.stack([_distance(run, exact, names) for run in runs])
 
 
 # -- what travels --------------------------------------------------------------------------------------

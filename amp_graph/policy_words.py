@@ -101,7 +101,7 @@ def skip_words(words: tuple[str, ...]) -> tuple[str, ...]:
             near = nearest(given[:LONGEST_NAME])
             raise PolicyError(
                 f"policy: skip={shortened(given)}: {'this pass is not optional' if is_pass(word) else 'no such pass'}\n"
-                f"  legal: an optional pass that `amp-graph passes` lists, or a group: {', '.join(sorted(GROUPS))}\n"
+                f"  legal: an optional pass of docs/internals/passes.md, or a group: {', '.join(sorted(GROUPS))}\n"
                 + (f"  fix:   did you mean {' or '.join(map(repr, near))}?" if near else "  fix:   skip=backend")
             )
     return found

@@ -1,4 +1,4 @@
-"""The command line: ``amp-graph run | dump | explain | lists | passes | plan | cost | export | ...``.
+"""The command line: ``amp-graph run | dump | explain | lists | plan | cost | export | ...``.
 
 ``main(["dump", "model.py:build", "--input", "x=f32[8,16]"])`` prints, and returns the exit status. Nothing
 here imports torch until a command runs.
@@ -99,13 +99,6 @@ COMMANDS: dict[str, tuple[str, tuple[Argument | Group, ...], dict[str, Any]]] = 
         arg("op", metavar="OP", nargs="?", help="such as gelu or aten.pow.Tensor_Scalar"), DEVICE,
         arg("--policy", metavar="P", help=POLICY), JSON,
     ), {}),
-    "passes": ("print all passes in order: which are on, and why others are off", (
-        DEVICE,
-        arg("--compile", choices=("eager", "inductor"), default="eager", help="default: eager"),
-        [flag("--step", "of amp_graph.TrainStep (default: of amp_graph.convert)"),
-         flag("--no-grad", "of calls without gradients", dest="gradients", action="store_false")],
-        arg("--policy", metavar="P", help=POLICY), JSON,
-    ), {"epilog": f"A pass that is on still decides at each node. {EPILOG}"}),
     "calibrate": ("measure this machine's rates, which plans read", (
         arg("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure (default: cpu)"),
         arg("--output", metavar="FILE", help="default: the file that plans read"),

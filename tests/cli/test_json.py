@@ -70,9 +70,3 @@ def test_plan_and_cost_have_numbers(printed):
 
 def test_numbers_that_json_lacks_are_text():
     assert json.loads(json_text({"a": [float("inf"), float("nan"), 1.5]})) == {"a": ["inf", "nan", 1.5]}
-
-
-def test_passes_are_the_cells_of_the_table(printed):
-    told = printed("passes", "--step", "--device", "cuda", target=False)
-    assert told["mode"] == "training step, eager"
-    assert {one["pass"]: one["state"] for one in told["passes"]}["insert-casts"] == "on (not optional)"

@@ -220,7 +220,7 @@ def test_each_word_leaves_out_what_it_names(word):
 )
 def test_an_unknown_word_is_one_error_with_the_nearest_ones(word, near):
     what = "this pass is not optional" if word == "insert_casts" else "no such pass"
-    with pytest.raises(PolicyError, match=rf"(?s){what}.*legal: .*amp-graph passes.*backend.*fix: ") as error:
+    with pytest.raises(PolicyError, match=rf"(?s){what}.*legal: .*passes.md.*backend.*fix: ") as error:
         Policy.parse(f"bf16,skip={word}")
     assert near in str(error.value)
     assert len(str(error.value)) < 400

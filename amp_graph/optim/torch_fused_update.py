@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from amp_graph.optim.master_weights import updated_master
 from amp_graph.passes.loss_scaling.gradient_layout import lies_as
+from amp_graph.passes.sharding.shard_parameters import rows_of
 from amp_graph.passes.step.lay_out_gradients import upcast_all
 from amp_graph.passes.torch_compat.operators import (
     foreach_add_,
@@ -30,6 +33,7 @@ from amp_graph.passes.torch_compat.optimizers import steps_otherwise
 from amp_graph.policy_words import HALVES
 
 SEVERAL = 16
+LINE = 64  # bytes: no vector of a CPU has more, and its kernels divide tensors among threads at such
 BLOCK = 1 << 19  # elements that the CPU updates at a time: see benchmarks/update_time.py
 Kernel = Callable[[list[Tensor], list[Tensor], list[list[Tensor]]], Any]  # of parameters, gradients, state by kind
 STATES = {
@@ -62,6 +66,35 @@ def why_not_fused(optimizer: Optimizer) -> str:
     return steps_otherwise(optimizer)
 
 
+class Place(NamedTuple):
+    """The elements before a shard, in the whole tensor, and of the whole tensor."""
+
+    start: int
+    whole: int
+
+    def ends(self, count: int, line: int) -> list[tuple[int, int, int, int]]:
+        """Return the parts of a shard of ``count`` elements that a kernel must not take as they are.
+
+        It rounds what is behind the last whole vector otherwise, and must do so where that is in the whole. A part is
+        (start, stop, elements to put before it, elements in all): at the end of the whole as many as there are behind
+        its last line, and else a line.
+        """
+        behind = self.whole % line
+        last = self.whole - behind - self.start
+        stop = min(max(last, 0), count)
+        parts = (stop - stop % line, stop, 0, line), (stop, count, stop - last, behind)
+        return [part for part in parts if part[0] < part[1]]
+
+
+def place_of(parameter: Any) -> Place | None:
+    """Return where this rank's rows of ``parameter`` are, if it is sharded on a CPU."""
+    if not hasattr(parameter, "to_local") or parameter.device.type != "cpu":
+        return None
+    mesh, last = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    first = rows_of(parameter.shape, mesh.size(last)) * mesh.get_local_rank(last)
+    return Place(min(first, len(parameter)) * prod(parameter.shape[1:]), parameter.numel())
+
+
 @dataclass(frozen=True)
 class GroupUpdate:
     """The update of one parameter group's parameters that have gradients."""
@@ -71,6 +104,7 @@ class GroupUpdate:
     params: tuple[Tensor, ...]
     names: tuple[str, ...]  # of its states in the optimizer's own state
     states: tuple[tuple[Tensor, ...], ...]  # by name, one tensor per parameter
+    places: tuple[Place | None, ...] = ()  # one per parameter: of shards, in the whole tensors
 
     def apply(
         self,
@@ -82,7 +116,9 @@ class GroupUpdate:
     ) -> None:
         """Update ``params`` and ``states`` in place; no change if ``found_inf`` is above 0."""
         odd = {i for i, p in enumerate(params) if not self._is_for_kernel(p, grads[i], *(s[i] for s in states))}
-        for apply, own in ((self.apply_pointwise, odd), (self._apply_fused, set(range(len(params))) - odd)):
+        places = dict(enumerate(self.places))  # rows that are updated apart follow, and have none
+        fused = partial(self._apply_fused, [places.get(i) for i in range(len(params)) if i not in odd])
+        for apply, own in ((self.apply_pointwise, odd), (fused, set(range(len(params))) - odd)):
             if own:
                 of = [[t for i, t in enumerate(tensors) if i in own] for tensors in (params, grads, *states)]
                 apply(of[0], of[1], of[2:], lr, found_inf)
@@ -95,6 +131,7 @@ class GroupUpdate:
 
     def _apply_fused(
         self,
+        places: Sequence[Place | None],
         params: list[Tensor],
         grads: list[Tensor],
         states: list[list[Tensor]],
@@ -105,10 +142,13 @@ class GroupUpdate:
         run = self._kernel(lr, found_inf)
         if steps:
             foreach_add_(steps, 1)
-        for some, low, *kinds in _blocks([params, grads, *states]):
+        every, copies = _as_in_whole([params, grads, *states], places)
+        for some, low, *kinds in _blocks(every):
             wide = low if some[0].dtype in HALVES else upcast_all(low)
             same = [grad.to(p.dtype) for p, grad in zip(some, wide, strict=True)]
             run(some, same, kinds)
+        for target, new in copies:
+            target.copy_(new)
         if steps and found_inf is not None:
             foreach_add_(steps, [found_inf] * len(steps), alpha=-1)
 
@@ -157,6 +197,31 @@ class GroupUpdate:
             made = rule(self.group, start, g, old, factors[i])
             for target, new in zip(targets, made, strict=True):
                 target.copy_(new if found_inf is None else torch.where(found_inf > 0, target, new))
+
+
+def _as_in_whole(
+    kinds: list[list[Tensor]], places: Sequence[Place | None]
+) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Replace the ends of shards by copies that a kernel rounds as in the whole; return what is to be written back.
+
+    kinds: parameters, gradients, which are not written, and states.
+    """
+    found, copies = [], []
+    for tensors, place in zip(zip(*kinds, strict=True), places, strict=True):
+        count = tensors[0].numel()
+        ends = [] if place is None else place.ends(count, LINE // tensors[0].itemsize)
+        if not ends:
+            found.append(tensors)
+            continue
+        flat = [t.as_strided((count,), (1,)) if t.dim() else t for t in tensors]
+        if ends[0][0]:
+            found.append(tuple(t[: ends[0][0]] if t.dim() else t for t in flat))
+        for start, stop, before, size in ends:
+            pad = before, size - before - (stop - start)
+            found.append(tuple(F.pad(t[start:stop], pad) if t.dim() else t for t in flat))
+            pairs = [(t, new) for i, (t, new) in enumerate(zip(flat, found[-1], strict=True)) if i != 1 and t.dim()]
+            copies += [(t[start:stop], new[before:][: stop - start]) for t, new in pairs]
+    return [list(kind) for kind in zip(*found, strict=True)], copies
 
 
 def _blocks(kinds: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
@@ -240,7 +305,7 @@ def group_updates(optimizer: Optimizer, trained: Sequence[Tensor]) -> list[Group
             if names:  # reading it would create an empty one
                 _make_state(optimizer.state[p], p if master is None else master, names)
         states = tuple(tuple(optimizer.state[p][name] for p in params) for name in names)
-        found.append(GroupUpdate(group, kind, params, names, states))
+        found.append(GroupUpdate(group, kind, params, names, states, tuple(map(place_of, params))))
     return found
 
 

@@ -1,6 +1,7 @@
 """A group's update in blocks of torch's fused kernels has the bits of torch's optimizer, whatever the sizes."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ RULES = {
     "AdamW": (torch.optim.AdamW, {"maximize": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
 }
+BY_VECTORS = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="its kernels round all elements alike"
+)
 SHAPES = ((), (0,), (5,), (64,), (65, 3), (3, 8, 5, 5), (1000,), (7,))
 
 
@@ -64,6 +68,53 @@ def test_a_bad_step_changes_no_block(rule, monkeypatch):
     assert all(map(torch.equal, *updated(rule, torch.bfloat16, 64, monkeypatch, bad=(1,))))
 
 
+@BY_VECTORS
 def test_control_blocks_that_cut_a_kernels_vector_differ(monkeypatch):
     ours, theirs = updated("AdamW", torch.bfloat16, 1, monkeypatch)
     assert not all(map(torch.equal, ours, theirs))
+
+
+def _whole_and_in_shards(rule, ranks, dtype, low):
+    """Return a parameter and its state after updates of the whole, and after updates of each rank's rows."""
+    kind, options = RULES[rule]
+    runs, steps = [], 3
+    for rows, columns in ((1, 1), (3, 5), (7, 33), (33, 7), (2, 24), (61, 3), (130, 1)):
+        torch.manual_seed(0)
+        start = torch.randn(rows, columns, dtype=dtype)
+        grads = [torch.randn(rows, columns).to(low) for _ in range(steps)]
+        own = -(-rows // ranks)
+        shards = [(min(own * rank, rows), min(own * (rank + 1), rows)) for rank in range(ranks)]
+        kept = []
+        for cuts in ([(0, rows)], shards):
+            parts = []
+            for first, last in cuts:
+                parameter = torch.nn.Parameter(start[first:last].clone())
+                optimizer = kind([parameter], **options)
+                (update,) = group_updates(optimizer, [parameter])
+                place = torch_fused_update.Place(first * columns, rows * columns) if cuts is shards else None
+                update = dataclasses.replace(update, places=(place,))
+                rate = torch.tensor(optimizer.param_groups[0]["lr"], dtype=torch.float64)
+                for grad in grads:
+                    with torch.no_grad():
+                        update.apply([parameter], [grad[first:last]], copy.copy(update.states), rate, None)
+                parts.append([t for t in _kept([parameter], optimizer) if t.dim()])
+            kept.append([torch.cat(kinds) for kinds in zip(*parts, strict=True)])
+        runs.append(kept)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low"), [(torch.float32,) * 2, (torch.float32, torch.bfloat16), (torch.float64,) * 2]
+)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("rule", RULES)
+def test_shards_that_know_their_places_have_the_bits_of_the_whole(rule, ranks, dtype, low):
+    for whole, in_shards in _whole_and_in_shards(rule, ranks, dtype, low):
+        assert all(map(torch.equal, whole, in_shards))
+
+
+@BY_VECTORS
+def test_control_shards_that_end_as_a_whole_does_differ(monkeypatch):
+    monkeypatch.setattr(torch_fused_update.Place, "ends", lambda *_: [])
+    runs = _whole_and_in_shards("AdamW", 2, torch.float32, torch.float32)
+    assert not all(torch.equal(*pair) for run in runs for pair in zip(*run, strict=True))

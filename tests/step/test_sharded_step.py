@@ -13,7 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import amp_graph
 from amp_graph.errors import AmpGraphError
-from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.sharding import shard_parameters
 from amp_graph.step import trace_step
@@ -216,30 +215,31 @@ def _distance(state, exact, names):
 # -- the same numbers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "policy"), [("gpt2", "O0"), ("resnet", "O0"), ("resnet", "bf16")])
+@pytest.mark.parametrize(("name", "policy"), [("gpt2", "O0"), ("resnet", "O0"), ("uneven", "O0"), ("resnet", "bf16")])
 def test_it_is_the_unsharded_step_bit_for_bit(trained, name, policy):
     for ours, theirs in zip(trained(name, "ours", policy), trained(name, "replicated", policy), strict=True):
         assert ours[0] == theirs[0]
         assert _equal(ours[1], theirs[1])
 
 
-def _train_by_points(*given):
-    """Train without torch's fused kernel, which rounds the elements behind its last whole vector otherwise."""
-    with mock.patch.object(GroupUpdate, "_is_for_kernel", return_value=False):
-        _train(*given)
+OTHERWISE = {
+    "clip": {"clip_value": 1e-3},
+    "momentum": {"optimizer": functools.partial(torch.optim.SGD, momentum=0.9, weight_decay=0.01)},
+    "Adagrad": {"optimizer": functools.partial(torch.optim.Adagrad, fused=True)},
+    "amsgrad": {"optimizer": functools.partial(torch.optim.Adam, amsgrad=True, fused=True)},
+}
 
 
-@pytest.mark.parametrize("options", [(), (("clip_value", 1e-3),)], ids=str)
-def test_so_it_is_for_rows_that_ranks_do_not_divide(ranks, tmp_path, options):
-    runs = [ranks(_train_by_points, 2, tmp_path, "uneven", kind, "O0", options) for kind in ("ours", "replicated")]
-    for ours, theirs in zip(*runs, strict=True):
+@pytest.mark.parametrize("options", OTHERWISE.values(), ids=OTHERWISE)
+def test_so_it_is_for_rows_that_ranks_do_not_divide_whatever_updates_them(trained, options):
+    given = tuple(options.items())
+    for ours, theirs in zip(*(trained("uneven", kind, "O0", given) for kind in ("ours", "replicated")), strict=True):
         assert ours[0] == theirs[0]
         assert _equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("options", [(), (("micro_batches", 3),)], ids=str)
-def test_else_it_is_so_to_the_last_place(trained, options):
-    """In the fused kernel's, and where micro-batches are averaged over ranks before they are added up, not after."""
+def test_where_micro_batches_are_averaged_before_they_are_added_up_it_is_so_to_the_last_place(trained):
+    options = (("micro_batches", 3),)
     ours, theirs = (trained("uneven", kind, "O0", options)[0] for kind in ("ours", "replicated"))
     assert ours[0] == pytest.approx(theirs[0], rel=2e-6)
     for key, one in ours[1].items():

@@ -26,6 +26,7 @@ from amp_graph.model_state import CONVERSION
 from amp_graph.report.model_report import Report, report
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
+from amp_graph.scaling.loss_scale import LossScale as LossScale
 
 
 class Converted:

@@ -18,7 +18,19 @@ NEVER_TRAINED = "no backward reached its parameters"
 FROZEN = "frozen: none of its parameters requires gradients"
 NO_GRADIENTS = "only called without gradients"
 CHECKPOINTED = "called by torch.utils.checkpoint, whose recomputation must repeat the forward as it was"
-NO_SCALE = "in fp16 its loss needs a scale, which scripts have for their own fp16 autocast, and this call is under none"
+NO_STEP = (
+    "in fp16 a step with infinite gradients must be skipped, and no optimizer.step() without a closure was seen that "
+    "updates all its trained parameters"
+)
+CLOSURE = "in fp16 a step with infinite gradients must be skipped, and optimizer.step(closure) computes them itself"
+HOOKS = "in fp16 gradients are scaled within a backward, and a hook of the script would see them"
+FUNCTION = "in fp16 gradients are scaled within a backward, which may not be right for a custom autograd function"
+AUTOGRAD_GRAD = "torch.autograd.grad, whose gradients are not those that an optimizer would skip"
+OWN_SCALER = "the script has a GradScaler of its own; --replace-autocast leaves the scale to it, under fp16 autocast"
+STRICT = "in fp16 a gradient may overflow, which clip_grad_norm_(error_if_nonfinite=True) would raise"
+OVERFLOWS = "it overflows in fp16: its loss was infinite, or its gradients were at a scale of 1"
+COMM_HOOK = "in fp16 a gradient may overflow, and the communication hook of DistributedDataParallel may keep it"
+STATELESS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # communication hooks
 
 
 def inner_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -60,7 +72,7 @@ def why_left(module: torch.nn.Module, policy: Policy) -> str:
 
 
 def needs_scale(policy: Policy) -> bool:
-    """Return whether losses must be scaled under ``policy``."""
+    """Return whether losses are scaled under ``policy``."""
     return policy.dtype == "fp16" and policy.level != "O0"
 
 
@@ -68,3 +80,11 @@ def script_scales() -> bool:
     """Return whether the present call is under fp16 autocast: scripts scale their loss for that."""
     devices = ("cpu", "cuda")
     return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
+
+
+def why_not_scaled(module: torch.nn.Module) -> str:
+    """Return what about ``module`` keeps its gradients from being scaled; "" if nothing does."""
+    if any(getattr(hook, "__name__", "") not in STATELESS for hook, _ in getattr(module, "_comm_hooks", ())):
+        return COMM_HOOK
+    hooked = any(part._backward_hooks or part._backward_pre_hooks for part in module.modules())
+    return HOOKS if hooked else ""

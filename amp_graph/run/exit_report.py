@@ -33,7 +33,7 @@ def exit_report(models: TrainedModels, notes: Counter[str]) -> str:
         "policy": str(options.policy), "compile": options.compile, "dry_run": options.dry_run,
         "converted": [_plain(m) for m in converted],
         "not_converted": [_plain(m) | {"why": m.why_not_converted()} for m in left],
-        "notes": [" ".join(n.removeprefix("amp_graph: ").split()) for n in notes.elements()],
+        "notes": models.scaling.lines() + [" ".join(n.removeprefix("amp_graph: ").split()) for n in notes.elements()],
         "files": list(write_reports(models, options.report)) if options.report is not None else [],
     }  # fmt: skip
     return json.dumps(told) if options.json else "amp-graph run: " + "\n".join(_lines(told))

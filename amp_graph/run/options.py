@@ -15,7 +15,6 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.passes.native.output_file import why_unwritable
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
-from amp_graph.run.eligibility import needs_scale
 
 VARIABLE = "AMP_GRAPH_POLICY"
 
@@ -38,15 +37,7 @@ class RunOptions:
     @staticmethod
     def checked(policy: str | None = None, *, report: str | None = None, **others: Any) -> RunOptions:
         """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
-        options = RunOptions(_policy(policy), report=writable(report, "run: --report"), **others)
-        if needs_scale(options.policy) and not options.replace_autocast:
-            raise RunError(
-                f"run: policy '{options.policy}': fp16 needs a loss scale, which the script must have\n"
-                "  legal: bf16; with --replace-autocast fp16 in a script that scales losses for its own fp16 autocast\n"
-                "  fix:   amp-graph run --policy bf16 train.py; or amp_graph.convert(model, 'fp16') and "
-                "amp_graph.GradScaler in the script"
-            )
-        return options
+        return RunOptions(_policy(policy), report=writable(report, "run: --report"), **others)
 
 
 def _policy(given: str | None) -> Policy:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from amp_graph.lists.errors import TAKERS, Attempt
+from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import exit_report, is_first_rank
 from amp_graph.run.options import RunError, RunOptions
 from amp_graph.run.trained_models import TrainedModels, hear
@@ -176,6 +177,8 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     TAKERS.append(lambda text: notes.update([text]))
     models, process = TrainedModels(options, lambda text: notes.update([text])), os.getpid()
     hear(models)
+    if needs_scale(options.policy):
+        models.scaling.start()
     failure = raised_by(lambda: execute(target, arguments))
     if os.getpid() == process:
         models.stop()

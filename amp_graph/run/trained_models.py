@@ -24,6 +24,7 @@ from amp_graph.passes.torch_compat.dispatch import being_traced, has_modes, in_t
 from amp_graph.passes.torch_compat.fully_sharded import gathered_parameters
 from amp_graph.run import eligibility as why
 from amp_graph.run.call_site import is_checkpointed_call, site_of_call
+from amp_graph.run.loss_scaling import LossScaling
 from amp_graph.run.options import RunOptions
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Model:
     reason: str = ""
     is_trained: bool = False
     saw_gradients: bool = False  # called with gradients enabled
+    is_scaled: bool = False  # in fp16, with a scale of ours
     in_autocast: bool = False  # its present call is under the script's torch.autocast
     hooks: list[Any] = field(default_factory=list)
     converted: Converted | None = None
@@ -77,6 +79,7 @@ class TrainedModels:
     def __init__(self, options: RunOptions, note: Callable[[str], None]) -> None:
         """Know no model yet."""
         self.options, self.note = options, note
+        self.scaling = LossScaling(self._give_up_fp16)
         self.seen: list[Model] = []
         self._by_id: dict[int, tuple[Model, weakref.ref[torch.nn.Module]]] = {}
         self._off = False
@@ -127,6 +130,7 @@ class TrainedModels:
         self.seen.append(model)
         if reason := why.why_left(module, self.options.policy):
             model.become(State.LEFT, reason)
+            self.scaling.leave(module)
         elif is_checkpointed_call():
             model.become(State.LEFT, why.CHECKPOINTED)
         elif any(part is module for m in self.seen if m.converted is not None for part in m.converted.modules()):
@@ -152,10 +156,20 @@ class TrainedModels:
         if model.in_autocast and not self.options.replace_autocast:
             model.become(State.LEFT, why.OWN_AUTOCAST)
         elif model.is_trained:
-            if why.needs_scale(self.options.policy) and not (model.in_autocast and why.script_scales()):
-                model.become(State.LEFT, why.NO_SCALE)
-            else:
+            own_scale = why.needs_scale(self.options.policy) and not (model.in_autocast and why.script_scales())
+            model.reason = self.scaling.why_not(module) if own_scale else ""
+            if model.reason == "":
+                model.is_scaled = own_scale
                 self._convert(model, module)
+            elif model.reason != why.NO_STEP:
+                model.become(State.LEFT, model.reason)
+
+    def _give_up_fp16(self, reason: str) -> None:
+        """Revert the models whose losses were scaled, as that cannot go on."""
+        for model in self.seen:
+            if model.converted is not None and model.is_scaled:
+                model.converted.undo()
+                model.become(State.LEFT, f"{reason}; in fp16 until then")
 
     def _watch(self, model: Model) -> None:
         """Have the parameters tell when a backward reaches them: ``backward()`` as well as ``autograd.grad``."""
@@ -194,6 +208,8 @@ class TrainedModels:
             model.become(State.LEFT, made)
             return
         model.converted = made
+        if model.is_scaled:
+            self.scaling.begin(conversions.LossScale)
         for other in inside:
             if other.state is State.WATCHED:
                 other.become(State.PART)

@@ -13,7 +13,6 @@ BAD = {
     "no such module on top": (["-m", "no_such_package"], "there is no such module"),
     "a package without main": (["-m", "xml"], "a package without a __main__ module"),
     "an unknown policy": (["--policy", "bf17", "started.py"], "bf17"),
-    "fp16": (["--policy", "fp16", "started.py"], "legal: bf16; with --replace-autocast fp16"),
     "fp16-O2": (["--policy", "fp16-O2", "started.py"], "legal: level O1"),
     "O2": (["--policy", "bf16-O2", "started.py"], "in fp32 before its first step\n  legal: level O1, which keeps"),
     "O3, with other words": (

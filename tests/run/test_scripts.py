@@ -117,6 +117,21 @@ def test_a_script_runs_as_under_python_and_its_model_is_converted(folder):
     assert python(folder, "load.py") == (0, "", "")
 
 
+@pytest.mark.slow
+def test_a_script_runs_in_fp16_with_a_loss_scale_that_it_does_not_see(folder):
+    _, out, _ = python(folder, "train.py")
+    status, told, errors = run(folder, "--policy", "fp16", "train.py")
+    assert status == 0
+    (before, after) = losses_of(out), losses_of(told)
+    assert after[0] == before[0], "the first step runs as written"
+    assert after[1:] != before[1:]
+    assert after == pytest.approx(before, abs=0.002)
+    assert "amp-graph run: converted 1 model, policy fp16-O1, compile eager" in errors
+    assert 2 < after[1] < 4, "so that the first scale is half of 65536"
+    assert "fp16: losses scaled by 32768 at the end, 0 optimizer steps skipped" in errors
+    assert "nothing in this process scales losses" not in errors
+
+
 ENDS = {"exit": 3, "message": 1, "early": 1}
 
 

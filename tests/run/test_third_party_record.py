@@ -15,9 +15,9 @@ def test_a_run_that_is_there_is_not_repeated(tmp_path):
     path, runs = tmp_path / "scripts.json", []
     for _ in range(2):
         record = Record(path)
-        for seed, way in ((1, "fp32"), (1, "amp-graph bf16"), (2, "fp32")):
+        for seed, way in ((1, "fp32"), (1, "amp-graph fp16"), (2, "fp32")):
             record.ran("mnist", seed, way, lambda: runs.append(0) or Ran(0, [2.0, 1.0 + len(runs) / 4], "told", 3.0))
     assert len(runs) == 3
     page = path.with_suffix(".md").read_text()
-    assert "| mnist | 1 | 2 | 1.2500 |  | 1.5000 |  | 0.0769 | 0.1333 |" in page
-    assert "- mnist, amp-graph bf16: told" in page
+    assert "| mnist | 1 | 2 | 1.2500 |  |  | 1.5000 |  |  | 0.0769 | 0.1333 |" in page
+    assert "- mnist, amp-graph fp16: told" in page

@@ -14,6 +14,7 @@ from amp_graph.capture.conversion import Conversion, conversion_of
 from amp_graph.run import eligibility
 from amp_graph.run.call_site import site_of_call
 from amp_graph.run.exit_report import exit_report, write_reports
+from amp_graph.run.options import RunOptions
 from amp_graph.run.trained_models import State
 from tests.layers import forward_of, layers
 
@@ -150,13 +151,15 @@ def test_autocast_of_the_script_is_left_alone_or_replaced(watch):
 
 
 def test_fp16_autocast_of_the_script_is_replaced_and_its_scale_is_its_own(watch):
-    models, model, other, x = watch("fp16", replace_autocast=True), Net(), Net(), torch.randn(4, 8)
+    models, model, other, x = watch(replace_autocast=True), Net(), Net(), torch.randn(4, 8)
+    models.options = RunOptions.checked("fp16", replace_autocast=True)
     for _ in range(2):
         with torch.autocast("cpu", torch.float16):
             out = model(x)
         step(out.float(), other(x))
     assert state_of(models, model)[0] is State.CONVERTED
-    assert state_of(models, other) == (State.LEFT, eligibility.NO_SCALE)
+    assert not next(m for m in models.seen if m.ref() is model).is_scaled
+    assert state_of(models, other) == (State.WATCHED, eligibility.NO_STEP)
 
 
 def test_recomputed_and_compiled_models_are_left(watch):

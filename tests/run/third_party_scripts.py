@@ -157,6 +157,34 @@ SCRIPTS = (
         IMAGENET,
         images("images", 16, 64),
     ),
+    # For fp16, which converts after an optimizer's first step, and whose convolutions are slow on a CPU.
+    Script("mnist (ignite), 64 images", IGNITE, "examples/mnist/mnist.py", ("--epochs", "4"), mnist(64, "."), ""),
+    Script(
+        "mnist_save_resume (ignite), 64 images",
+        IGNITE,
+        "examples/mnist/mnist_save_resume_engine.py",
+        ("--epochs", "4", "--batch_size", "16", "--log_interval", "2", "--log_dir", "logs"),
+        mnist(64, "."),
+        "",
+    ),
+    Script(
+        "dcgan (ignite), batches of 2",
+        IGNITE,
+        "examples/gan/dcgan.py",
+        (
+            *("--dataset", "fake", "--dataroot", ".", "--workers", "0", "--batch-size", "2", "--epochs", "1"),
+            *("--g-filters", "8", "--d-filters", "8", "--output-dir", "out"),
+        ),
+        losses=r"err[DG]: (\d+\.\d+)",
+    ),
+    Script(
+        "mnist, DiffGrad (torch-optimizer), 16 images",
+        OPTIMIZER,
+        "examples/mnist.py",
+        (),
+        mnist(16, "../data"),
+        None,
+    ),
     Script(
         "siamese_network, 64 images",
         EXAMPLES,
@@ -174,5 +202,19 @@ SCRIPTS = (
             *("--ngf", "4", "--ndf", "4", "--nz", "16"),
         ),
         seed="--manualSeed",
+    ),
+    Script(
+        "mnist, 128 images",
+        EXAMPLES,
+        "mnist/main.py",
+        ("--epochs", "2", "--no-accel", "--log-interval", "1"),
+        mnist(128, "../data"),
+    ),
+    Script(
+        "imagenet (resnet18), 8 images",
+        EXAMPLES,
+        "imagenet/main.py",
+        IMAGENET,
+        images("images", 4, 64),
     ),
 )

@@ -34,7 +34,6 @@ from amp_graph.report.report_notes import (
     notes_of_memory,
     notes_of_passes,
     notes_of_scale,
-    precision_lines,
 )
 from amp_graph.report.report_text import WIDTH, report_text
 from amp_graph.rewrite import unkept
@@ -169,7 +168,7 @@ def _of_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -
         found.policy,
         found.graphs,
         _backend(found.compile, found.options),
-        (*found.diagnostics.notes, *notes_of_memory(found), *precision_lines(found)),
+        (*found.diagnostics.notes, *notes_of_memory(found)),
         memory_of(found.model, optimizer, frozen.tensors if frozen else ()),
         optimizer,
         status=_status(found),

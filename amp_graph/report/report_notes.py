@@ -1,4 +1,4 @@
-"""Notes of a report: lost precision, memory that stays, recorded graphs, the update, kernels that are unavailable.
+"""Notes of a report: memory that stays, recorded graphs, the update, kernels that are unavailable.
 
 Before: a ``Conversion``, or the step of a ``TrainStep``. After: ``update: one pass over all weights``, a line each.
 """
@@ -13,13 +13,11 @@ import torch
 from amp_graph.capture.conversion import Conversion
 from amp_graph.lists.errors import first_line
 from amp_graph.numerics.overflow.scale_history import scale_history
-from amp_graph.passes.casts.product_precision import lost_in
 from amp_graph.passes.native.jit_compiler import why_refused
 from amp_graph.passes.weights.cast_weights import casts_weight
 from amp_graph.policy import Policy
 from amp_graph.policy_words import word_of
 from amp_graph.report.graph_facts import size_text
-from amp_graph.report.graph_parts import parts_of
 from amp_graph.report.metrics import metrics
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
@@ -86,14 +84,3 @@ def notes_of_scale(source: object) -> Iterator[str]:
 
 
 # -- precisions other than planned --------------------------------------------------------------------
-
-
-MOST = 5  # lines of a graph
-
-
-def precision_lines(found: Conversion) -> Iterator[str]:
-    """Yield a line for each product of a converted model that does not run in the precision planned for it."""
-    for i, graph in enumerate(found.graphs):
-        lines = list(dict.fromkeys(str(lost) for part in parts_of(graph.rewritten) for lost in lost_in(part.gm)))
-        more = [f"and {len(lines) - MOST} more products"] if len(lines) > MOST else []
-        yield from (f"precision: graph {i}: {line}" for line in (*lines[:MOST], *more))

@@ -49,8 +49,6 @@ SENT = "amp_sent"
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
-LOW_DTYPE = "amp_low"
-"""The low dtype of the plan. Written by plan_precision; read by what compares the plan with what ran."""
 UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"

@@ -24,7 +24,6 @@ from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
     LEFT_ALONE,
-    LOW_DTYPE,
     MARK,
     PREDICTED,
     REGION,
@@ -84,7 +83,6 @@ class PlanPrecision(Pass):
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
-        gm.meta[LOW_DTYPE] = self.options.dtype
         changes: list[Change] = []
         keys = node_keys(gm)
         gm.meta[UNKEPT] = unmatched_keys(self.options.keep_ops, list(keys.values()))

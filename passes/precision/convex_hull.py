@@ -48,8 +48,8 @@ class Tradeoff:
         """Return the cheapest assignment found with harm up to ``bound``, or the safest one if there is none.
 
         Searches for the edge of the hull that crosses ``bound`` by the slope between the best known points on both
-        sides, as LARAC does (A. Juettner et al., INFOCOM 2001). Then moves along that edge as far as its independent
-        parts allow. Returns one of ``others`` (assignments from elsewhere) if that is legal and cheaper.
+        sides, as LARAC does (A. Juettner et al., INFOCOM 2001), and takes its end within. Returns one of ``others``
+        (assignments from elsewhere) if that is legal and cheaper.
         """
         found = self._on_hull(bound)
         legal = [p for p in others if p.harm <= bound and is_legal(self.costs, p.low)]
@@ -64,8 +64,8 @@ class Tradeoff:
         while True:
             a, b = beyond.harm - inside.harm, inside.cost - beyond.cost
             found = self._best(a, b)
-            if a * found.cost + b * found.harm == a * inside.cost + b * inside.harm:
-                return self._along(inside, beyond, bound)
+            if a * found.cost + b * found.harm == a * inside.cost + b * inside.harm:  # on the edge itself
+                return found if found.harm <= bound else inside
             beyond, inside = (beyond, found) if found.harm <= bound else (found, inside)
 
     def _best(self, of_cost: int, of_harm: int) -> Point:
@@ -73,37 +73,6 @@ class Tradeoff:
         if key not in self._solved:
             self._solved[key] = self.point(cheapest(weighted(self.costs, of_cost, self.harm, of_harm)))
         return self._solved[key]
-
-    def _along(self, start: Point, end: Point, bound: int) -> Point:
-        """Move from ``start`` towards ``end``, two ends of an edge of the hull, by the parts in which they differ.
-
-        Both ends are optimal for the same weight, so changing one part alone stays on the edge: all parts have its
-        slope, and the most harm that fits is the least cost. Takes the largest part that fits first.
-        """
-        steps = [(self.point(start.low ^ part), part) for part in self._parts(start.low ^ end.low)]
-        rises = sorted(((p.harm - start.harm, part) for p, part in steps if p.cost < start.cost), key=lambda s: -s[0])
-        low, room = start.low, bound - start.harm
-        for rise, part in rises:
-            if rise <= room:
-                low, room = low ^ part, room - rise
-        return self.point(low)
-
-    def _parts(self, differing: frozenset[int]) -> list[frozenset[int]]:
-        """Split variables into groups that share no term and no limit: each group can change alone."""
-        part = {i: {i} for i in sorted(differing)}
-        terms = ((*t.lows, *t.fulls) for task in (self.costs, self.harm) for t in task.terms)
-        for group in (*terms, *self.costs.limits):
-            _join(part, [i for i in group if i in differing])
-        return [frozenset(members) for members in {id(members): members for members in part.values()}.values()]
-
-
-def _join(part: dict[int, set[int]], group: list[int]) -> None:
-    """Merge the parts of the variables in ``group``."""
-    for i in group[1:]:
-        one, other = part[group[0]], part[i]
-        if one is not other:
-            one |= other
-            part.update(dict.fromkeys(other, one))
 
 
 def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
-from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term, cost, is_legal
+from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, Task, Term, is_legal
 from tests.passes.precision.test_precision_assignment import assignments, random_task
 
 SEEDS = range(120)
@@ -99,16 +99,12 @@ def test_every_bound_of_every_small_task_is_kept_at_no_more_than_the_hulls_cost(
 
 
 def test_what_is_found_lies_on_the_hull():
-    between = 0
     for seed, made, every in tasks():
         hull = vertices(every)
         found = {made.within(bound) for bound in bounds(every)}
-        inner = {(p.harm, p.cost) for p in found} - {(p.harm, p.cost) for p in hull}
-        for harm, cost_ in inner:
-            p = Point(frozenset(), cost_, harm)
+        for harm, cost in {(p.harm, p.cost) for p in found} - {(p.harm, p.cost) for p in hull}:
+            p = Point(frozenset(), cost, harm)
             assert any(a.harm < harm < b.harm and above(a, p, b) == 0 for a, b in pairwise(hull)), seed
-        between += len(inner)
-    assert between >= 5
 
 
 BROKEN = {
@@ -127,13 +123,3 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_control_a_broken_planner_is_found_out(name):
     assert len(wrong(BROKEN[name])) >= 10
-
-
-def test_equal_parts_are_taken_one_by_one():
-    """Ten like operations on one edge of the hull, for two of which there is room."""
-    n = 12
-    decided = {FULL_ALWAYS: False, LOW_ALWAYS: True}
-    task = Task((0, 0, *[5] * 10), (0,) * n, decided)
-    got = Tradeoff(task, Task((0,) * n, (0, 0, *[4] * 10), decided)).within(11)
-    assert (len(got.low - {LOW_ALWAYS}), got.harm, got.cost) == (2, 8, 40)
-    assert cost(task, got.low) == 40

@@ -49,6 +49,8 @@ SENT = "amp_sent"
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
+LOW_DTYPE = "amp_low"
+"""The low dtype of the plan. Written by plan_precision; read by the step, for weights that are looked up."""
 UNPLANNED = "amp_unplanned"
 """Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
 JOINT = "amp_joint"

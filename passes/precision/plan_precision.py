@@ -24,6 +24,7 @@ from amp_graph.passes.graph.meta_keys import (
     BUDGET,
     CAST,
     LEFT_ALONE,
+    LOW_DTYPE,
     MARK,
     PREDICTED,
     REGION,
@@ -83,6 +84,7 @@ class PlanPrecision(Pass):
         if fake_mode_of(gm) is None:
             return PassResult(gm)
         problem = self.problem(gm)
+        gm.meta[LOW_DTYPE] = self.options.dtype
         changes: list[Change] = []
         keys = node_keys(gm)
         gm.meta[UNKEPT] = unmatched_keys(self.options.keep_ops, list(keys.values()))

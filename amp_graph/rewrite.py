@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PassError, VerifyError, warn
 from amp_graph.example_values import with_example_values
-from amp_graph.graph_log import LOG, log_graph, warn_of_full_precision
 from amp_graph.passes.autocast_regions.autocast_fallback import run_as_autocast
 from amp_graph.passes.base import Pass
 from amp_graph.passes.casts.portable_ops import drop_metadata_asserts
@@ -40,10 +39,12 @@ from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.predict_time import WORTH_IT
 from amp_graph.passes.precision.sensitivity import Measured
 from amp_graph.passes.torch_compat.modules import is_exported
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 from amp_graph.policy import Policy
+from amp_graph.policy_words import word_of
 
 
 @dataclass
@@ -110,11 +111,8 @@ def rewrite(
         attempt = copy_graph(copied)
         try:
             rewrite_in_place(attempt, policy, portable=True)
-        except (PassError, VerifyError) as error:
+        except (PassError, VerifyError):  # it is rewritten with operators of amp_graph; portable=True raises this
             portable = False
-            LOG.info(
-                "a graph of torch.export is rewritten with operators of amp_graph, as it is not portable: %s", error
-            )
         else:
             return attempt
     made = rewrite_in_place(copied, policy, portable=bool(portable))
@@ -184,7 +182,6 @@ def rewrite_in_place(
         done = _run(gm, passes, policy, device, strict, portable)
         if told := gm.meta.get(UNCALIBRATED):  # passes run with warnings off
             warn(told)
-    log_graph(gm, before, done, str(policy))
     return Rewritten(gm, policy, dtype, before, done, bodies, captured)
 
 
@@ -245,3 +242,13 @@ def _rewrite_bodies(
         for body in bodies_of(gm)
         if has_values(body.graph)
     }
+
+
+def warn_of_full_precision(what: str, gm: GraphModule, dtype: torch.dtype) -> None:
+    """Warn that ``gm``, a graph of ``what``, stays in fp32 because ``dtype`` is not profitable."""
+    low, found = word_of(dtype), gm.meta[LEFT_ALONE]
+    warn(
+        f"amp_graph: {what} runs in fp32, as {low} is not profitable for this call: it is predicted "
+        f"to have {found.speed:.2f} times fp32's speed on {found.machine}, and the least is {WORTH_IT:.2f}\n"
+        f"  fix:   policy '{low}' lowers it all the same",
+    )

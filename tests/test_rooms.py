@@ -44,7 +44,6 @@ ROOMS = (
         "amp_graph/devices.py",
         "amp_graph/example_values.py",
         "amp_graph/precision.py",
-        "amp_graph/graph_log.py",
         "amp_graph/model_state.py",
         "amp_graph/version.py",
     ),

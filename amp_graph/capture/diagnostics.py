@@ -20,7 +20,6 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.errors import CaptureError, warn
-from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import first_line
 from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
@@ -31,7 +30,7 @@ from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
 from amp_graph.passes.torch_compat.optimizers import living
 from amp_graph.policy_words import word_of
-from amp_graph.rewrite import Rewritten, unkept
+from amp_graph.rewrite import Rewritten, unkept, warn_of_full_precision
 from amp_graph.scaling.loss_scale import LossScale
 
 TORCH = os.path.dirname(torch.__file__)

@@ -18,7 +18,6 @@ from amp_graph.capture.fp32_accumulation import accumulating_in_fp32
 from amp_graph.compiler_options import Options, read_options
 from amp_graph.devices import device_of
 from amp_graph.errors import CaptureError, PolicyError
-from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.lists.errors import Undo
 from amp_graph.passes.backends.inductor.compile import DEFAULT, compile_with_inductor, why_not
 from amp_graph.passes.graph.activation_checkpoints import outline_checkpoints, tag_checkpoints
@@ -32,7 +31,7 @@ from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.passes.torch_compat.dispatch import ModesOfThread
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, lookup_backend
 from amp_graph.policy import Policy
-from amp_graph.rewrite import Rewritten, rewrite_in_place
+from amp_graph.rewrite import Rewritten, rewrite_in_place, warn_of_full_precision
 
 Compile = str | Callable[..., Runner]
 OWN = ("policy", "compile", "mode")  # options of the backend that are not Inductor's

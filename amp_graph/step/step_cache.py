@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.graph_log import warn_of_full_precision
 from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
+from amp_graph.rewrite import warn_of_full_precision
 from amp_graph.scaling.loss_scale import FloorWatch
 from amp_graph.step.step_graph import CapturedStep, NoSize, StepGraph, takes_symbols
 from amp_graph.step.step_state import Copy

@@ -1,4 +1,4 @@
-"""Inductor: what it does by itself to matmuls and images, its packages, and torch's structured trace of compilations.
+"""Inductor: what it does by itself to matmuls and images, and its packages.
 
 Each name states the versions of torch that it was checked on.
 """
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._logging._internal import trace_structured
 
 
 def inductor_config() -> Any:
@@ -50,13 +49,3 @@ def graph_pass_hook(run: Callable[[torch.fx.Graph], None], files: Sequence[str],
 def pads_matmuls(options: Mapping[str, Any]) -> bool:
     """Say whether Inductor pads matmuls on CUDA, under the user's ``options``."""
     return bool(options.get("shape_padding", inductor_config().shape_padding))
-
-
-def add_artifact(name: str, text: Callable[[], str], encoding: str = "string") -> None:
-    """Add ``text``, which is made only if a trace is written; ``encoding``: "string" or "json"."""
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": encoding},
-        payload_fn=text,
-        expect_trace_id=False,  # a graph that was captured by torch.export or symbolic_trace has none
-    )

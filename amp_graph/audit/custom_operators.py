@@ -23,7 +23,6 @@ from amp_graph.audit.records import (
     Call,
     Finding,
     Place,
-    Places,
     Training,
     Watcher,
     dtype_name,
@@ -85,7 +84,6 @@ class CustomOperators(Watcher):
         """Begin."""
         super().__init__(training)
         self.uses: dict[tuple[str, Place, str], Use] = {}
-        self._places = Places()
         self._context = 0  # the id of the last autograd function's
         # What was cast up from quantized values in this step, held weakly, and their dtype.
         self._up: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -159,7 +157,7 @@ class CustomOperators(Watcher):
         if len(dtypes) > 1 and not dtypes.keys().isdisjoint(LOW) and self._context != id(context):
             self._context = id(context)
             name = type(context).__name__.removesuffix("Backward")
-            place = self._places.of(frame.f_back)
+            place = self.training.places.of(frame.f_back)
             self._use("AMP804", place, name, call, "warning", dtypes=" and ".join(dtypes), device=device)
 
     # -- quantized values -----------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from amp_graph.audit.records import (
     NOWHERE,
     Call,
     Place,
-    Places,
     Totals,
     Training,
     Watcher,
@@ -67,9 +66,9 @@ class Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, training: Training, places: Places, tell: Tell, heard: Heard) -> None:
+    def __init__(self, training: Training, tell: Tell, heard: Heard) -> None:
         super().__init__()
-        self.training, self.places, self.tell, self.heard = training, places, tell, heard
+        self.training, self.places, self.tell, self.heard = training, training.places, tell, heard
         self.updates = 0  # optimizers' steps that are running
         self.is_training = False  # whether it has seen the call of a model, a backward or a product
         self.is_paused = False  # while watchers work, or a TrainStep does

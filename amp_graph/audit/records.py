@@ -123,7 +123,7 @@ class Training:
     ``stored``: what modules with parameters keep, ``outside``: bytes by dtype of what optimizers update and no model
     has, masters, as apex and Megatron keep them; both as at the end of the last looked-at step.
     ``unseen``: what was not looked at, and why. ``off``: disabled scalers that were given losses, in words, each with
-    the one to make.
+    the one to make. ``places``: finds the user's line of a call.
     """
 
     steps: int = 0
@@ -148,6 +148,7 @@ class Training:
     outside: Counter[str] = field(default_factory=Counter)
     unseen: dict[str, None] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Add a model: paths in the first with parameters are its own, in others they begin with their class."""

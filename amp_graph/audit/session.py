@@ -22,7 +22,7 @@ from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
 from amp_graph.audit.precision_table import take_stock
-from amp_graph.audit.records import NOWHERE, Event, Place, Places, Region, Training, Watcher, dtype_name
+from amp_graph.audit.records import NOWHERE, Event, Place, Region, Training, Watcher, dtype_name
 from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
@@ -77,7 +77,6 @@ class Audit:
         self.training.optimizers.update(() if optimizer is None else (optimizer,))
         self.watchers: list[Watcher] = [kind(self.training) for kind in WATCHERS]
         self.seconds: dict[int, float] = {}  # that each step took
-        self._places = Places()
         self._lead: weakref.ref[Optimizer] | None = None
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # that stepped in this step
         self._ended = 0  # steps that had ended when the running step of a scaler began
@@ -119,7 +118,7 @@ class Audit:
                 findings += list(watcher.findings())
             self._failed(watcher, tried)
         kept = loud(findings, self.ignored, self._folder)
-        wrong = unknown_codes(self._places.files, self._folder)
+        wrong = unknown_codes(self.training.places.files, self._folder)
         self.training.unseen |= dict.fromkeys([*wrong, *_other_ranks()])
         silenced = len(findings) - len(kept)
         asked = {"looks": sorted(self.looks), "every": self.every}
@@ -150,7 +149,7 @@ class Audit:
         self._began = time.perf_counter()
 
     def _begin_look(self) -> None:
-        self._look = Operations(self.training, self._places, self._quietly, self._heard)
+        self._look = Operations(self.training, self._quietly, self._heard)
         self._look.__enter__()
         self._quietly(lambda watcher: watcher.began())
 
@@ -254,7 +253,7 @@ class Audit:
             self._train_step(arguments["self"], is_after)
 
     def _take(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
-        place = self._places.of(caller)
+        place = self.training.places.of(caller)
         if name == "autocast.made" and not is_after:
             asked = bool(arguments.get("enabled", True))
             self._made[arguments["self"]] = (NOWHERE if _is_of_torch(caller) else place, asked)

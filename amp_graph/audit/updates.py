@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Finding, Place, Places, Training, Watcher, dtype_name
+from amp_graph.audit.records import Finding, Place, Training, Watcher, dtype_name
 from amp_graph.audit.samples import local, sample
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES
@@ -180,7 +180,6 @@ class Updates(Watcher):
     def __init__(self, training: Training) -> None:
         """Begin."""
         super().__init__(training)
-        self._places = Places()
         self._stepped: dict[Place, Stepped] = {}
         self._running: Stepped | None = None  # what the update that runs is counted in
         self._before: list[tuple[Tensor, Tensor]] = []  # parameters, and samples of their values before an update
@@ -193,7 +192,7 @@ class Updates(Watcher):
         low = [(g, p) for g in optimizer.param_groups for p in g["params"] if p.dtype in HALVES]
         if not low:
             return
-        place = self._places.of(sys._getframe())
+        place = self.training.places.of(sys._getframe())
         dtype = dtype_name(low[0][1].dtype)
         found = self._running = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
         counts: list[tuple[Lost, Tensor, float]] = []

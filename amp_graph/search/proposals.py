@@ -4,8 +4,9 @@ First fp32 and the default plan. Then the predicted plan that is the fastest onc
 was measured: gains by one factor, errors by another; and plans that are a little too slow or too inexact by that, as
 far as predictions may be off. Where the default plan is not exact enough, the operations that measured sensitivities
 blame are kept in fp32, as many as the measured error asks for. What may be as fast as the best, by the spread of its
-turns, is measured again beside it. Then the words that are not of precision, each in the best policy so far. It ends
-where no gain beyond the noise is left to predict.
+turns, is measured again beside it. Then the words that are not of precision, each in the best policy so far, and with
+them the plans that were nearly as fast: casts that a word saves were part of their times. It ends where no gain beyond
+the noise is left to predict.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DOUBT_OF_TIME, DOUBT_OF_ERROR = 1.05, 1.5  # by what factors predictions may be 
 BY_WORDS = 1.25  # times fp32's time: what is slower without a word is not tried with it
 PATIENCE = 5  # runs after which fp32 is the answer, if whatever is exact enough is slower
 MOST = 3  # times that a policy is measured
+NEAR = 1.15  # times the time of the best plan: what is slower is not tried with the best plan's words
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def propose(space: Space, trials: list[Trial], goal: Goal, noise: float, unit: f
         or _kept_operations(space, trials, goal, best, noise)
         or _next_rival(trials, goal, best, noise)
         or _next_word(space, trials, goal, best, noise)
+        or _next_plan_with_words(space, trials, goal, best)
     )
 
 
@@ -130,6 +133,20 @@ def _next_word(space: Space, trials: list[Trial], goal: Goal, best: Trial, noise
         changed = replace(policy, **{name: new})
         if changed not in times and not _was_slower(name, old, new, times, noise):
             return str(changed), f"whether another {name} is faster"
+    return None
+
+
+def _next_plan_with_words(space: Space, trials: list[Trial], goal: Goal, best: Trial) -> tuple[str, str] | None:
+    """Return a plan that was nearly as fast as the best one, with the words of the best policy."""
+    policy, off = Policy.parse(best.policy), Policy.parse(space.plans[0].policy)
+    tried = {Policy.parse(one.policy): one for one in trials}
+    times = {asked: one.time for asked, one in tried.items() if goal.is_exact(one)}
+    least = times.get(replace(policy, **{name: getattr(off, name) for name, _ in space.words}), math.inf)
+    words = {name: getattr(policy, name) for name, _ in space.words}
+    for plan in map(Policy.parse, [one.policy for one in space.plans] if best.policy != FULL else []):
+        changed = replace(plan, **words)
+        if times.get(plan, math.inf) <= least * NEAR and changed not in tried:
+            return str(changed), "whether another accuracy is faster with these words"
     return None
 
 

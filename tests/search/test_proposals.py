@@ -175,6 +175,20 @@ def test_every_word_of_the_answer_was_measured_to_be_no_slower_than_the_other_va
         assert len(trials) <= 9
 
 
+def test_a_plan_that_is_faster_only_with_a_word_is_found():
+    plans = [Candidate("bf16-O1", 0.65, 1.0), Candidate("bf16-O1,skip_unprofitable=true", 0.55, 1.0)]
+    plans.append(Candidate("bf16-O1,accuracy=fast", 0.61, 1.0))
+    world = {"bf16-O1": 0.64, "bf16-O1,skip_unprofitable=true": 0.6, "bf16-O1,accuracy=fast": 0.8}
+    low = {"bf16-O2": 0.5, "bf16-O2,skip_unprofitable=true": 0.55}
+    space, goal = Space(plans, {}, [("level", "O2")]), Goal(error=UNIT)
+    trials = searched(space, lambda policy: ((world | low).get(policy, 0.9), UNIT), goal)
+    assert best_of(trials, goal).policy == "bf16-O2"
+    tried = [one.policy for one in trials]
+    assert tried == [FULL, *world, "bf16-O2,skip_unprofitable=true", "bf16-O2"]  # accuracy=fast is far slower without
+    trials = searched(space, lambda policy: (world.get(policy, 0.9), UNIT), goal)
+    assert [one.policy for one in trials] == tried[:-1]  # no word is part of the best policy
+
+
 def test_words_may_make_low_precision_pay_but_not_where_it_is_far_from_it():
     space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
     for first, tried in ((1.2, 3), (1.4, 2)):

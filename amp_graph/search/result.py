@@ -141,7 +141,7 @@ class SearchResult:
         return [columns, *([row[name] for name in columns] for row in cells)]
 
     def fate(self, one: Trial) -> str:
-        """Say whether a policy is the answer, or why it is not."""
+        """Say whether a policy is the answer, or why it is not. one: what was measured of it."""
         if one == self.best:
             return ANSWER
         if math.isinf(one.time):

@@ -1,9 +1,10 @@
 """``amp_graph.search`` against the best of many policies drawn at random, all measured, on the machine at hand.
 
 For each model: the time of the answer over that of the fastest random policy that is exact enough, with its standard
-error, the runs of the search, and its error, on the batch and on another one. Of random policies whose rewritten graphs
-are equal one is measured. Those that are not exact enough are not timed, and those that lose the first turns by a tenth
-are not timed further. The answer and the best are measured once more, in turns with each other.
+error, the runs of the search, and its error over the budget, on the batch and, of autocast's error there, on another.
+Of random policies whose rewritten graphs are equal one is measured. Those that are not exact enough are not timed, and
+those that lose the first turns by a tenth are not timed further. The answer and the best are measured once more, in
+turns with each other.
 
 ``--output`` gets each row as it is measured, and keeps those that it has: what was ended goes on, models one by one.
 No row is begun after ``--minutes``.
@@ -34,7 +35,7 @@ from amp_graph.policy import Policy
 from amp_graph.search.bench import Bench, spread_of
 from amp_graph.search.search import search
 from amp_graph.search.space import Step
-from amp_graph.search.trials import FULL, Goal, Trial
+from amp_graph.search.trials import AUTOCAST, FULL, Goal, Trial
 
 COLUMNS = (
     "model", "way", "found", "runs", "speed over fp32", "best of random", "drawn", "graphs", "time over its",
@@ -106,6 +107,7 @@ def row(name: str, way: str, given: argparse.Namespace) -> str:
     held_out = step_of(name, way, given.scale, 1)[1]
     found = search(model, step, budget=given.budget, held_out=held_out)
     bench, goal = Bench(model, step, None), Goal(error=found.goal.error)
+    there = bench.error(bench.converted(AUTOCAST), held_out, bench.values(bench.plain, held_out))
     best, graphs = best_of_random(bench, goal, given.draws)
     # The fastest of many draws is fast by luck as well.
     pair = [bench.converted(one, found.best.policy, best) for one in (found.best.policy, best)]
@@ -114,7 +116,7 @@ def row(name: str, way: str, given: argparse.Namespace) -> str:
     cells = (
         name, way, found.best.policy, sum(one.runs for one in found.trials), f"{speed:.2f}", best, given.draws, graphs,
         f"{statistics.median(ratios):.3f} ±{spread_of(ratios):.3f}",
-        f"{found.best.error / found.goal.error:.2f}", f"{found.held_out / found.goal.error:.2f}",
+        f"{found.best.error / found.goal.error:.2f}", f"{found.held_out / (given.budget * there):.2f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 

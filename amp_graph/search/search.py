@@ -79,8 +79,8 @@ def search(
     and models are measured frozen. budget: the largest error, as a multiple of that of ``torch.autocast`` (1.0): the
     relative L2 error of outputs or, if larger, of gradients, against fp32. absolute: that error itself, instead of a
     multiple. metric: instead of both, called as ``metric(model)``; a number of which less is better, at most
-    ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth, or within the
-    multiple of autocast's error there. policy: what the search begins with; its words stay, but for the dtype where
+    ``budget``. held_out: a step on another batch, on which the answer must be as exact within a tenth; a multiple of
+    autocast's error is one of that there. policy: what the search begins with; its words stay, but for the dtype where
     this machine is faster in the other one. In fp16 it keeps in fp32 what overflows. limits: where it ends, such as
     ``amp_graph.Limits(runs=8)``. state: a file that holds what was measured; a search with the same one goes on, and
     proposes what it would have. tell: gets a line for each policy that was measured.
@@ -222,7 +222,7 @@ def _confirmed(
 ) -> tuple[str, float]:
     """Return the fastest policy that is exact enough on held-out data too, with its error there.
 
-    ``budget``: the multiple of torch.autocast's error, which may be larger there, as that of a router's model is.
+    ``budget``: the multiple of torch.autocast's error, which is another there, as that of a router's model is; or 0.
     """
     if held_out is None or math.isinf(goal.error):
         return best_of(trials, goal, noise).policy, math.nan
@@ -231,7 +231,7 @@ def _confirmed(
     def error_of(policy: str) -> float:
         return bench.error(bench.converted(policy), held_out, reference)
 
-    left, most = list(trials), max(goal.error, budget * error_of(AUTOCAST) if budget else 0.0)
+    left, most = list(trials), budget * error_of(AUTOCAST) if budget else goal.error
     while (one := best_of(left, goal, noise)).policy != FULL:
         left.remove(one)
         error = error_of(one.policy)

@@ -73,6 +73,21 @@ def test_held_out_data_that_are_harder_for_autocast_too_may_have_a_larger_error(
 
 
 @pytest.mark.usefixtures("_low_is_fast")
+@pytest.mark.parametrize("more", [1.0, 1.2])
+def test_held_out_data_that_are_easier_for_autocast_ask_for_a_smaller_error(monkeypatch, more):
+    hard, easy, real = step_of(), step_of(1), Bench.error
+
+    def error(self, model, step, reference):
+        of_policy = more if conversion_of(model) is not None else 1.0
+        return real(self, model, step, reference) * (0.5 * of_policy if step is easy else 1.0)
+
+    monkeypatch.setattr(Bench, "error", error)
+    found = search(mlp(), hard, held_out=easy)
+    assert (found.policy == FULL) == (more == 1.2)
+    assert found.held_out < 0.7 * found.goal.error
+
+
+@pytest.mark.usefixtures("_low_is_fast")
 def test_the_answer_is_a_policy_whose_measured_error_is_within_the_budget_also_on_held_out_data():
     model = mlp()
     before = copy.deepcopy(model.state_dict())

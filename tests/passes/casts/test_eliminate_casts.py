@@ -39,6 +39,7 @@ REMOVES_ROUNDINGS = wrong_by("_widens", True)  # takes full -> low -> full for r
 # Removes low -> full -> low where another reader's gradient is summed in full precision.
 IGNORES_OTHER_READERS = wrong_by("captured", SimpleNamespace(requires_grad=False))
 IGNORES_WRITES = wrong_by("observe", Memory({}, {}, {}))  # removes the copy of a storage that is written
+HOLDS_ANYTHING = wrong_by("_holds", True)  # makes a constant in another dtype whatever it is filled with
 
 
 def effect_of(graph, one, policy="bf16"):
@@ -92,6 +93,16 @@ def sums_into_zeros(self, x):
     return torch.zeros_like(h).index_add(0, self.rows, torch.exp(h)), h @ self.w
 
 
+def fills(self, x):
+    h = x @ self.w
+    fill = h.new_full((4, 8), 0.1).bfloat16().float()  # not a number of bf16: stays rounded
+    return torch.full_like(h, 0.5).bfloat16().float() + fill + torch.exp(h)
+
+
+def makes_a_window(self, x):
+    return x @ self.w * torch.signal.windows.hann(1).bfloat16()  # ones, by a function that takes fp32 and fp64 alone
+
+
 def written_zeros(self, x):
     h = (x @ self.w).bfloat16()
     made = torch.zeros_like(h)
@@ -106,17 +117,18 @@ ROWS = torch.tensor([0, 0, 3, 1])
 
 
 MODELS = (
-    round_trip, rounding, two_readers, written_copy, written_source, sums_into_zeros, written_zeros,
+    round_trip, rounding, two_readers, written_copy, written_source, sums_into_zeros, fills, makes_a_window,
+    written_zeros,
 )  # fmt: skip
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", MODELS)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast"])
-def test_each_kind_of_round_trip_is_kept_exact(function, policy):
+def test_each_kind_of_round_trip_and_constant_is_kept_exact(function, policy):
     removed, wrong = effect_of(capture_function(function, X, w=W, rows=ROWS), EliminateCasts(), policy)
     assert not wrong
-    assert removed or function not in (round_trip, two_readers) or policy == "fp16"
+    assert removed or function not in (round_trip, two_readers, fills) or policy == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +138,7 @@ def test_each_kind_of_round_trip_is_kept_exact(function, policy):
         (two_readers, IGNORES_OTHER_READERS),
         (written_copy, IGNORES_WRITES),
         (written_source, IGNORES_WRITES),
+        (fills, HOLDS_ANYTHING),
     ],
 )
 def test_negative_control_wrong_variants_are_found(function, variant):
@@ -151,6 +164,31 @@ def test_a_conversion_that_copies_or_moves_is_no_cast():
     graph = capture_function(copies, X, w=W)
     gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
     assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)
+
+
+def casts_of_constants(gm):
+    made = ("zeros", "full", "ones")
+    return [n for n in gm.graph.nodes if n.args and any(m in str(getattr(n.args[0], "target", "")) for m in made)]
+
+
+def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
+    before = passes_before(EliminateCasts, "bf16,planner=paint")
+    gm, _ = capture_function(sums_into_zeros, X, w=W, rows=ROWS).through(before)
+    assert any(n.target == "float" for n in casts_of_constants(gm))
+    run_passes(gm, [EliminateCasts()], checked=True)
+    assert not any(n.target == "float" for n in casts_of_constants(gm))
+
+
+def test_a_number_that_python_reads_is_not_widened():
+    def scaled(self, x):
+        return x * (x @ self.w).amax().item()
+
+    graph = capture_function(scaled, X, w=W)
+    gm, _ = graph.through(passes_before(EliminateCasts))
+    before = run_step(gm, graph.given)
+    (done,) = run_passes(gm, [EliminateCasts()], checked=True)
+    assert any("number that is read" in change.reason for change in done.result.changes)
+    assert not differences(run_step(gm, graph.given), before)
 
 
 def returned_beside(self, x):

@@ -107,11 +107,7 @@ def _recurrent(x: Tensor, hidden: Any, params: Sequence[Tensor], *how: Any) -> A
 @contextlib.contextmanager
 def with_cudnn() -> Iterator[None]:
     """Let passes and kernels take recurrent layers as those of CUDA."""
-    answers = (
-        (CudnnRnn, "wants", True),
-        (rnn_functions, "runs_by_cudnn", True),
-        (rnn_functions, "trains_by_kernel", False),
-    )
+    answers = (CudnnRnn, "wants", True), (rnn_functions, "runs_by_cudnn", True), (rnn_functions, "onednn_trains", False)
     with contextlib.ExitStack() as stack:
         for where, name, answer in answers:
             stack.enter_context(mock.patch.object(where, name, lambda *_, answer=answer: answer))

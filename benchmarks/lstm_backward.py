@@ -1,6 +1,6 @@
 """An LSTM layer that trains, and a product with its bias: oneDNN's and torch's calls against ours.
 
-bf16, forward and backward of one layer, by its sizes, by compiled C;
+bf16, forward and backward of one layer, by its sizes: with backward by large products, and by compiled C as a whole;
 and ``addmm(b, x, w.t())`` against one call that adds the bias. A round runs all in turn, in process CPU time (with
 several threads, which wait for each other, in wall-clock time); medians [quartiles] of the ratios: above 1 ours is
 faster. Where they pay, ``passes/native/gemm_thresholds.py`` says.
@@ -17,7 +17,7 @@ from interleaved import interleaved, quartiles
 from torch import Tensor
 
 from amp_graph.passes.backends.recurrent import lstm_kernel
-from amp_graph.passes.backends.recurrent.lstm_functions import _by_torch, _LstmByKernel
+from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmLayer
 from amp_graph.passes.torch_compat.devices import linear_pointwise
 
 LOW = torch.bfloat16
@@ -37,9 +37,9 @@ def layer(length: int, batch: int, size: int) -> tuple[list[Tensor], Tensor]:
     return given + states, torch.randn(length, batch, size).to(LOW)
 
 
-def training(kind: Callable[..., tuple[Tensor, ...]], given: list[Tensor], grad: Tensor) -> Callable[[], object]:
+def training(kind: type[torch.autograd.Function], given: list[Tensor], grad: Tensor) -> Callable[[], object]:
     """Return what runs one layer forward and back."""
-    return lambda: torch.autograd.grad(kind(*given, False)[0], given, grad)
+    return lambda: torch.autograd.grad(kind.apply(*given, False, True, False)[0], given, grad)
 
 
 def products(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
@@ -61,9 +61,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for sizes in LAYERS:
         given, grad = layer(*sizes)
-        calls = {"theirs": training(_by_torch, given, grad)}
+        calls = {"theirs": training(_LstmLayer, given, grad)}
         if lstm_kernel.library() is not None:
-            calls["compiled"] = training(_LstmByKernel.apply, given, grad)
+            calls["compiled"] = training(_LstmByKernel, given, grad)
         _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options)
     for sizes in PRODUCTS:
         with torch.no_grad():

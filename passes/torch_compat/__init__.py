@@ -14,3 +14,11 @@ import torch
 def torch_version() -> tuple[int, ...]:
     """Return torch's version, major and minor."""
     return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def keeps_lstm_workspaces() -> bool:
+    """Say whether the workspace of oneDNN's LSTM survives a compiler: in 2.11 gradients were garbage.
+
+    Goes with torch 2.12.
+    """
+    return torch_version() >= (2, 13)

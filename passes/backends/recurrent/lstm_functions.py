@@ -1,4 +1,4 @@
-"""LSTM layers that train by compiled C; and those of oneDNN in a traced step, which holds its own backward.
+"""LSTM layers of oneDNN in a graph that holds its own backward, and faster ones.
 
 Before: ``aten::mkldnn_rnn_layer`` without autograd makes no workspace, so the backward in the graph has nothing to
 read.
@@ -7,8 +7,8 @@ After: ``amp_graph::mkldnn_rnn_layer`` makes it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
+from amp_graph.passes.torch_compat import keeps_lstm_workspaces
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 from amp_graph.passes.torch_compat.fake import outside_modes
 
 PLAIN = torch.ops.aten.mkldnn_rnn_layer.default
+LSTM = 2  # ideep::rnn_kind::LSTM
 WORKSPACE = 3  # index of the workspace among the kernel's results
 
 
@@ -39,37 +42,67 @@ def make_workspaces(gm: GraphModule) -> None:
                 set_value(part, made[part.args[1]])
 
 
-def trains_by_kernel(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Say whether compiled C is faster for an LSTM on these tensors, without projections, of sizes known by now."""
+def onednn_trains(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
+    """Say whether ``torch.lstm`` runs oneDNN's kernel on these tensors, with sizes known at trace time.
+
+    Where no workspace survives, only layers whose backward needs none. fp16 is excluded: its backward has no kernel.
+    Source: use_mkldnn in aten/src/ATen/native/RNN.cpp.
+    """
     tensors = [x, *hidden, *params]
+    sizes = [n for t in tensors for n in t.shape]
     return (
-        all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
-        and all(type(n) is int and n > 0 for t in tensors for n in t.shape)
+        torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
+        and (x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and onednn_takes_bf16()))
+        and all(type(n) is int and n > 0 for n in sizes)
         and hidden[0].shape == hidden[1].shape
-        and is_faster_than_onednn(x.device.type, x.dtype, *hidden[0].shape[-2:])
+        and (keeps_lstm_workspaces() or is_faster_than_onednn(x.device.type, x.dtype, *hidden[0].shape[-2:]))
     )
 
 
 def lstm_layer(
-    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor,
+    b_hh: Tensor,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    has_biases: bool,
+    bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output and last states of one LSTM layer in one direction, by compiled C.
+    """Return output and last states of one LSTM layer in one direction, by oneDNN's kernels, as ``torch.lstm`` does.
 
-    x: [length, batch, width], contiguous; h, c: [batch, size]; weights and biases as in ``nn.LSTM``; all bf16.
+    x: [length, batch, width], contiguous; h, c: [batch, size]. Uses compiled C where that is faster.
     """
-    given = (x, w_ih, w_hh, b_ih, b_hh, h, c)
-    if leaves_to_torch(*given):
-        return _by_torch(*given, reverse)
-    found: tuple[Tensor, Tensor, Tensor] = _LstmByKernel.apply(*given, reverse)
+    if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
+        return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
+    layer = _LstmByKernel if is_faster_than_onednn(x.device.type, x.dtype, *h.shape) else _LstmLayer
+    if layer is _LstmByKernel and not has_biases:  # wrapper tensors do not tell
+        b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
+    found: tuple[Tensor, Tensor, Tensor] = layer.apply(
+        x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
+    )
     return found
 
 
 def _by_torch(
-    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool
+    x: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor,
+    b_hh: Tensor,
+    h: Tensor,
+    c: Tensor,
+    reverse: bool,
+    has_biases: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same by torch's own operations."""
+    params = [w_ih, w_hh, b_ih, b_hh] if has_biases else [w_ih, w_hh]
     given = x.flip(0) if reverse else x
-    out, *last = torch.lstm(given, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, False, False, False)
+    out, *last = torch.lstm(given, (h[None], c[None]), params, has_biases, 1, 0.0, False, False, False)
     return out.flip(0) if reverse else out, last[0][0], last[1][0]
 
 
@@ -78,23 +111,53 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
     return lstm_kernel_is_profitable(device, dtype, batch, size) and library() is not None
 
 
+class _LstmLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.how, tensors = given[7:], given[:7]
+        *found, workspace = OPS.mkldnn_rnn_layer(*tensors, *_options(tensors, *ctx.how))
+        ctx.save_for_backward(*tensors, *found, workspace)
+        return found[0], found[1], found[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *tensors, workspace = ctx.saved_tensors
+        if is_plain(*grads):
+            return _differentiably(ctx, grads, tensors[:7])
+        reverse, has_biases, bidirectional = ctx.how
+        options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
+        found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
+        # fp32, whatever the inputs were; autograd casts implicitly, a traced graph must do so explicitly
+        made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
+        return *made, None, None, None
+
+
 class _LstmByKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, h, c, *kept = OPS.lstm_forward(*given)
-        ctx.reverse = given[7]
-        ctx.save_for_backward(*given[:7], out, *kept)
+        ctx.how, tensors = given[7:], given[:7]
+        out, h, c, *kept = OPS.lstm_forward(*tensors, ctx.how[0])
+        ctx.save_for_backward(*tensors, out, *kept)
         return out, h, c
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, w_ih, w_hh, b_ih, b_hh, h, c, *kept = ctx.saved_tensors
         if is_plain(*grads):
-            again = functools.partial(_by_torch, reverse=ctx.reverse)
-            tensors = (x, w_ih, w_hh, b_ih, b_hh, h, c)
-            return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:7], grads), None
-        made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.reverse)
-        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None
+            return _differentiably(ctx, grads, (x, w_ih, w_hh, b_ih, b_hh, h, c))
+        made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.how[0])
+        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
+
+
+def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirectional: bool) -> tuple[Any, ...]:
+    """Return the arguments of ``torch.lstm``'s kernel after the tensors, for one layer in one direction."""
+    return reverse, [], LSTM, tensors[5].shape[-1], 1, has_biases, bidirectional, False, True
+
+
+def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+    """Return the gradients of torch's own kernel, run again."""
+    again = lambda *given: PLAIN(*given, *_options(given, *ctx.how))[:3]  # noqa: E731
+    return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:7], grads), None, None, None
 
 
 def _rnn_layer(*given: Any) -> Any:
@@ -114,7 +177,7 @@ def _fake(*given: Any) -> Any:
     return *found, workspace.new_empty(count)
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _workspace_bytes(x: Any, w_ih: Any, h: Any, dtype: torch.dtype, flags: Any) -> int:
     """Return the workspace size, by a run on zeros: only oneDNN knows it, and a compiler needs all sizes."""
     with outside_modes():

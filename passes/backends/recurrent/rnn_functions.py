@@ -2,8 +2,8 @@
 
 Before: ``torch.lstm(...)``, which tracers unroll step by step: 64 steps are thousands of nodes, for which Inductor
 takes more than ten minutes.
-After: ``recurrent_whole("lstm", ...)``: one node for all layers, or one per layer where compiled C trains an LSTM, and
-as many in backward.
+After: ``recurrent_whole("lstm", ...)``: one node for all layers, or one per layer where oneDNN trains an LSTM, and as
+many in backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_graph.passes.backends.recurrent.cudnn_rnn import CudnnLayers, runs_by_cudnn
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
-from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer, trains_by_kernel
+from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer, onednn_trains
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.torch_compat.autograd import autograd_inside, gradients_by_torch, is_plain
 
@@ -68,13 +68,13 @@ def recurrent_whole(
     the initial states, each [layers * directions, batch, size]; params: as in ``module._flat_weights``.
 
     Forward is torch's own, bit for bit, and so are gradients, except for the order of sums; backward runs the forward
-    again, except for LSTMs that compiled C trains. Low-precision GRUs on the CPU carry their state in fp32, unlike
-    torch's. Dropout between layers is drawn where torch draws it.
+    again, except for LSTMs that oneDNN trains. Low-precision GRUs on the CPU carry their state in fp32, unlike torch's.
+    Dropout between layers is drawn where torch draws it.
     """
     how = Recurrence(kind, has_biases, num_layers, bidirectional)
     x = x.transpose(0, 1) if batch_first else x
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
-    layer_by_layer = (trains and kind == "lstm" and trains_by_kernel(x, hidden, params)) or rounds_its_state(kind, x)
+    layer_by_layer = (trains and kind == "lstm" and onednn_trains(x, hidden, params)) or rounds_its_state(kind, x)
     if layer_by_layer or (dropout and train and num_layers > 1):
         out, *last = _in_layers(how, x, hidden, params, dropout if train else 0.0, layer_by_layer)
     else:
@@ -105,12 +105,16 @@ def _in_layers(
 def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
     """Run one LSTM or GRU layer by functions that save what their backwards read."""
     count, x = len(params) // how.directions, x.contiguous()
-    layer: Any = gru_layer if how.kind == "gru" else lstm_layer
     found: list[tuple[Tensor, ...]] = []
     for way in range(how.directions):
         w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
-        b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
-        found.append(layer(x, w_ih, w_hh, b_ih, b_hh, *(state[way].contiguous() for state in hidden), way == 1))
+        h, *c = (state[way].contiguous() for state in hidden)
+        if how.kind == "gru":
+            b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
+            found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, h, way == 1))
+            continue
+        b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c[0], way == 1, how.has_biases, how.bidirectional))
     outs, *lasts = zip(*found, strict=True)
     return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
 

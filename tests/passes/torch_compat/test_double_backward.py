@@ -3,6 +3,8 @@
 ``is_grads_batched=True``, ``create_graph=True``, forward mode, ``torch.func.vmap`` and ``torch.func.grad``.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,8 +44,10 @@ def attention(q, k, v, bias=0.0):
     return ((q @ k.mT).float() * q.shape[-1] ** -0.5 + bias).softmax(-1).to(v.dtype) @ v
 
 
-def lstm(*given):
-    return lstm_functions.lstm_layer(*given, False)
+def lstm(by_kernel, *given):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lstm_functions, "is_faster_than_onednn", lambda *shape: by_kernel)
+        return lstm_functions.lstm_layer(*given, False, True, False)
 
 
 def torchs_lstm(x, wi, wh, bi, bh, h, c):
@@ -154,7 +158,8 @@ FUNCTIONS = {
         ],
         (drawn(3, 2, 4), drawn(15, 4), drawn(15, 5), drawn(15), drawn(15, seed=1), drawn(2, 5)),
     ),
-    "lstm": (lstm, torchs_lstm, LSTM),
+    "lstm": (functools.partial(lstm, False), torchs_lstm, LSTM),
+    "lstm by our kernel": (functools.partial(lstm, True), torchs_lstm, LSTM),
 }
 
 
@@ -163,7 +168,7 @@ VARIANTS = {
     "attention of itself", "pointwise conv of few", "depthwise rows", "linear of a vector", "gru",
 }  # fmt: skip
 # Of kernels that a pass calls only where they can be made.
-COMPILED = {"depthwise", "norm and relu", "norm, sum and relu", "lstm"}
+COMPILED = {"depthwise", "norm and relu", "norm, sum and relu", "lstm by our kernel"}
 
 
 def marks(name):

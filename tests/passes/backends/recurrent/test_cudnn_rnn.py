@@ -74,7 +74,7 @@ def played(monkeypatch):
     made = Played()
     monkeypatch.setattr(cudnn_rnn, "ATEN", made)
     monkeypatch.setattr(rnn_functions, "runs_by_cudnn", lambda *_: True)
-    for what_the_cpu_does in ("trains_by_kernel", "rounds_its_state"):
+    for what_the_cpu_does in ("onednn_trains", "rounds_its_state"):
         monkeypatch.setattr(rnn_functions, what_the_cpu_does, lambda *_: False)
     return made
 

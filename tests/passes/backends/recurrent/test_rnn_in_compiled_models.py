@@ -13,6 +13,8 @@ from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel
 from amp_graph.passes.native import gemm_thresholds
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
+from amp_graph.passes.torch_compat import keeps_lstm_workspaces
+from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 from tests.layers import layers
 from tests.measure import DtypeLog
 from tests.relative_error import errors
@@ -114,7 +116,7 @@ def test_results_and_gradients_are_those_of_the_eager_model(kind, anyhow):
 
 
 def is_taken_by_layers(anyhow):
-    return anyhow == "as here" and not NO_KERNEL
+    return onednn_takes_bf16() and (keeps_lstm_workspaces() or (anyhow == "as here" and not NO_KERNEL))
 
 
 @pytest.mark.sampled(2)
@@ -186,7 +188,10 @@ def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
         out, h, c = torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)
         return out.flip(0) if reverse else out, h[0], c[0]
 
-    return by(lambda *leaves: kind.apply(*leaves, reverse), dtype), by(wide, dtype), by(wide, torch.float64)
+    def ours(layer):
+        return lambda *leaves: layer.apply(*leaves, reverse, True, reverse)
+
+    return by(ours(kind), dtype), by(ours(lstm_functions._LstmLayer), dtype), by(wide, torch.float64)
 
 
 def is_near(ours, torchs, exact):
@@ -247,7 +252,8 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
     for value in (float("inf"), float("nan")):
         x[1, 0, 3] = value
         ours, torchs = (
-            layer(x, *given, False)[0] for layer in (lstm_functions._LstmByKernel.apply, lstm_functions._by_torch)
+            layer.apply(x, *given, False, True, False)[0]
+            for layer in (lstm_functions._LstmByKernel, lstm_functions._LstmLayer)
         )
         assert torch.equal(ours.isnan(), torchs.isnan())
         torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)

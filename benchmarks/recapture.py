@@ -12,7 +12,6 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -181,26 +180,25 @@ def _loss(out: torch.Tensor) -> torch.Tensor:
 
 def steps(model: Net, batches: list[tuple[Any, ...]]) -> float:
     """Return the seconds of training steps."""
-    return _trained(copy.deepcopy(model), batches, torch.autocast("cpu", torch.bfloat16))
-
-
-def our_steps(model: Net, batches: list[tuple[Any, ...]]) -> tuple[float, int]:
-    """Return the same of a converted model, and how many graphs it has."""
-    model = amp_graph.convert(copy.deepcopy(model), "bf16")
-    seconds, found = _trained(model, batches, nullcontext()), conversion_of(model)
-    assert found is not None, "converted above"
-    return seconds, len(found.graphs)
-
-
-def _trained(model: Net, batches: list[tuple[Any, ...]], precision: AbstractContextManager[Any]) -> float:
+    model = copy.deepcopy(model)
     optimizer, began = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), time.process_time()
     for given in batches:
         optimizer.zero_grad()
-        with precision:
+        with torch.autocast("cpu", torch.bfloat16):
             loss = _loss(model(*given))
         loss.backward()
         optimizer.step()
     return time.process_time() - began
+
+
+def our_steps(model: Net, batches: list[tuple[Any, ...]]) -> tuple[float, int]:
+    """Return the same of a ``TrainStep``."""
+    model = copy.deepcopy(model)
+    optimizer, began = torch.optim.AdamW(model.parameters(), lr=1e-4), time.process_time()
+    step = amp_graph.TrainStep(model, _loss, optimizer, "bf16")
+    for given in batches:
+        step(given)
+    return time.process_time() - began, len(step.captured)
 
 
 def main() -> None:

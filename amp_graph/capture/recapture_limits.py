@@ -80,6 +80,11 @@ class Variants(CaptureChoice):
             return None
         return CHANGING_INTS if self.symbols and count >= STATIC else {}
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the limit of graphs is reached."""
+        return sum(count for place, count in self.captures.items() if place[0] == self.own) >= self.most
+
     def made(self, frame: Any) -> None:
         """Count a capture."""
         self.captures[self._place(frame)] += 1

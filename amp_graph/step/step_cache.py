@@ -1,14 +1,14 @@
 """The captures of one ``TrainStep``: selects the traced step for the current parameters, runs it, and updates.
 
 Before: the graph that Dynamo captured of ``loss_fn(model(x), y)``, called with its parameters and batch. After:
-the whole-step graph, traced for these parameters, runs. Gradients of micro-batches are read by
-a graph of the update alone.
+the whole-step graph, traced for these parameters, runs. Gradients that no such graph reads, of micro-batches and of
+steps that are not traced, are read by a graph of the update alone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from torch.fx import GraphModule
 
 from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
+from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
+from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.rewrite import warn_of_full_precision
 from amp_graph.scaling.loss_scale import FloorWatch
 from amp_graph.step.step_graph import CapturedStep, NoSize, StepGraph, takes_symbols
+from amp_graph.step.step_parts import differentiate, refuse_sparse
 from amp_graph.step.step_state import Copy
 from amp_graph.step.trace_step import StepBuilder
 
@@ -80,7 +83,14 @@ class CapturedSteps:
         gm = captured.rewritten.gm
         if LEFT_ALONE in gm.meta and not any(other.step for other in self.captured):
             warn_of_full_precision(type(self._builder.model).__name__, gm, captured.rewritten.dtype)
-        captured.bound.step = traced = self._builder.build(captured, args)
+        if captured.refused:
+            raise NoSize(captured.refused)
+        try:
+            traced = self._builder.build(captured, args)
+        except NoSize as error:
+            captured.refused = str(error)
+            raise
+        captured.bound.step = traced
         return traced
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
@@ -91,7 +101,30 @@ class CapturedSteps:
         self.updates = {key: graph for key, graph in self.updates.items() if alive.issuperset(one[0] for one in key)}
         self._state.keep(alive | {id(p) for other in self.captured for b in other.bounds for p in b.parameters})
 
-    # -- gradients of several micro-batches -----------------------------------------------------------
+    # -- gradients that no traced step reads ----------------------------------------------------------
+
+    def run_untraced(self, compute: Callable[[], Sequence[Any]]) -> Any:
+        """Run a step by autograd: ``compute`` returns the loss and the step's other results."""
+        weights = [p for p in self._builder.parameters() if p.requires_grad]
+        names, scale = self._builder.names_of(weights), self._builder.loss_scale
+        if scale is not None and weights:
+            scale.to(weights[0].device)
+        with torch.enable_grad():
+            factor, parts = None if scale is None else scale.scale, self._builder.micro_batches
+            outputs, grads, _ = differentiate(compute(), 0, weights, factor, parts)
+        for name, grad in zip(names, grads, strict=True):
+            if grad is not None:
+                refuse_sparse(name, grad)
+        pairs = [(p, g) for p, g in zip(weights, grads, strict=True) if g is not None]
+        parameters = [p for p, _ in pairs]
+        with torch.no_grad():
+            made = [laid_out(grad, self._state.target_of(p), ()) for p, grad in pairs]
+            if parts > 1:
+                add_in_place([self._state.sum_of(p) for p in parameters], made)
+                self._state.were_added_up(parameters)
+            else:
+                self._update(parameters, _each_its_own(made))
+        return tuple(outputs)
 
     def update_from_sums(self) -> None:
         """Update what the micro-batches of a step have summed gradients of, or any rank has."""
@@ -133,3 +166,14 @@ def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozense
     """Return what a graph of an update is for: parameters, where elements lie, gradients, which are absent."""
     pairs = enumerate(zip(parameters, grads, strict=True))
     return tuple((id(p), p.device, p.dtype, p.shape, p.stride(), g.stride(), n in absent) for n, (p, g) in pairs)
+
+
+def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients without shared memory: autograd returns one tensor for both summands of ``b1 + b2``."""
+    known: set[int | None] = set()
+    found = []
+    for grad in grads:
+        key = storage_key(grad)
+        found.append(grad.clone() if key in known else grad)
+        known.add(key)
+    return found

@@ -207,6 +207,7 @@ class CapturedStep:
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
     tables: Mapping[int, torch.dtype] = field(default_factory=dict)  # inputs whose lookups may be in this dtype
+    refused: str = ""  # why no step can be traced
 
     def sparse_tables(self) -> Collection[int]:
         """Return the inputs that embeddings read whose gradients are sparse."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from amp_graph.errors import CaptureError
 from amp_graph.optim.torch_fused_update import GroupUpdate
+from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
 from amp_graph.passes.step.lay_out_gradients import LayOutGradients, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
 from amp_graph.passes.weights.cast_weights import Hoisted
@@ -86,7 +87,7 @@ class StepParts:
             outputs = self.forward(*args, *lows)
             sources = [(i, args[i]) for i in own]
             sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
-            outputs, found, seed = _differentiate(outputs, self.loss, [s for _, s in sources])
+            outputs, found, seed = differentiate(outputs, self.loss, [s for _, s in sources], None, 1)
         return [*outputs, *self._summed([i for i, _ in sources], found), seed]
 
     def _summed(self, numbers: Sequence[int], found: Sequence[Tensor | None]) -> list[Tensor]:
@@ -102,19 +103,20 @@ class StepParts:
         return [_total(parts[i]) for i in own]
 
 
-def _differentiate(
-    outputs: Sequence[Any], loss: int, sources: Sequence[Tensor]
+def differentiate(
+    outputs: Sequence[Any], loss: int, sources: Sequence[Tensor], scale: Tensor | None, micro_batches: int
 ) -> tuple[list[Any], Sequence[Tensor | None], Tensor]:
-    """Return the outputs without history, the gradients of ``sources``, and that of the loss.
+    """Return the outputs without history, the gradients of ``sources``, and that of the loss, unscaled.
 
-    None is the gradient of what the loss does not depend on.
+    Gradients are those of ``loss * scale / micro_batches``; None for what the loss does not depend on.
     """
     start = outputs[loss]
     if sources and not start.requires_grad:
         raise CaptureError(DETACHED)
     seed = torch.ones_like(start, memory_format=torch.preserve_format)
+    given = scaled_seed(seed, scale, micro_batches)
     with any_branch_of_backward(start):
-        found = torch.autograd.grad(start, sources, seed, allow_unused=True) if sources else ()
+        found = torch.autograd.grad(start, sources, given, allow_unused=True) if sources else ()
     return [o.detach() if isinstance(o, Tensor) else o for o in outputs], found, seed
 
 

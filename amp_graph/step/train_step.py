@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.dynamo_backend import Captured, Compile, check_compile
+from amp_graph.capture.recapture_limits import MOST, check_max_graphs
 from amp_graph.compiler_options import read_options, refuse_recording
 from amp_graph.convert import convert, warn_of_unmatched
 from amp_graph.errors import CaptureError, ScaleError
@@ -29,7 +30,7 @@ from amp_graph.policy import Policy
 from amp_graph.policy_words import HELD_LOW
 from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 from amp_graph.scaling.mixed_precision_optimizer import MixedPrecisionOptimizer
-from amp_graph.step.capture_step import StepRuns
+from amp_graph.step.choose_step import StepRuns, beside_traced
 from amp_graph.step.cuda_graph import check_cuda_graph
 from amp_graph.step.sharded_model import ShardedModel, refuse_other_sharding
 from amp_graph.step.step_arguments import (
@@ -49,7 +50,7 @@ from amp_graph.step.trace_step import StepBuilder
 # Fixed options of a step; those of the optimizer and the loss scale may change.
 MADE_FOR = (
     *("model", "loss_fn", "optimizer", "policy", "loss_scale", "clip_norm", "clip_value", "micro_batches", "outputs"),
-    *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph"),
+    *("compile", "mode", "options", "process_group", "reduce_dtype", "at_floor", "cuda_graph", "max_graphs"),
 )
 
 
@@ -71,8 +72,9 @@ class TrainStep:
     cuda_graph: on a CUDA device, record the step at its fourth call and replay it from then on with a single launch;
     the results of a step are copies, its temporaries stay allocated.
 
-    Each kind of batch (shapes, numbers, train or eval) is traced once, the 16th with a warning: pad batches to a few
-    sizes. What is not one graph is refused with its line: ``convert`` and ``GradScaler`` train it.
+    max_graphs: the limit of graphs. The first two kinds of batches are traced whole. For all others, and for models
+    that are not one graph, of which a warning says why, the model runs as ``convert`` runs it, followed by autograd and
+    the same update. With several ranks all steps are traced, and what is not one graph is refused.
 
     Each weight is cast once per optimizer step, by the update: ``forward`` reads the low-precision copies (O1) or the
     parameters themselves (O2, which converts ``model`` and updates fp32 masters). A model that ``fully_shard`` has
@@ -80,7 +82,7 @@ class TrainStep:
 
     A step with an infinite gradient changes no parameter and no state. ``.grad`` is not touched. New shapes, train or
     eval and other guards cause a new capture. Copies and pickles of a step include its model and optimizer.
-    Raises CaptureError (what is not one graph, a loss that is no scalar, parameters of no optimizer), ScaleError,
+    Raises CaptureError (a loss that is no scalar, parameters that are not the optimizer's), ScaleError,
     PolicyError.
     """
 
@@ -103,6 +105,7 @@ class TrainStep:
         reduce_dtype: torch.dtype | None = None,
         at_floor: str = "warn",
         cuda_graph: bool = False,
+        max_graphs: int = MOST,
     ) -> None:
         """Prepare the step; it is captured at its first call."""
         others = {*self.__dict__}
@@ -117,12 +120,13 @@ class TrainStep:
         self.compiler_options = read_options("TrainStep", compile, mode, options)
         refuse_recording(self.compiler_options)
         floor = FloorWatch("TrainStep", at_floor)
+        check_max_graphs("TrainStep", max_graphs)
         self.loss_scale = make_loss_scale(loss_scale, self.policy, model)
         refuse_hooks(optimizer)
         self.mode, self.options = mode, None if options is None else dict(options)
         self.at_floor, self.compile, self.outputs, self.micro_batches = at_floor, compile, outputs, micro_batches
         self.clip_norm, self.clip_value, self.cuda_graph = clip_norm, clip_value, cuda_graph
-        self.process_group, self.reduce_dtype = process_group, reduce_dtype
+        self.process_group, self.reduce_dtype, self.max_graphs = process_group, reduce_dtype, max_graphs
         refuse_other_sharding(model, self.policy, compile, process_group)
         self._ranks = ranks_of(process_group, model, reduce_dtype)
         check_cuda_graph(cuda_graph, model, self._ranks)
@@ -143,7 +147,7 @@ class TrainStep:
         """Create the parts that capture and run graphs; convert the model where its parameters change dtype."""
         model, optimizer, compile = self.model, self.optimizer, self.compile
         if self._converts and conversion_of(model) is None:
-            convert(model, self.policy)
+            convert(model, self.policy, max_graphs=beside_traced(self.max_graphs))
         else:
             warn_of_unmatched(model, self.policy)
         self._conversion = conversion_of(model)
@@ -167,7 +171,7 @@ class TrainStep:
             sharded=self._sharded,
         )
         self._steps = CapturedSteps(builder, floor)
-        self._runs = StepRuns(builder, self.loss_fn, self.outputs, self._steps)
+        self._runs = StepRuns(builder, self.loss_fn, self.outputs, self._steps, self.max_graphs)
 
     # -- the loop -------------------------------------------------------------------------------------
 
@@ -285,12 +289,12 @@ class TrainStep:
 
     @property
     def graphs(self) -> list[Captured]:
-        """The captured forwards of steps, and those of the model's own calls."""
+        """The captured forwards of steps, and those of the model where steps are not traced."""
         return self._runs.graphs
 
     @property
     def notes(self) -> list[str]:
-        """The report's notes on captures."""
+        """The report's notes on steps that were not traced."""
         return self._runs.notes
 
     @property

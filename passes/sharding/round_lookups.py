@@ -42,8 +42,8 @@ class RoundLookups(Pass):
         known, changes, skips = input_nodes(gm), [], []
         for name, dtype in self.tables.items():
             lookups = [node for node in known[name].users if node.target is EMBEDDING]
-            others = [node for node in known[name].users if node.target not in (EMBEDDING, TO_COPY)]
-            others += [node for node in known[name].users if node.target is TO_COPY and value(node).dtype != dtype]
+            casts = [node for node in known[name].users if node.target is TO_COPY and value(node).dtype == dtype]
+            others = [node for node in known[name].users if node not in (*lookups, *casts)]
             if others:
                 skips.append(Skip(name, f"{others[0].name} reads it as it is"))
                 continue

@@ -175,8 +175,10 @@ class _Insertion:
         takes = "low" if dtype == self.dtype else "full"
         reason = f"{reader.name} ({ops or reader.op}) takes {takes} precision"
         cast.meta[CAST] = reason
-        if dtype == self.dtype and source in self.large and is_added(source, reader):
-            self._bound(source, cast)
+        if dtype == self.dtype and source in self.large:
+            others = (user for user in source.users if MARK in user.meta and user.meta[MARK].wants.get(source) == LOW)
+            if any(is_added(source, user) for user in (reader, *others)):  # which share the cast
+                self._bound(source, cast)
         self.changes.append(Change("insert-casts", f"cast to {str(dtype).removeprefix('torch.')}", source.name, reason))
         return cast
 

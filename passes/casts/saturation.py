@@ -64,8 +64,10 @@ def _is_allowed_by_a_user(node: Node) -> bool:
 
 
 def is_added(source: Node, reader: Node) -> bool:
-    """Say whether ``reader`` adds, compares or moves ``source``: False for factors of products."""
+    """Say whether ``reader`` adds or compares ``source``, or moves it to what does: False for factors of products."""
     mark, operations = reader.meta.get(MARK), operations_of(reader)
+    if mark is not None and mark.cls is OpClass.NEUTRAL and not mark.written:
+        return any(is_added(reader, user) for user in reader.users)
     if mark is None or mark.cls is not OpClass.ALLOW or not operations:
         return True
     inputs, operation = tensor_inputs(reader), operations[0]

@@ -121,7 +121,7 @@ class UpdateParameters(JointPass):
             parameters, gradients, states, rate = nodes_of(gm, group)
             sums = {n: g for n, g in enumerate(gradients) if group.elementwise and _is_unread_sum(g)}
             grads = [g.args[0] if n in sums else g for n, g in enumerate(gradients)]
-            apply, rows = by_rows(group.apply, list(sums)), [g.args[1:] for g in sums.values()]
+            apply, rows = by_rows(group.apply, list(sums)), [g.args[1:3] for g in sums.values()]
             append(gm, apply, parameters, grads, states, rate, _verdict(gm, group), rows)
             _remove(gm, [*sums.values()])
             what = f"{len(parameters)} parameters"

@@ -71,3 +71,18 @@ def test_what_a_user_allows_besides_products_is_clamped(allowed):
         return torch.add((x @ s.w).float(), x * LEAST).softmax(-1)
 
     assert saturated(masked, f"bf16,allow={allowed}")
+
+
+@pytest.mark.parametrize("factor_first", [True, False])
+def test_a_cast_that_a_factor_and_an_addend_share_is_clamped(factor_first):
+    def masked(s, x):
+        mask = x * LEAST
+        seen = mask @ s.w if factor_first else None
+        scores = torch.add((x @ s.w).float(), mask).softmax(-1)
+        return scores, mask @ s.w if seen is None else seen
+
+    assert saturated(masked, "bf16,allow=add")
+
+
+def test_what_only_moves_to_a_factor_is_rounded_alone():
+    assert saturated(lambda s, x: x.permute(0, 2, 1).reshape(-1, 8) @ s.w) == []

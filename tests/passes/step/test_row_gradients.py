@@ -1,4 +1,4 @@
-"""The gradient of a tied table as a dense part and rows: the numbers of one dense gradient, for every optimizer."""
+"""The gradient of a table as rows, and a dense part where it is tied: the numbers of one dense gradient."""
 
 import pytest
 import torch
@@ -61,9 +61,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("embedding", [{}, {"padding_idx": 5}], ids=str)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,keep_fp32=head", "bf16-O2"])
-def test_rows_are_updated_as_by_a_dense_gradient(policy, make, embedding):
-    ours, text = trained(policy, make=make, embedding=embedding)
-    plain, without = trained(policy, OFF, make, embedding=embedding)
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_are_updated_as_by_a_dense_gradient(tied, policy, make, embedding):
+    ours, text = trained(policy, make=make, embedding=embedding, tied=tied)
+    plain, without = trained(policy, OFF, make, embedding=embedding, tied=tied)
     assert ("index_copy_" in text) == ("O2" not in policy), "a table in bf16 has a gradient in bf16"
     assert "index_copy_" not in without
     assert all(map(torch.equal, ours, plain))
@@ -71,13 +72,17 @@ def test_rows_are_updated_as_by_a_dense_gradient(policy, make, embedding):
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["momentum"], OPTIMIZERS["adamw"]])
 def test_several_embeddings_of_one_table(make):
-    ours, text = trained(make=make, reads=2, steps=2)
+    ours, text = trained(make=make, reads=2, size=6, steps=2)
     assert "index_copy_" in text
-    for a, b in zip(ours, trained(skip=OFF, make=make, reads=2, steps=2)[0], strict=True):
+    for a, b in zip(ours, trained(skip=OFF, make=make, reads=2, size=6, steps=2)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"micro_batches": 2}, {"policy": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_norm": 0.1}, {"clip_norm": 0.1, "tied": False}, {"micro_batches": 2}, {"policy": "fp16"}],
+    ids=str,
+)
 def test_what_else_reads_the_gradient_gets_all_of_it(options):
     ours, text = trained(**options)
     assert "add_rows" in text
@@ -87,7 +92,7 @@ def test_what_else_reads_the_gradient_gets_all_of_it(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"tied": False}, {"embedding": {"scale_grad_by_freq": True}}, {"size": 25}, {"size": 0}, {"policy": "bf16-O0"}],
+    [{"embedding": {"scale_grad_by_freq": True}}, {"size": 25}, {"size": 0}, {"policy": "bf16-O0"}],
     ids=str,
 )
 def test_other_gradients_are_left_alone(options):

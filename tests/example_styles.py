@@ -137,8 +137,7 @@ def _row(ran: Found) -> Iterator[str]:
         yield one.get("failed") or f"{one['losses'][-1]:.4f}"
     losses = [ran[count]["losses"] for count in COUNTS if "losses" in ran.get(count, {})]
     yield f"{max(abs(a - b) for a, b in zip(*losses, strict=True)):.4f}" if len(losses) == 2 else ""
-    scales = dict.fromkeys(one["scale"] for one in ran.values() if "scale" in one)
-    yield "; ".join(scales)
+    yield "; ".join(dict.fromkeys(one["scale"] for one in ran.values() if "scale" in one))
 
 
 def with_table(page: str, found: dict[str, Found]) -> str:

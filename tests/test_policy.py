@@ -145,8 +145,7 @@ def test_other_types_are_refused(given):
 def test_products_are_left_alone_and_budgets_kept_only_where_costs_are_counted(text, why):
     with pytest.raises(PolicyError, match=why) as error:
         Policy.parse(text).op_list("cpu")
-    fix = str(error.value).rpartition("Policy.parse(")[2].strip("')")
-    assert Policy.parse(fix).op_list("cpu")
+    assert Policy.parse(str(error.value).rpartition("Policy.parse(")[2].strip("')")).op_list("cpu")
 
 
 # -- error budgets ------------------------------------------------------------------------------------------

@@ -87,8 +87,7 @@ def converted(model):
 def backend_calls(model):
     """The functions of backends that graphs of a converted model call."""
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
-    found = {n.target for n in nodes if n.op == "call_function" and is_of_backend(n.target)}
-    return found
+    return {n.target for n in nodes if n.op == "call_function" and is_of_backend(n.target)}
 
 
 def errors_of_inference(name):

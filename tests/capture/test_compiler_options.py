@@ -99,8 +99,7 @@ def test_a_step_is_recorded_as_a_whole_or_not_at_all(how):
 def test_copies_and_pickles_keep_them(patches):
     model = converted(options={"shape_padding": False})
     step = train_step(options={"shape_padding": False})
-    again = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(step)]
-    for one in again:
+    for one in [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(step)]:
         one(torch.randn(2, 8))
     assert [found["shape_padding"] for found in patches] == [False] * 3
 

@@ -121,8 +121,7 @@ def test_an_error_at_any_place_changes_nothing(act, policy):
     while True:
         model, optimizer = make(lambda model: prepare(model, policy))
         before, converted = state_of(model, optimizer), conversion_of(model)
-        faults = RaisesAt(n)
-        if not faults.run(run, model, optimizer, policy):
+        if not RaisesAt(n).run(run, model, optimizer, policy):
             break
         if state_of(model, optimizer) != before or conversion_of(model) is not converted:
             raise AssertionError(f"{act} under {policy}: what call {n} raised left something behind")

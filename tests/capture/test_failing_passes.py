@@ -94,8 +94,7 @@ def test_the_graph_is_what_it_is_without_the_pass(bad):
 
 def test_a_required_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch):
     fails(monkeypatch, PlanPrecision, after=True)
-    graph = capture_function(lambda s, x: x @ s.w, X[:, :4], w=torch.randn(4, 4))
-    gm = graph.fresh()
+    gm = capture_function(lambda s, x: x @ s.w, X[:, :4], w=torch.randn(4, 4)).fresh()
     before = body_text(gm)
     with pytest.raises(PassError, match="plan-precision failed: KeyError"):
         run_passes(gm, standard_passes(), strict=False)
@@ -113,8 +112,7 @@ def test_a_call_goes_on_without_the_pass_and_the_report_names_it(monkeypatch, co
         found = step_of(model, X)
     for ours, autocasts, true in zip(found, theirs, exact, strict=True):
         assert (ours - true).norm() <= 1.5 * (autocasts - true).norm() + 2.0**-9 * true.norm()
-    text = amp_graph.report(model).text()
-    assert "pass share-casts is left out of this graph" in text
+    assert "pass share-casts is left out of this graph" in amp_graph.report(model).text()
     (graph,) = amp_graph.report(model).to_dict()["graphs"]
     assert graph["left_out"][0]["rule"] == "share-casts"
 

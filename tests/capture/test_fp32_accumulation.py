@@ -135,8 +135,7 @@ def test_calls_of_several_threads_that_overlap():
         leave.wait()
         return x
 
-    run = accumulating_in_fp32(waits)
-    thread = threading.Thread(target=run, args=(torch.ones(1),))
+    thread = threading.Thread(target=accumulating_in_fp32(waits), args=(torch.ones(1),))
     thread.start()
     inside.wait()
     seen = []
@@ -174,8 +173,7 @@ def test_converted_models_and_steps_are_held(compile, monkeypatch):
     monkeypatch.setattr(type(HELD), "begin", lambda self, user: entered.append("begin"))
     monkeypatch.setattr(type(HELD), "end", lambda self, user: entered.append("end"))
     monkeypatch.setattr(type(HELD), "in_backward", lambda self, grad: entered.append("backward"))
-    model = amp_graph.convert(nn.Linear(4, 4), "bf16", compile=compile)
-    out = model(torch.ones(2, 4))
+    out = amp_graph.convert(nn.Linear(4, 4), "bf16", compile=compile)(torch.ones(2, 4))
     assert entered == ["begin", "end"]
     out.sum().backward()
     assert entered[2:] == ["backward"]

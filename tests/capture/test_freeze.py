@@ -264,8 +264,7 @@ def test_functional_call_reads_what_it_is_given_and_keeps_none_of_it():
     before = run(model)
     given = {name: p.detach() * 2 for name, p in model.named_parameters()}
     with torch.no_grad(), without_warnings(Warning):
-        doubled = torch.func.functional_call(model, given, (X,))
-        assert not torch.equal(doubled, before)
+        assert not torch.equal(torch.func.functional_call(model, given, (X,)), before)
         assert torch.equal(run(model), before)
     assert len(conversion_of(model).captured.frozen.tensors) <= 12
 
@@ -341,8 +340,7 @@ def test_the_first_model_of_a_process_writes_its_weights_in_its_forward():
 
 def held_bytes(model):
     kept = conversion_of(model).captured.frozen
-    weights = sum(p.nbytes for p in model.parameters())
-    return weights + (0 if kept is None else kept.bytes)
+    return sum(p.nbytes for p in model.parameters()) + (0 if kept is None else kept.bytes)
 
 
 def freed():

@@ -171,8 +171,7 @@ def test_the_first_call_initializes_lazy_modules():
     assert not amp_graph.report(model).graphs
     model(X.view(8, 2, 8)).sum().backward()
     assert [type(m) for m in model][::2] == [nn.Conv1d, nn.ReLU, nn.Linear]
-    plain = copy.deepcopy(model)
-    exact = amp_graph.revert(plain).eval()(X.view(8, 2, 8))
+    exact = amp_graph.revert(copy.deepcopy(model)).eval()(X.view(8, 2, 8))
     assert error(model.eval()(X.view(8, 2, 8)), exact) < 2e-2
     assert conversion_of(model).runs == 2
 

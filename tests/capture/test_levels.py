@@ -360,8 +360,7 @@ def test_a_train_step_at_o2_is_the_one_at_o1(kind, options):
     results = []
     for level in ("O1", "O2"):
         model, _, step = with_step(build(optimizer=kind), f"fp16-{level}", **options)
-        losses = [step(x, y).item() for x, y in batches(30)]
-        results.append((losses, saved(model)))
+        results.append(([step(x, y).item() for x, y in batches(30)], saved(model)))
     assert results[0][0] == results[1][0]
     assert equal(results[0][1], results[1][1])
     assert dtypes(model)["first.weight"] is torch.float16
@@ -489,8 +488,7 @@ def test_writes_through_data_are_seen_after_refresh():
     (x, y), *_ = batches(1)
     step(x, y)
     model.first.weight.data.mul_(3.0)
-    stale = [torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values()]
-    assert not all(stale)
+    assert not all([torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values()])
     step.refresh()
     assert all(torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values())
 

@@ -199,8 +199,7 @@ def test_captures_end_where_no_symbol_can_be_had(kind, calls, what):
 
 
 def test_graphs_that_are_kept_go_on_being_used():
-    model = Repeated()
-    conversion, _ = called(model, [(X, n) for n in range(8)], max_graphs=4)
+    conversion, _ = called(Repeated(), [(X, n) for n in range(8)], max_graphs=4)
     runs = conversion.runs
     for n in [1, 2, 3] * 10:
         conversion.model(X, n)

@@ -205,8 +205,7 @@ def compared(program: Program, given: tuple[Tensor, ...], policy: str) -> Iterat
     program.float()
     again = outcome(program, given)
     torch._dynamo.reset()
-    converted = amp_graph.convert(program, policy)
-    ours = outcome(converted, given)
+    ours = outcome(amp_graph.convert(program, policy), given)
     if ours.error is not None:
         yield "raises", f"{type(ours.error).__name__}: {str(ours.error)[:300]}"
         return

@@ -167,15 +167,13 @@ def decided(function, args, kwargs):
         examples.append(leaf)
         return node
 
-    nodes = torch.utils._pytree.tree_map(as_node, (args, kwargs))
-    graph.output(graph.call_function(function, *nodes))
+    graph.output(graph.call_function(function, *torch.utils._pytree.tree_map(as_node, (args, kwargs))))
     gm = amp_graph.rewrite(
         GraphModule(nn.Module(), graph),
         amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False),
         examples,
     )
-    calls = [n for n in gm.graph.nodes if n.op == "call_function" and "amp" in n.meta]
-    return gm, calls
+    return gm, [n for n in gm.graph.nodes if n.op == "call_function" and "amp" in n.meta]
 
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated:UserWarning")
@@ -214,8 +212,7 @@ def test_mixed_operands_promote(name):
     op, arguments = MIXED[name]
     graph = Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
-    low = graph.call_function(torch.mm, (x, w))
-    graph.output(graph.call_function(op, tuple(arguments(low, x))))
+    graph.output(graph.call_function(op, tuple(arguments(graph.call_function(torch.mm, (x, w)), x))))
     policy = amp_graph.Policy("fp16", lists=("autocast_cuda",), device="cuda", keep_outputs=False)
     gm = amp_graph.rewrite(GraphModule(nn.Module(), graph), policy, (torch.randn(8, 8), torch.randn(8, 8)))
     product, joined = (n for n in gm.graph.nodes if n.target in (torch.mm, op))

@@ -18,8 +18,7 @@ def depthwise(images, channels, size, kernel, stride, low):
     geometry = [list(stride), padding, [1, 1], False, [0, 0], channels]
     made = torch.convolution(x.double(), weight.double(), None, *geometry)
     grad = drawn(*made.shape, dtype=low, scale=0.5).contiguous(memory_format=LAST)
-    kind = torch.ops.aten.convolution_backward
-    dx, dweight, _ = kernel_of(kind, grad, x, weight, geometry)
+    dx, dweight, _ = kernel_of(torch.ops.aten.convolution_backward, grad, x, weight, geometry)
     found = op("depthwise_weight_gradient")(grad, x, list(kernel), list(stride), padding)
     same(found, dweight, what="weight")
     same(op("depthwise_input_gradient")(grad, weight, list(x.shape), list(stride), padding), dx, what="input")

@@ -159,5 +159,4 @@ def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:
     if not all(map(torch.equal, *results)):
         return "another result"
     pairs = zip(*gradients, strict=True)
-    same = all(a is b is None or torch.equal(a, b) for a, b in pairs)
-    return "" if same else "another gradient"
+    return "" if all(a is b is None or torch.equal(a, b) for a, b in pairs) else "another gradient"

@@ -150,8 +150,7 @@ def node_named(gm: GraphModule, name: str) -> torch.fx.Node:
 
 def body_text(gm: GraphModule) -> str:
     """Return the graph's text without the lines of its inputs and without blank comments."""
-    lines = graph_text(gm).splitlines()
-    return "\n".join(line.rstrip() for line in lines if " = input " not in line)
+    return "\n".join(line.rstrip() for line in graph_text(gm).splitlines() if " = input " not in line)
 
 
 @dataclass(frozen=True)

@@ -142,15 +142,13 @@ def test_each_kind_of_round_trip_and_constant_is_kept_exact(function, policy):
     ],
 )
 def test_negative_control_wrong_variants_are_found(function, variant):
-    graph = capture_function(function, X.clone().requires_grad_(), w=W)
-    removed, wrong = effect_of(graph, variant())
+    removed, wrong = effect_of(capture_function(function, X.clone().requires_grad_(), w=W), variant())
     assert removed >= 1, "the variant did nothing: the control controls nothing"
     assert wrong
 
 
 def test_what_is_kept_has_a_reason():
-    graph = capture_function(rounding, X, w=W)
-    gm, _ = graph.through(passes_before(EliminateCasts))
+    gm, _ = capture_function(rounding, X, w=W).through(passes_before(EliminateCasts))
     (done,) = run_passes(gm, [EliminateCasts()], checked=True)
     assert any("rounds: kept" in skip.reason for skip in done.result.skips)
 
@@ -161,8 +159,7 @@ def test_a_conversion_that_copies_or_moves_is_no_cast():
         twin = h.to(BF16, copy=True)
         return twin * 2, h
 
-    graph = capture_function(copies, X, w=W)
-    gm, _ = graph.through([*passes_before(EliminateCasts), EliminateCasts()])
+    gm, _ = capture_function(copies, X, w=W).through([*passes_before(EliminateCasts), EliminateCasts()])
     assert any(n.target == "to" and n.kwargs.get("copy") for n in gm.graph.nodes)
 
 

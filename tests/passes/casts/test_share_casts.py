@@ -131,8 +131,7 @@ def test_readers_behind_a_view_add_in_fp32_too():
     function = Function(behind_a_view, w=W, v=V, u=U)
     graph = capture(function, X)
     gm, _ = graph.through([*passes_before(ShareCasts), ShareCasts(options())])
-    outputs = function(X)
-    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(5)) for o in outputs]
+    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(5)) for o in function(X)]
     with torch.autocast("cpu", BF16):
         low = function(X)
     (want,) = torch.autograd.grad([o.float() for o in low], function.w, cotangents)
@@ -233,6 +232,5 @@ def test_a_symbolic_trace_knows_what_trains():
     def Model(self, x):
         return low_and_full(self, x)
 
-    traced = torch.fx.symbolic_trace(Model())
-    gm = amp_graph.rewrite(traced, "bf16", (X,))
+    gm = amp_graph.rewrite(torch.fx.symbolic_trace(Model()), "bf16", (X,))
     assert any(n.target is shared_cast for n in gm.graph.nodes)

@@ -93,8 +93,7 @@ def test_attention_rounds_probabilities_and_the_gradient_of_scores():
     scores = (low[0] @ low[1].mT / 8**0.5).masked_fill(~torch.ones(16, 16).bool().tril(), -torch.inf)
     unscaled = (scores - scores.amax(-1, keepdim=True)).exp()
     rounded = (unscaled.half().double() @ low[2] / unscaled.sum(-1, keepdim=True)).half().float()
-    given = [t.half().float().requires_grad_() for t in (q, k, v)]
-    (made,) = after(*given)
+    (made,) = after(*[t.half().float().requires_grad_() for t in (q, k, v)])
     assert (made != rounded).double().mean() < 0.02
     exact = F.scaled_dot_product_attention(*low, is_causal=True)
     assert (made.double() - exact).norm() < 1e-3 * exact.norm()
@@ -132,8 +131,7 @@ def test_operations_inside_of_one_call_round_one_by_one():
     def Model(self, x):
         return self.attention(x, x, x, need_weights=False)[0]
 
-    graph = capture(Model(), torch.randn(2, 5, 8))
-    before, after, done = planned(graph)
+    before, after, done = planned(capture(Model(), torch.randn(2, 5, 8)))
     assert "multi_head_attention_forward" in body_text(before)
     assert "multi_head_attention_forward" not in body_text(after)
     assert len([c for c in done.changes if c.action == "emulated"]) >= 3
@@ -145,8 +143,7 @@ def test_a_recurrent_layer_trains_in_fp16():
     wanted = layer(x)[0].detach()
     amp_graph.convert(layer, POLICY)
     made = layer(x)[0]
-    scaled = amp_graph.GradScaler(init_scale=256.0).scale(made.square().mean())
-    scaled.backward()
+    amp_graph.GradScaler(init_scale=256.0).scale(made.square().mean()).backward()
     assert layer.weight_hh_l0.grad.abs().sum() > 0
     assert torch.allclose(made, wanted, atol=2e-3)
     (graph,) = amp_graph.report(layer).graphs

@@ -31,8 +31,7 @@ INF = float("inf")
 
 
 def leaf(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
 def run(gm, *passes):

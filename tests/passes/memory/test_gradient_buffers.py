@@ -226,8 +226,7 @@ def test_frozen_tables_and_calls_without_gradients():
         model(IDS)
     model.requires_grad_(False)
     model.head.requires_grad_()
-    step_of = model(IDS).sum()
-    step_of.backward()
+    model(IDS).sum().backward()
     assert not rewritten(model)
 
 

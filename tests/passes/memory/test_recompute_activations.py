@@ -48,8 +48,7 @@ def gelu_of_a_linear(s, x):
 def test_on_a_gpu_calls_from_python_are_seen(device, in_step, words, count, monkeypatch):
     """GELUs of 9,600 elements are saved there, unless the graph is a whole step's, or all are asked for."""
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", math.inf)
-    policy = Policy.parse(AUTOCAST + words)
-    passes = passes_for(policy, device, eager=True, in_step=in_step)
+    passes = passes_for(Policy.parse(AUTOCAST + words), device, eager=True, in_step=in_step)
     (one,) = (p for p in passes if isinstance(p, RecomputeActivations))
     gm = capture_function(gelu_of_a_linear, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
     (done,) = run_passes(gm, [one], checked=True)
@@ -270,8 +269,7 @@ def gradients(graph, run, work):
 
 def twice(out, leaves):
     first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    again = torch.autograd.grad(out.sum(), leaves)
-    return [*first, *again]
+    return [*first, *torch.autograd.grad(out.sum(), leaves)]
 
 
 def of_second_order(out, leaves):

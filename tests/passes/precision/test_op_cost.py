@@ -124,8 +124,7 @@ def test_times_of_what_is_no_product_by_hand():
     assert seconds(Work("", sums=500)) == pytest.approx(2000 / 1e8), "a view"
     steps = Work("matmul", flops=10**6, elements=10, calls=20)  # of a recurrent layer: the library prepares nothing
     assert seconds(steps) == pytest.approx(10**6 / 1e9 + 20 * CALL)
-    attention = Work("attention", flops=10**6, elements=10)
-    assert seconds(attention) == pytest.approx(10**6 / 1e8 + CALL)
+    assert seconds(Work("attention", flops=10**6, elements=10)) == pytest.approx(10**6 / 1e8 + CALL)
 
 
 def test_casts_and_what_is_kept_by_hand():

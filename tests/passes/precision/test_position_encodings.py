@@ -43,8 +43,7 @@ CASES = [
 def test_the_product_that_carries_positions_stays_full(function, inputs, state, policy):
     graph = capture_function(function, *inputs, **state)
     gm, _ = graph.through(passes_until(PlanPrecision, policy))
-    held = [n for n in gm.graph.nodes if MARK in n.meta and n.meta[MARK].reason.endswith(POSITIONS)]
-    assert held
+    assert [n for n in gm.graph.nodes if MARK in n.meta and n.meta[MARK].reason.endswith(POSITIONS)]
     done = rewritten(graph, policy)
     step, plain = run_step(done, graph.given), run_step(graph.gm, graph.given)
     assert (step.outputs[0] - plain.outputs[0]).norm() <= 0.01 * plain.outputs[0].norm()
@@ -70,8 +69,7 @@ def test_control_without_the_rule_positions_collapse():
     ],
 )
 def test_other_products_are_low(function):
-    graph = capture_function(function, X, w=torch.randn(4, 4), e=torch.randn(600, 4))
-    gm = rewritten(graph)
+    gm = rewritten(capture_function(function, X, w=torch.randn(4, 4), e=torch.randn(600, 4)))
     products = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "matmul"]
     assert products
     assert all(value(n).dtype == BF16 for n in products)

@@ -93,8 +93,7 @@ def test_of_equal_costs_the_lowest_is_chosen():
 
 
 def test_the_generator_makes_tasks_that_are_worth_solving():
-    tasks = [random_task(seed) for seed in SEEDS]
-    legal = [task for task in tasks if brute(task) is not None]
+    legal = [task for task in [random_task(seed) for seed in SEEDS] if brute(task) is not None]
     mixed = [task for task in legal if 2 < len(cheapest(task)) < len(task.full) - 1]
     assert len(legal) > 280
     assert len(mixed) > 150

@@ -80,8 +80,7 @@ def measured(function, *inputs, **state):
     run = MeasureInfluence(problem.gm, problem.memory)
     out = run.run(*graph.given)[0]
     torch.manual_seed(1)
-    loss = (out * torch.randn(out.shape)).sum()
-    torch.autograd.grad(loss, run.leaves)
+    torch.autograd.grad((out * torch.randn(out.shape)).sum(), run.leaves)
     return graph, problem, run.measured()
 
 

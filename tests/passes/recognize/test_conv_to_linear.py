@@ -126,8 +126,7 @@ def trained_as_exactly_as_by_autocast(kind, x):
 def test_the_weight_is_rounded_once_an_update_and_its_gradient_is_as_exact_as_autocasts():
     model, *_ = trained_as_exactly_as_by_autocast(Head, drawn(6, 4, 6, 6))
     assert model.head.weight.grad.stride() == model.head.weight.stride()
-    code = conversion_of(model).graphs[0].rewritten.gm.code
-    assert "linear" in code
+    assert "linear" in conversion_of(model).graphs[0].rewritten.gm.code
 
 
 def test_norms_are_folded_rather():

@@ -68,8 +68,7 @@ def fused(function, x=X, **state):
 @pytest.mark.parametrize("name", FORMS)
 def test_every_way_of_writing_it(name):
     approximate, function = FORMS[name]
-    x = X.clone().requires_grad_()
-    graph, gm, (gelu,) = fused(function, x)
+    graph, gm, (gelu,) = fused(function, X.clone().requires_grad_())
     assert gelu.kwargs == {"approximate": approximate}
     assert not [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") in {"tanh", "erf"}]
     plain, ours = run_step(graph.gm, graph.given), run_step(gm, graph.given)

@@ -79,8 +79,7 @@ def test_needed_for_loops_whose_end_a_value_decides():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_needed_for_models_that_ask_whether_they_are_compiled():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1).eval()
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
     mask = torch.tensor([[False, False, True]])
     with torch.no_grad():
         want, found = (one(X[None, :3], src_key_padding_mask=mask) for one in (model, plainly(model)))

@@ -133,6 +133,5 @@ def test_the_pass_is_for_cuda_alone(device, whole, monkeypatch):
     gm, _ = graph.through(passes_before(CudnnRnn))
     seen = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(lower_rnn, "value", lambda node: seen)
-    result = CudnnRnn().run(gm)
-    assert result.modified == whole
+    assert CudnnRnn().run(gm).modified == whole
     assert any(n.target is recurrent_whole for n in gm.graph.nodes) == whole

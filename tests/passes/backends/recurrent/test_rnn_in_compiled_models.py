@@ -160,8 +160,7 @@ def test_a_compiled_training_step(kind, anyhow):
         model = built(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         train = amp_graph.TrainStep(model, lambda out, y: F.mse_loss(out[0], y), optimizer, "bf16", compile=compile)
-        losses = [train(X, torch.ones(2, 20, 3)).item() for _ in range(3)]
-        found.append(losses)
+        found.append([train(X, torch.ones(2, 20, 3)).item() for _ in range(3)])
         if compile != "eager":
             assert counted([train.captured[0].step.gm])[0] == (4 if kind == "GRU" or is_taken_by_layers(anyhow) else 2)
     torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-3, atol=0)

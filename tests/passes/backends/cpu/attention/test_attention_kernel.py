@@ -127,8 +127,7 @@ def test_gradients_of_every_mask(kind, size):
     found = with_mask(given, mask)
     assert all(map(torch.equal, found[:3], ours(given, mask)[1:]))
     wide = mask.double().requires_grad_()
-    out = through_mask(given, wide)
-    (wanted,) = torch.autograd.grad(out, wide, given[3].double())
+    (wanted,) = torch.autograd.grad(through_mask(given, wide), wide, given[3].double())
     assert (found[3].dtype, found[3].shape) == (mask.dtype, mask.shape)
     # What is added to all scores of a row has none: all is error, of what it is the sum of.
     least = 0.1 if kind == "of rows" else 0

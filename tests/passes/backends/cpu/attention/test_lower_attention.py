@@ -273,7 +273,6 @@ def test_few_scores_without_gradients_stay_with_torch(sizes, ours):
     given = [drawn(batch, heads, length, WIDTH, seed=i).requires_grad_(trains) for i in range(3)]
     with torch.set_grad_enabled(trains):
         graph = capture_function(lambda s, q, k, v: F.scaled_dot_product_attention(q, k, v), *given)
-        gm = graph.through(passes_before(Attention))[0]
-        (done,) = run_passes(gm, [Attention()], checked=True)
+        (done,) = run_passes(graph.through(passes_before(Attention))[0], [Attention()], checked=True)
     assert [c.action for c in done.result.changes] == ["own kernel"] * ours
     assert ours or "so few scores" in done.result.skips[0].reason

@@ -136,8 +136,7 @@ def test_gradients_of_the_wide_logits_are_added_before_the_one_rounding():
     x, y = (LOGITS.clone().requires_grad_() for _ in range(2))
     loss, wide = cross_entropy_and_logits(x, TARGET)
     (loss + wide.sin().sum()).backward()
-    expected = (wide2 := y.float()).sin().sum() + F.cross_entropy(wide2, TARGET)
-    expected.backward()
+    ((wide2 := y.float()).sin().sum() + F.cross_entropy(wide2, TARGET)).backward()
     assert torch.equal(wide, wide2)
     assert error(x.grad, y.grad) < 1e-4
     (alone,) = torch.autograd.grad(cross_entropy_and_logits(x, TARGET)[1].sum(), x)

@@ -8,16 +8,16 @@ from torch import nn
 
 
 def layers(
-    build: Callable[..., dict[str, Any]], seed: int | None = None
+    build: Callable[..., dict[str, Any]], seed: int | None = None, base: type[nn.Module] = nn.Module, **methods: Any
 ) -> Callable[[Callable[..., Any]], type[nn.Module]]:
     """Make a class of modules out of a forward; ``build`` returns the layers, parameters and values of a new one.
 
-    With ``seed``, all modules of the class begin with the same weights.
+    With ``seed``, all modules of the class begin with the same weights; ``methods``: what else the class has.
     """
 
     def of_forward(forward: Callable[..., Any]) -> type[nn.Module]:
         def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-            nn.Module.__init__(self)
+            base.__init__(self)
             if seed is not None:
                 torch.manual_seed(seed)
             for name, value in build(*args, **kwargs).items():
@@ -26,7 +26,7 @@ def layers(
                 else:
                     setattr(self, name, value)
 
-        return forward_of(nn.Module, __init__=__init__)(forward)
+        return forward_of(base, __init__=__init__, **methods)(forward)
 
     return of_forward
 
@@ -47,7 +47,7 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Line
 
 
 def forward_of(base: type[nn.Module], **methods: Any) -> Callable[[Callable[..., Any]], type[nn.Module]]:
-    """Make a class of modules out of another forward for the layers of ``base``."""
+    """Make a class of modules out of another forward for the layers of ``base``; ``methods``: what else it has."""
 
     def of_forward(forward: Callable[..., Any]) -> type[nn.Module]:
         names = {"__module__": forward.__module__, "__qualname__": forward.__qualname__, "__doc__": forward.__doc__}

@@ -196,14 +196,10 @@ def test_a_graph_break_is_reported_with_the_users_line():
     assert_runs_low(model, torch.randn(2, 8))
 
 
-class Hidden(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 4)
-
-    @torch._dynamo.disable
-    def forward(self, x):
-        return self.fc(x)
+@layers(lambda: dict(fc=nn.Linear(8, 4)))
+@torch._dynamo.disable
+def Hidden(self, x):
+    return self.fc(x)
 
 
 def test_nothing_captured_is_a_warning_with_the_cause():

@@ -130,15 +130,19 @@ def check(ours, exact, baseline):
         assert error(found, expected) <= 2 * error(other, expected) + 0.01
 
 
-@pytest.mark.parametrize("program", [masks, lengths, messages, attends])
-def test_values_and_gradients_are_as_near_as_autocasts(program):
-    model = Model(program)
-    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
-    for batch in batches():
-        with torch.autocast("cpu", torch.bfloat16):
+def as_near_as_autocast(model, given, policy):
+    """Check calls of a converted copy, which is returned."""
+    ours = amp_graph.convert(copy.deepcopy(model), policy=policy)
+    for batch in given:
+        with torch.autocast("cpu", getattr(torch, "float16" if policy == "fp16" else "bfloat16")):
             baseline = results(model, batch)
         check(results(ours, batch), results(model, batch), baseline)
-    assert len(amp_graph.report(ours).graphs) == 1
+    return ours
+
+
+@pytest.mark.parametrize("program", [masks, lengths, messages, attends])
+def test_values_and_gradients_are_as_near_as_autocasts(program):
+    assert len(amp_graph.report(as_near_as_autocast(Model(program), batches(), "bf16")).graphs) == 1
 
 
 def few(m, x, kinds):
@@ -155,11 +159,7 @@ def few(m, x, kinds):
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16,accuracy=1.2"])
 def test_every_policy_plans_them(policy):
-    model, batch = Model(few), batches()[0]
-    ours = amp_graph.convert(copy.deepcopy(model), policy=policy)
-    with torch.autocast("cpu", getattr(torch, "float16" if policy == "fp16" else "bfloat16")):
-        baseline = results(model, batch)
-    check(results(ours, batch), results(model, batch), baseline)
+    as_near_as_autocast(Model(few), batches()[:1], policy)
 
 
 def layouts(m, x, kinds):
@@ -246,13 +246,12 @@ def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(gr
             assert error(*grads) < 0.02
 
 
-class Bootstraps(Listed):
+@forward_of(Listed)
+def Bootstraps(self, x, kinds):
     """Reads its weight without gradients first: autocast keeps such casts."""
-
-    def forward(self, x, kinds):
-        with torch.no_grad():
-            target = self.layer(x)
-        return (self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0)) - target,)
+    with torch.no_grad():
+        target = self.layer(x)
+    return (self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0)) - target,)
 
 
 @pytest.mark.filterwarnings("ignore:amp_graph")
@@ -264,16 +263,11 @@ def test_weights_that_calls_without_graphs_read_without_gradients_first_get_thei
         assert all(error(found, exact) < 0.03 for found, exact in pairs)
 
 
-class Halved(Listed):
+@layers(lambda mode: dict(mode=mode), base=Listed)
+def Halved(self, x, kinds):
     """Returns half precision in one mode alone."""
-
-    def __init__(self, mode):
-        super().__init__()
-        self.mode = mode
-
-    def forward(self, x, kinds):
-        h = self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0))
-        return h.half() if self.training is self.mode else h
+    h = self.layer(x.roll(torch.bincount(kinds, minlength=3).tolist()[0], 0))
+    return h.half() if self.training is self.mode else h
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,11 +83,8 @@ BROKEN = [Logs, Prints, LooksAtAValue, Loops, CallsItsPartOften]
 def gradients(model, x, context=None, scale=1.0):
     """Output and gradients of one step, as fp64."""
     model.zero_grad()
-    if context is None:
+    with context or nullcontext():
         out = model(x)
-    else:
-        with context:
-            out = model(x)
     (out.float().square().sum() * scale).backward()
     return [out.detach().double(), *(p.grad.double() / scale for p in model.parameters())]
 
@@ -128,15 +126,11 @@ class Found:
     label: str
 
 
-class Returns(Pair):
-    def __init__(self, made):
-        super().__init__()
-        self.made = made
-
-    def forward(self, x):
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return self.made(self.second(x), x)
+@layers(lambda made: dict(made=made), base=Pair)
+def Returns(self, x):
+    x = self.first(x)
+    torch._dynamo.graph_break()
+    return self.made(self.second(x), x)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +153,17 @@ def test_outputs_stay_as_computed_where_the_policy_says_so():
     assert [t.dtype for t in model(X)] == [BF16, FULL]  # the second is handed on between graphs
 
 
-class LoopsAndReturns(Loops):
+@forward_of(Loops)
+def LoopsAndReturns(self, x, low):
     """Returns what a call without graphs may change: values of several dtypes, an input, a parameter, a container."""
-
-    def forward(self, x, low):
-        out = super().forward(x)
-        return {
-            "out": out,
-            "half": out.half(),
-            "double": out.double(),
-            "input": low,
-            "more": (self.second.bias, None, 3),
-        }
+    out = Loops.forward(self, x)
+    return {
+        "out": out,
+        "half": out.half(),
+        "double": out.double(),
+        "input": low,
+        "more": (self.second.bias, None, 3),
+    }
 
 
 def test_the_results_of_a_call_without_graphs_are_those_of_the_first_but_for_rounding():
@@ -255,14 +248,12 @@ def test_other_policies(policy, kind):
 # -- whole graphs are as they were --------------------------------------------------------------------
 
 
-class SetsUpOnce(Pair):
-    ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            torch._dynamo.graph_break()
-            self.ready = True
-        return self.second(torch.relu(self.first(x)))
+@forward_of(Pair, ready=False)
+def SetsUpOnce(self, x):
+    if not self.ready:
+        torch._dynamo.graph_break()
+        self.ready = True
+    return self.second(torch.relu(self.first(x)))
 
 
 def test_a_model_that_breaks_at_its_first_call_only_is_whole_then():
@@ -294,11 +285,10 @@ def test_the_report_says_where_and_how():
 # -- nothing is left behind ---------------------------------------------------------------------------
 
 
-class Doubled(nn.Linear):
+@forward_of(nn.Linear)
+def Doubled(self, x):
     """Of the user's own code: captured by itself where the loop around it is not."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
+    return nn.Linear.forward(self, x) * 2
 
 
 @layers(lambda error, fc=Doubled: dict(fc=fc(16, 16), kept=nn.Linear(16, 4), error=error, fails=True))
@@ -325,36 +315,30 @@ def test_an_error_between_graphs_arrives_and_leaves_nothing_on(error):
     assert amp_graph.report(model).graphs
 
 
-class Reads(nn.Module):
+# What autocast cannot run.
+ODD = {
+    "numpy": lambda h: h + torch.from_numpy(np.tanh(h.detach().numpy())),
+    "linalg": lambda h: h @ torch.linalg.inv(h.T @ h + torch.eye(16)),
+    "scatter": lambda h: torch.zeros(6, 16).index_add(0, torch.arange(6), h),
+    "dirichlet": lambda h: torch.distributions.Dirichlet(h.exp()).rsample().to(h.dtype) + h,
+}
+
+
+@layers(
+    lambda kind: dict(
+        first=nn.Linear(16, 16), norm=nn.BatchNorm1d(16), last=nn.Linear(16, 4), odd=ODD[kind], writes=False
+    )
+)
+def Reads(self, x):
     """Has parts that autocast cannot run, behind a graph break: ``kind`` says which."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
-        self.kind, self.writes = kind, False
-
-    def forward(self, x):
-        h = self.norm(self.first(x))
-        if self.writes:
-            x.add_(1)
-        h = torch._dynamo.disable(self.odd)(F.linear(h, self.first.weight))
-        return self.last(h)
-
-    def odd(self, h):
-        if self.kind == "numpy":
-            return h + torch.from_numpy(np.tanh(h.detach().numpy()))
-        if self.kind == "linalg":
-            return h @ torch.linalg.inv(h.T @ h + torch.eye(16))
-        if self.kind == "scatter":
-            return torch.zeros(6, 16).index_add(0, torch.arange(6), h)
-        return torch.distributions.Dirichlet(h.exp()).rsample().to(x_dtype(h)) + h
+    h = self.norm(self.first(x))
+    if self.writes:
+        x.add_(1)
+    h = torch._dynamo.disable(self.odd)(F.linear(h, self.first.weight))
+    return self.last(h)
 
 
-def x_dtype(tensor):
-    return tensor.dtype
-
-
-@pytest.mark.parametrize("kind", ["numpy", "linalg", "scatter", "dirichlet"])
+@pytest.mark.parametrize("kind", ODD)
 def test_code_that_fails_under_autocast_runs_in_fp32_between_graphs(kind):
     model = Reads(kind)
     plain = copy.deepcopy(model)
@@ -376,7 +360,7 @@ def test_code_that_fails_under_autocast_runs_in_fp32_between_graphs(kind):
     lambda kind: dict(
         first=nn.Linear(16, 16),
         norm=nn.BatchNorm1d(16),
-        kind=kind,
+        odd=ODD[kind],
         calls=0,
         seen=[],
         fails_from=1,
@@ -396,7 +380,7 @@ def Unknown(self, x):
             with torch.no_grad():
                 self.norm.weight.add_(0)
         h = F.linear(h, self.first.weight)
-        h = Reads.odd(self, h) if self.calls >= self.fails_from else h * 2
+        h = self.odd(h) if self.calls >= self.fails_from else h * 2
     return h
 
 

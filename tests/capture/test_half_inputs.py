@@ -14,50 +14,45 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.passes.casts import widen_halves
 from tests.by_hand import descend
-from tests.layers import forward_of
+from tests.layers import forward_of, layers
 from tests.passes.planning import machine
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POLICY = {BF16: "bf16", FP16: "fp16"}
 
 
-class Net(nn.Module):
+@layers(
+    lambda: dict(
+        a=nn.Linear(8, 16),
+        norm=nn.LayerNorm(16),
+        b=nn.Linear(16, 4, bias=False),
+        table=nn.Buffer(torch.randn(8, 8) / 3),
+    ),
+    tail=lambda self, h: self.b(torch.tanh(self.norm(h))),  # smooth, so that no rounding flips a gradient
+)
+def Net(self, x):
     """Two linears, the second without a bias, around what a subclass does."""
-
-    def __init__(self, bias=True):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(8, 16, bias), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)
-        self.register_buffer("table", torch.randn(8, 8) / 3)
-
-    def tail(self, h):
-        return self.b(torch.tanh(self.norm(h)))  # smooth, so that no rounding flips a gradient
-
-    def forward(self, x):
-        return self.tail(self.a(x))
+    return self.tail(self.a(x))
 
 
-class NoBias(Net):
-    def __init__(self):
-        super().__init__(bias=False)  # the fake of its product has the dtype of its input
+# The fake of its product has the dtype of its input.
+NoBias = layers(lambda: dict(a=nn.Linear(8, 16, bias=False)), base=Net)(Net.forward)
 
 
-class OfBuffer(Net):
-    def forward(self, x):
-        return super().forward(x.float() @ self.table)
+@forward_of(Net)
+def OfBuffer(self, x):
+    return self.tail(self.a(x.float() @ self.table))
 
 
-class Nested(Net):
-    def forward(self, batch, *, scale):
-        return super().forward(batch["x"][0] + batch["x"][1]) * scale
+@forward_of(Net)
+def Nested(self, batch, *, scale):
+    return self.tail(self.a(batch["x"][0] + batch["x"][1])) * scale
 
 
-class Conv(Net):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Conv1d(8, 16, 1)  # fakes of it refuse operands of two dtypes, so no graph is captured in fp32
-
-    def forward(self, x):
-        return self.tail(self.a(x[:, :, None]).mean(-1))
+# Fakes of it refuse operands of two dtypes, so no graph is captured in fp32.
+@layers(lambda: dict(a=nn.Conv1d(8, 16, 1)), base=Net)
+def Conv(self, x):
+    return self.tail(self.a(x[:, :, None]).mean(-1))
 
 
 @forward_of(Net)
@@ -66,22 +61,14 @@ def Attention(self, x):
     return self.tail(self.a(F.scaled_dot_product_attention(q, x[:, None], x[:, None])[:, 0]))
 
 
-class Encoder(Net):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True)
-
-    def forward(self, x):
-        return super().forward(self.layer(x[:, None])[:, 0])
+@layers(lambda: dict(layer=nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True)), base=Net)
+def Encoder(self, x):
+    return self.tail(self.a(self.layer(x[:, None])[:, 0]))
 
 
-class Gru(Net):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(8, 16)
-
-    def forward(self, x, *, scale):
-        return self.tail(self.cell(x.float(), scale))
+@layers(lambda: dict(cell=nn.GRUCell(8, 16)), base=Net)
+def Gru(self, x, *, scale):
+    return self.tail(self.cell(x.float(), scale))
 
 
 @forward_of(Net)
@@ -89,9 +76,9 @@ def Cond(self, x):
     return self.tail(torch.cond(x.sum() > 0, lambda y: self.a(y).tanh(), lambda y: self.a(y).relu(), (x,)))
 
 
-class Checkpointed(Net):
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+@forward_of(Net)
+def Checkpointed(self, x):
+    return torch.utils.checkpoint.checkpoint(lambda x: self.tail(self.a(x)), x, use_reentrant=False)
 
 
 @forward_of(Net)
@@ -101,9 +88,9 @@ def Broken(self, x):
     return self.tail(h)
 
 
-class Loss(Net):
-    def forward(self, x):
-        return F.mse_loss(x, super().forward(x).repeat(1, 2))  # its backward refuses two dtypes
+@forward_of(Net)
+def Loss(self, x):
+    return F.mse_loss(x, self.tail(self.a(x)).repeat(1, 2))  # its backward refuses two dtypes
 
 
 MODELS = [Net, NoBias, OfBuffer, Nested, Conv, Attention, Encoder, Gru, Cond, Checkpointed, Broken, Loss]
@@ -117,24 +104,16 @@ def batch_for(kind, dtype):
     return (x,), {"scale": h} if kind is Gru else {}
 
 
-def convert(model, policy):
-    return amp_graph.convert(model, policy)
-
-
-def compiled(model, policy):
-    return torch.compile(model, backend="amp_graph", options={"policy": policy})
-
-
 def rewritten(model, policy):
     args, kwargs = batch_for(type(model), FP16 if policy == "bf16" else BF16)
     return amp_graph.rewrite(torch.export.export(model, args, kwargs).module(), policy)
 
 
 WAYS = {
-    "convert": convert,
-    "a module in fp32": lambda model, policy: convert(model, f"{policy},keep_fp32=a|cell|layer"),
-    "emulating": lambda model, policy: convert(model, f"{policy},emulate=cuda"),
-    "a compiler": compiled,
+    "convert": amp_graph.convert,
+    "a module in fp32": lambda model, policy: amp_graph.convert(model, f"{policy},keep_fp32=a|cell|layer"),
+    "emulating": lambda model, policy: amp_graph.convert(model, f"{policy},emulate=cuda"),
+    "a compiler": lambda model, policy: torch.compile(model, backend="amp_graph", options={"policy": policy}),
     "rewrite": rewritten,
 }
 # torch itself captures no graph of these, or only one as written in fp32 by the policy.
@@ -183,7 +162,7 @@ def test_a_frozen_model_takes_them_too(kind):
     args, _ = batch_for(kind, FP16)
     with torch.no_grad():
         exact = model(args[0].float())
-        found = amp_graph.freeze(convert(model, "bf16"))(*args)
+        found = amp_graph.freeze(amp_graph.convert(model, "bf16"))(*args)
     assert (found - exact).abs().max() < 0.02 * exact.abs().max()
 
 
@@ -208,7 +187,7 @@ def test_a_step_takes_them_too(kind):
 def test_a_graph_left_in_fp32_takes_them_at_each_call(monkeypatch):
     monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: machine("cpu_bf16"))
     model = fresh(Net, FP16)
-    converted = convert(copy.deepcopy(model), "auto")
+    converted = amp_graph.convert(copy.deepcopy(model), "auto")
     for size in (3, 3, 5, 5):
         x = torch.randn(size, 8)
         assert torch.equal(converted(x.half()), model(x.half().float()))
@@ -220,4 +199,4 @@ def test_without_the_pass_they_fail(monkeypatch):
     monkeypatch.setattr(widen_halves, "_to_widen", lambda *given: [])
     args, _ = batch_for(Net, FP16)
     with pytest.raises(RuntimeError, match="same dtype"):
-        convert(Net(), "bf16")(*args)
+        amp_graph.convert(Net(), "bf16")(*args)

@@ -15,29 +15,22 @@ from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.torch_compat import modules, torch_version
 from tests.by_hand import descend
 from tests.capture.test_failing_conversions import state_of
-from tests.layers import layers
+from tests.layers import forward_of, layers
 from tests.relative_error import error
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
 
-class Doubled(nn.Module):
+@forward_of(nn.Module, calls=0)
+def Doubled(self, weight):
     """A parametrization that counts how often it is computed."""
-
-    calls = 0
-
-    def forward(self, weight):
-        Doubled.calls += 1
-        return weight * 2
+    Doubled.calls += 1
+    return weight * 2
 
 
 def doubled(layer):
     parametrize.register_parametrization(layer, "weight", Doubled())
     return layer
-
-
-def pruned(layer):
-    return prune.l1_unstructured(layer, "weight", 0.5)
 
 
 KINDS = {
@@ -46,7 +39,7 @@ KINDS = {
     "orthogonal": parametrizations.orthogonal,
     "custom": doubled,
     "spectral norm by hooks": nn.utils.spectral_norm,
-    "pruned": pruned,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
 
 
@@ -93,20 +86,10 @@ class Hidden(nn.Module):
         return x @ self.stored
 
 
-class Strict(nn.Module):
-    """Has a `__getattr__` that raises something else."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def __getattr__(self, name):
-        if name in self.__dict__.get("_modules", {}):
-            return self._modules[name]
-        raise KeyError(name)
-
-    def forward(self, x):
-        return self.inner(x)
+@layers(lambda: dict(inner=nn.Linear(16, 16)), __getattr__=lambda self, name: vars(self)["_modules"][name])
+def Strict(self, x):
+    """Has a `__getattr__` that raises something else: a KeyError."""
+    return self.inner(x)
 
 
 def without_weight(weight):

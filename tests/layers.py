@@ -39,6 +39,20 @@ def words_and_head(rows: int, width: int, tied: bool = True, bias: bool = False,
     return dict(words=words, head=head)
 
 
+def function_of(forward: Callable[..., Any], backward: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """Make an autograd function that saves all that it is given; ``backward`` is given the gradient, and then that."""
+
+    def saving(ctx: Any, *given: torch.Tensor) -> Any:
+        ctx.save_for_backward(*given)
+        return forward(*given)
+
+    def of_saved(ctx: Any, grad: torch.Tensor) -> Any:
+        return backward(grad, *ctx.saved_tensors)
+
+    methods = {"forward": staticmethod(saving), "backward": staticmethod(of_saved)}
+    return type("Written", (torch.autograd.Function,), methods)
+
+
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
     """Return a layer with these weights; it draws random numbers as any layer does."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)

@@ -54,8 +54,7 @@ def check(found, folder, name):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
 def test_demo(name, tmp_path, capsys):
-    found = run(tmp_path, name)
-    check(found[name], tmp_path, name)
+    check(run(tmp_path, name)[name], tmp_path, name)
     shown = capsys.readouterr().out
     assert "amp_graph bf16 fast" in shown
     assert "which operation ran in which precision, and why" in shown
@@ -130,5 +129,4 @@ def test_a_line_of_progress_every_few_seconds(monkeypatch, capsys):
     with progress.steps("cnn", 6) as advance:
         for _ in range(6):
             advance()
-    said = capsys.readouterr().err.splitlines()
-    assert said == [f"cnn: step {n} of 6, {4 * n} s" for n in (1, 4, 6)]
+    assert capsys.readouterr().err.splitlines() == [f"cnn: step {n} of 6, {4 * n} s" for n in (1, 4, 6)]

@@ -11,6 +11,7 @@ import amp_graph
 from amp_graph.capture import diagnostics
 from amp_graph.capture.diagnostics import ELSE, fix_of
 from amp_graph.errors import AmpGraphWarning
+from tests.layers import forward_of
 from tests.warned import heard
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -79,10 +80,10 @@ def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     )
 
 
-class Disabled(torch.nn.Linear):
-    @torch.compiler.disable
-    def forward(self, x):
-        return super().forward(x)
+@forward_of(torch.nn.Linear)
+@torch.compiler.disable
+def Disabled(self, x):
+    return torch.nn.Linear.forward(self, x)
 
 
 def test_nothing_captured_names_the_users_line_and_the_fix():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from tests.layers import layers
+from tests.layers import forward_of, layers
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POLICY = {BF16: "bf16", FP16: "fp16"}
@@ -84,11 +84,11 @@ def test_a_half_base_trains_as_under_autocast_and_returns_what_it_returns(run, d
     assert any(graph.casts for graph in graphs)
 
 
-class Lowered(nn.Linear):
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        h = super().forward(x)
-        return (x * 2).to(h.dtype)
+@forward_of(nn.Linear)
+def Lowered(self, x):
+    torch._dynamo.graph_break()
+    h = nn.Linear.forward(self, x)
+    return (x * 2).to(h.dtype)
 
 
 def test_a_conversion_to_the_dtype_of_a_value_that_autocast_lowered_is_not_the_users():

@@ -9,7 +9,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.casts import share_casts
 from amp_graph.passes.torch_compat.devices import cpu_has_bf16
-from tests.layers import layers
+from tests.layers import forward_of, layers
 
 pytestmark = pytest.mark.by_profit
 needs_bf16 = pytest.mark.skipif(not cpu_has_bf16(), reason="no rewrite without bf16 instructions")
@@ -29,11 +29,10 @@ def Attends(self, x):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-class Recurs(nn.LSTM):
+@forward_of(nn.LSTM)
+def Recurs(self, x):
     """An LSTM that returns its output alone."""
-
-    def forward(self, x):
-        return super().forward(x)[0]
+    return nn.LSTM.forward(self, x)[0]
 
 
 CASES = {

@@ -196,8 +196,7 @@ def _without_gradient(gather_in):
 
 def _gathers(rank, size, path, kind, micro_batches=1):
     """Train five steps of a model with two units; keep losses, weights, collectives of each step, and the report."""
-    mesh = torch.distributed.init_device_mesh("cpu", (size,))
-    model = _sharded(kind, mesh)
+    model = _sharded(kind, torch.distributed.init_device_mesh("cpu", (size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(rank)
     losses, steps = [], []

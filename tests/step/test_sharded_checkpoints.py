@@ -45,8 +45,7 @@ def _made(run, policy, kind_of_optimizer):
             fully_shard(part, mesh=mesh)
     optimizer = kind_of_optimizer(model.parameters())
     scale = {"loss_scale": amp_graph.LossScale(2.0**10, growth_interval=3)} if policy == "fp16" else {}
-    step = amp_graph.TrainStep(model, _weighted, optimizer, policy, **scale)
-    return model, optimizer, step
+    return model, optimizer, amp_graph.TrainStep(model, _weighted, optimizer, policy, **scale)
 
 
 def _weighted(out, labels, weight):

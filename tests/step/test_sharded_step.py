@@ -466,8 +466,7 @@ def _other_sizes(rank, size, path):
         generator = torch.Generator().manual_seed(rank)
         for sizes in SIZES:
             images, labels = batch(generator)
-            many = torch.cat([images] * 4)[: sizes[rank]], torch.cat([labels] * 4)[: sizes[rank]]
-            step(*many)
+            step(*(torch.cat([images] * 4)[: sizes[rank]], torch.cat([labels] * 4)[: sizes[rank]]))
         kept.append({name: t for name, t in _state_of(model, optimizer).items() if "step" not in name})
     torch.save(kept, f"{path}/{rank}")
 

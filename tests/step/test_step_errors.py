@@ -96,8 +96,7 @@ def test_an_error_in_a_custom_backward_arrives_as_it_is():
         def backward(ctx, grad):
             raise ValueError("in backward")
 
-    model = nn.Linear(8, 4)
-    step, _ = step_of(model, lambda out, target: F.cross_entropy(Function.apply(out), target))
+    step, _ = step_of(nn.Linear(8, 4), lambda out, target: F.cross_entropy(Function.apply(out), target))
     with pytest.raises(Exception, match="in backward"):
         step(X, Y)
 
@@ -198,8 +197,7 @@ def test_accelerate_itself():
     from accelerate import Accelerator
 
     model, optimizer = built()
-    prepared = Accelerator(cpu=True).prepare(model, optimizer)
-    assert losses(*prepared)[0] == losses(*built())[0]
+    assert losses(*Accelerator(cpu=True).prepare(model, optimizer))[0] == losses(*built())[0]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +220,7 @@ def test_a_wrapper_that_torch_made_runs_as_it_steps():
     found, _ = losses(model, Lookahead(inner))
     cast, optimizer = amp_graph.convert(plain, "bf16"), Lookahead(other)
     for loss in found:
-        wanted = descend(optimizer, F.cross_entropy(cast(X), Y))
-        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        assert loss == pytest.approx(descend(optimizer, F.cross_entropy(cast(X), Y)).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("wrap", "named"), [(Accelerated, "optimizer"), (Plain, "optimizer")])

@@ -25,10 +25,10 @@ def Net(self, x):
     return self.b(F.gelu(self.norm(self.a(x))))
 
 
-class Counting(Net):
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * min(1.0, self.calls / 5)
+@forward_of(Net)
+def Counting(self, x):
+    self.calls += 1
+    return Net.forward(self, x) * min(1.0, self.calls / 5)
 
 
 @forward_of(Net)

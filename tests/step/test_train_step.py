@@ -501,8 +501,7 @@ def test_a_model_that_computes_its_loss():
     model, optimizer = build(WithLoss)
     loss, out = amp_graph.TrainStep(model, None, optimizer, "bf16", outputs=True)({"x": x, "y": y})
     other, _, plain = with_step(build(), "bf16")
-    expected = plain(x, y)
-    assert torch.equal(loss, expected)
+    assert torch.equal(loss, plain(x, y))
     assert out["logits"].shape == (8, 3)
     assert not loss.requires_grad
     assert same(parameters(model), parameters(other))
@@ -558,8 +557,7 @@ def refused(match, *given, error=CaptureError, **options):
 def test_bad_input():
     model, optimizer = build()
     loss = F.cross_entropy
-    places = [("model", (loss, model, optimizer)), ("optimizer", (model, loss, loss))]
-    for place, given in places:
+    for place, given in [("model", (loss, model, optimizer)), ("optimizer", (model, loss, loss))]:
         refused(f"in the place of the {place}", *given)
     refused("none of the parameters", model, loss, torch.optim.SGD(Net().parameters(), lr=0.1), "bf16")
     returned = {

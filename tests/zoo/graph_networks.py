@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.layers import layers
 from tests.zoo.model import Batch, Table, args
 
 TABLE = Table()
@@ -18,19 +19,17 @@ def _model(name: str, **how: Any) -> nn.Module:
     return getattr(models, name)(WIDTH, 32, num_layers=2, out_channels=8, **how)
 
 
-class Stack(nn.Module):
-    """Two of one convolution of torch_geometric, as its examples write a network."""
+def _two(name: str, **how: Any) -> dict[str, nn.Module]:
+    import torch_geometric.nn
 
-    def __init__(self, name: str, **how: Any):
-        super().__init__()
-        from torch_geometric import nn as layers
+    kind = getattr(torch_geometric.nn, name)
+    return dict(first=kind(WIDTH, 32, **how), second=kind(32, 8, **how))
 
-        kind = getattr(layers, name)
-        self.first, self.second = kind(WIDTH, 32, **how), kind(32, 8, **how)
 
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        """Return [nodes, 8]."""
-        return self.second(self.first(x, edge_index, *rest).relu(), edge_index, *rest)
+@layers(_two)
+def Stack(self: nn.Module, x: torch.Tensor, edge_index: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    """Two of one convolution of torch_geometric, as its examples write a network: [nodes, 8]."""
+    return self.second(self.first(x, edge_index, *rest).relu(), edge_index, *rest)
 
 
 def _graph(size: int, weights: int = 0) -> Batch:

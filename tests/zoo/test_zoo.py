@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.layers import layers
+from tests.layers import forward_of, layers
 from tests.zoo.catalogue import models
 from tests.zoo.limits import rows_of
 from tests.zoo.model import ZooModel, args
@@ -57,20 +57,18 @@ def test_gradients_that_overflow_where_those_of_autocast_do_not_are_found():
 
 
 def test_a_model_that_overflows_with_a_loss_scale_under_autocast_is_measured_without_one():
-    def steep(outputs):
-        return outputs.mean() * 2.0**118  # times 1024 it is infinite in bf16
-
-    row = Trial(ZooModel("own", "own/steep", TINY.build, TINY.batch, steep), "bf16").run()
+    # The loss times 1024 is infinite in bf16.
+    row = Trial(replace(TINY, loss=lambda outputs: outputs.mean() * 2.0**118), "bf16").run()
     assert row["ok"], row["cause"]
     assert row["seeds"] == 3
     assert 0.5 < row["ratio"] < 1.5
 
 
-class Meets(nn.Linear):
+@forward_of(nn.Linear)
+def Meets(self, x):
     """Multiplies a low value by an fp32 one, which torch.autocast leaves alone."""
-
-    def forward(self, x):
-        return super().forward(torch.tensordot(super().forward(x), self.weight, dims=([-1], [0])))
+    linear = nn.Linear.forward
+    return linear(self, torch.tensordot(linear(self, x), self.weight, dims=([-1], [0])))
 
 
 def test_where_autocast_itself_fails_there_is_a_note_and_no_ratio(tmp_path):
@@ -91,8 +89,7 @@ def test_a_conversion_that_raises_is_a_cause_unless_fp32_raises_too():
 
     row = Trial(TINY, "bf16", refuse).run()
     assert row["cause"].startswith("train: RuntimeError: no;")
-    broken = ZooModel("own", "own/broken", TINY.build, lambda size: args(torch.randn(size, 9 if size == 3 else 8)))
-    row = Trial(broken, "bf16").run()
+    row = Trial(replace(TINY, batch=lambda size: args(torch.randn(size, 9 if size == 3 else 8))), "bf16").run()
     assert row["ok"], row["cause"]
     assert row["notes"][0].startswith("other_size: fp32 fails as well: RuntimeError")
 

@@ -77,21 +77,13 @@ def test_recomputation_gives_equal_gradients_and_draws_the_same_again(options):
 
 
 def test_a_nested_and_a_multi_output_checkpoint():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def inner(self, x):
-            h = torch.tanh(self.a(x))
-            return h, h * 2
-
-        def outer(self, x):
-            h, twice = checkpoint(self.inner, x, use_reentrant=False)
+    @layers(lambda: dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8)))
+    def Nested(self, x):
+        def outer(x):
+            h, twice = checkpoint(lambda x: (h := torch.tanh(self.a(x)), h * 2), x, use_reentrant=False)
             return self.b(h) + twice
 
-        def forward(self, x):
-            return checkpoint(self.outer, x, use_reentrant=False)
+        return checkpoint(outer, x, use_reentrant=False)
 
     model = Nested()
     own, x = copy.deepcopy(model), torch.randn(4, 8)

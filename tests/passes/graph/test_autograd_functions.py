@@ -11,7 +11,7 @@ import amp_graph
 from amp_graph.capture import dynamo_backend
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph import autograd_functions
-from tests.layers import layers
+from tests.layers import function_of, layers
 
 # Dynamo makes an object of each custom function that it captures.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -35,16 +35,7 @@ class Tripled(torch.autograd.Function):
         return of_cubes * squares * (3 * ctx.factor) + of_sums * ctx.above, None
 
 
-class Cubes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x * x
+Cubes = function_of(lambda x: x**3, lambda grad, x: grad * 3 * x * x)
 
 
 @layers(lambda function: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH), function=function), seed=0)
@@ -181,47 +172,25 @@ def test_one_that_writes_to_its_input_is_left_to_torch():
     assert near(stepped(model, x), stepped(plain, x))
 
 
-class Einsums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.einsum("bi,oi->bo", x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return torch.einsum("bo,oi->bi", grad, weight), torch.einsum("bo,bi->oi", grad, x)
+def by_einsum(grad, x, weight):
+    return torch.einsum("bo,oi->bi", grad, weight), torch.einsum("bo,bi->oi", grad, x)
 
 
-class Tensordots(Einsums):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.tensordot(x, weight, ([1], [1]))
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return torch.tensordot(grad, weight, ([1], [0])), torch.tensordot(grad, x, ([0], [0]))
+def by_tensordot(grad, x, weight):
+    return torch.tensordot(grad, weight, ([1], [0])), torch.tensordot(grad, x, ([0], [0]))
 
 
-class Sums(Einsums):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return (x[:, None] * weight[None]).sum(-1)
-
-
-class Inners(Einsums):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.inner(x, weight)
+PARTS = {
+    "einsum": function_of(lambda x, weight: torch.einsum("bi,oi->bo", x, weight), by_einsum),
+    "tensordot": function_of(lambda x, weight: torch.tensordot(x, weight, ([1], [1])), by_tensordot),
+    "sum": function_of(lambda x, weight: (x[:, None] * weight[None]).sum(-1), by_einsum),
+    "inner": function_of(torch.inner, by_einsum),
+}
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("function", [Einsums, Tensordots, Sums, Inners])
+@pytest.mark.parametrize("function", PARTS.values(), ids=PARTS)
 def test_products_that_autocast_knows_by_their_parts(function, policy):
     """Captured again under autocast, which casts what einsum is made of, backward met two precisions."""
     plain, model, x = models(lambda s, x: function.apply(s.first(x), s.second.weight), policy)

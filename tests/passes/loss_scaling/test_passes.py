@@ -16,6 +16,7 @@ from amp_graph.passes.loss_scaling import (
     name_joint,
 )
 from amp_graph.passes.manager import run_passes
+from tests.layers import function_of
 from tests.passes.loss_scaling.joint_graphs import (
     FAST,
     batch,
@@ -114,18 +115,9 @@ def test_the_graph_of_aot_module_is_called_with_flat_inputs():
 
 
 def test_a_gradient_that_is_an_input_is_copied_before_it_is_written():
-    class Given(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a, x):
-            ctx.save_for_backward(x)
-            return (a * x).sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return ctx.saved_tensors[0], None
-
+    given = function_of(lambda a, x: (a * x).sum(), lambda grad, a, x: (x, None))
     a, x = leaf(3), leaf(3, seed=1).detach()
-    gm = make_fx(lambda a, x: (loss := Given.apply(a, x), *torch.autograd.grad(loss, [a])), tracing_mode="fake")(a, x)
+    gm = make_fx(lambda a, x: (loss := given.apply(a, x), *torch.autograd.grad(loss, [a])), tracing_mode="fake")(a, x)
     name_joint(gm, {"a": 1}, seed=next(iter(gm.graph.find_nodes(op="placeholder"))))
     before = x.clone()
     run(gm, ClipGradients(value=0.01))

@@ -18,7 +18,7 @@ from amp_graph.errors import CaptureError, PolicyError
 from amp_graph.passes.precision.sensitivity import ONE_NUMBER
 from amp_graph.policy import Policy
 from tests.corpus.sequence import NanoGPT
-from tests.layers import layers
+from tests.layers import forward_of, layers
 from tests.measure_budgets import predicted_and_measured
 from tests.passes.planning import machine
 
@@ -141,9 +141,9 @@ def test_what_its_owner_wants_low_is_said_where_no_plan_is_as_exact():
     assert "no plan is that exact" in " ".join(amp_graph.report(model).text().split())
 
 
-class MeanSquare(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).square().mean()
+@forward_of(nn.Linear)
+def MeanSquare(self, x):
+    return nn.Linear.forward(self, x).square().mean()
 
 
 # The loss of an autoencoder is small beside its outputs: the direction of its gradient says 0.3, and 0.8 is measured.
@@ -209,20 +209,10 @@ def test_a_sample_leaves_no_trace():
     assert amp_graph.report(model).graphs[0].budget.origin == "measured"
 
 
-class AsksForGradients(nn.Module):
+@layers(lambda: dict(body=nn.Linear(16, 4)), ask=torch.compiler.disable(lambda self, x: x.requires_grad_()))
+def AsksForGradients(self, x):
     """As wav2vec2 does, so that checkpointed layers get gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(16, 4)
-
-    @torch.compiler.disable
-    def ask(self, x):
-        x.requires_grad = True
-        return x
-
-    def forward(self, x):
-        return self.body(self.ask(x[:, None]))
+    return self.body(self.ask(x[:, None]))
 
 
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")

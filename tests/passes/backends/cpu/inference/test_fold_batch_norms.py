@@ -175,23 +175,20 @@ def test_norms_and_convolutions_that_are_read_twice(kind):
         assert_close(called(ours, x), called(theirs, x))
 
 
-class Residual(nn.Module):
+@layers(
+    lambda late=False: dict(
+        convs=nn.ModuleList(nn.Conv2d(a, 16, k, padding=k // 2, bias=False) for a, k in SIZES),
+        norms=nn.ModuleList(nn.BatchNorm2d(16) for _ in SIZES),
+        late=late,
+    ),
+    part=lambda self, index, x: self.norms[index](self.convs[index](x)),
+)
+def Residual(self, x):
     """Two blocks, the first of which projects; ``late``: what the second adds to is read once more behind it."""
-
-    def __init__(self, late=False):
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(a, 16, k, padding=k // 2, bias=False) for a, k in SIZES)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in SIZES)
-        self.late = late
-
-    def part(self, index, x):
-        return self.norms[index](self.convs[index](x))
-
-    def forward(self, x):
-        x = F.relu(self.part(0, x) + self.part(1, x))
-        h = F.relu(self.part(2, x))
-        y = F.relu(x + self.part(3, h))
-        return (self.part(4, x) if self.late else y).mean((2, 3)) + y.mean((2, 3))
+    x = F.relu(self.part(0, x) + self.part(1, x))
+    h = F.relu(self.part(2, x))
+    y = F.relu(x + self.part(3, h))
+    return (self.part(4, x) if self.late else y).mean((2, 3)) + y.mean((2, 3))
 
 
 SIZES = ((3, 1), (3, 3), (16, 3), (16, 1), (16, 1))

@@ -12,7 +12,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear.panel_gemm import library
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
-from tests.layers import layers
+from tests.layers import forward_of, layers
 
 pytestmark = [
     pytest.mark.skipif(not multiplies_bf16(), reason="nothing is packed on a CPU that does not multiply bf16"),
@@ -157,12 +157,11 @@ def test_a_product_that_others_read_too_keeps_its_activation_behind_it():
     assert "gelu(" in amp_graph.report(ours).graphs[0].text
 
 
-class EnablesGradients(nn.Linear):
+@forward_of(nn.Linear)
+@torch.enable_grad()
+def EnablesGradients(self, x):
     """Called without gradients, records some all the same."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            return super().forward(x)
+    return nn.Linear.forward(self, x)
 
 
 def test_a_region_that_enables_gradients_has_them():

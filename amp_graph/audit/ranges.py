@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from amp_graph.audit.codes import finding
 from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Training, Watcher, name_of
 from amp_graph.audit.samples import sample
-from amp_graph.numerics.differences import first_of
+from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
 from amp_graph.passes.graph.node_info import FLOATS, HALVES, is_view
 

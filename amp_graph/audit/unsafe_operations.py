@@ -23,7 +23,8 @@ from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training, 
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
 from amp_graph.lists.errors import Attempt
-from amp_graph.numerics.differences import Sums, first_of
+from amp_graph.numerics.differences import Sums
+from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of

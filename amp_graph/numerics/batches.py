@@ -7,7 +7,6 @@ A batch is what ``TrainStep`` takes: ``(inputs, *targets)`` with a loss function
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,20 +70,18 @@ def checked(caller: str, batches: Iterable[Any]) -> Iterator[tuple[int, tuple[An
             f"{caller}: a {type(batches).__name__} is no iterable of batches\n  legal: a list, a DataLoader\n"
             f"  fix:   amp_graph.{caller}(model, [batch])"
         )
-    first: Any = None
-    count = 0
+    first = ""
     for number, batch in enumerate(batches):
         found = _structure(batch)
-        first = found if number == 0 else first
+        first = first or found
         if found != first:
             raise CalibrationError(
                 f"{caller}: batch {number} has another structure than batch 0: {found} instead of {first}\n"
                 "  legal: batches of one structure, with the dtypes and numbers of dimensions of the first\n"
                 f"  fix:   one call of amp_graph.{caller} for each kind of batch"
             )
-        count = number + 1
         yield number, parts_of(f"{caller}: batch {number}", batch, f"amp_graph.{caller}(model, [(x, y)], loss_fn)")
-    if not count:
+    if not first:
         raise CalibrationError(
             f"{caller}: there are no batches\n  legal: at least one; a generator can be used once only\n"
             f"  fix:   amp_graph.{caller}(model, list(batches))"
@@ -98,18 +95,16 @@ def _structure(batch: Any) -> str:
         f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.dim()}d]" if isinstance(leaf, Tensor) else type(leaf).__name__
         for leaf in leaves
     ]
-    flat = tree_flatten(list(leaves))[1]
-    return f"({', '.join(told)})" + ("" if spec == flat else f" in {spec}")
+    return f"({', '.join(told)})" + ("" if spec == tree_flatten(list(leaves))[1] else f" in {spec}")
 
 
 def parts_of(what: str, batch: Any, fix: str, kind: type[AmpGraphError] = CalibrationError) -> tuple[Any, ...]:
     """Return a batch as a tuple, of its inputs and targets. Raises ``kind`` for one without a tensor.
 
-    An object of another class (PyTorch Geometric's ``Data``) may hold tensors.
+    A mapping of any class, and an object of another class (PyTorch Geometric's ``Data``), may hold tensors.
     """
     given = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    known = [dict(one) if isinstance(one, Mapping) else one for one in given]  # also mappings of other classes
-    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves(known)):
+    if all(isinstance(leaf, PLAIN) for leaf in tree_leaves([dict(x) if isinstance(x, Mapping) else x for x in given])):
         raise kind(
             f"{what} has no tensor: {shortened(batch, 80)}\n  legal: (inputs, *targets), a dict, or one tensor\n"
             f"  fix:   {fix}"
@@ -130,8 +125,7 @@ def output_and_loss(model: Any, loss_fn: LossFn | None, batch: tuple[Any, ...]) 
         found = loss_of(out)
     except (TypeError, KeyError, IndexError, AttributeError):
         return out, None
-    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad
-    return out, found if is_loss else None
+    return out, found if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad else None
 
 
 def refuse_detached(
@@ -160,16 +154,28 @@ def refuse_infinite(caller: str, loss: Tensor | None, number: int) -> None:
 def gradients(model: torch.nn.Module, loss: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return the gradients of ``inputs``, None for those that the loss does not depend on.
 
-    Where a backward is reentrant, inputs that are no leaves have None.
+    Where a backward is reentrant, inputs that are no leaves have None; ``.grad`` and the hooks behind its accumulation,
+    such as an optimizer's step, are taken away meanwhile.
     """
     nodes = list(nodes_behind([loss.grad_fn]))
     if not any(REENTRANT in node.name() for node in nodes):
         return torch.autograd.grad(loss, inputs, allow_unused=True)
     reached = [node.variable for node in nodes if hasattr(node, "variable")]
-    leaves = {id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}
-    with _without_grads(list(leaves.values())):
+    leaves = list({id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}.values())
+    grads = [leaf.grad for leaf in leaves]
+    # Emptied in place: the leaf's gradient accumulator keeps that dict of hooks whatever the attribute says.
+    hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
+    kept = [dict(one) for one in hooks]
+    for leaf, one in zip(leaves, hooks, strict=True):
+        leaf.grad = None
+        one.clear()
+    try:
         torch.autograd.backward(loss)
         return [t.grad if t.is_leaf else None for t in inputs]
+    finally:
+        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
+            leaf.grad = grad
+            one.update(before)
 
 
 class Leaves(list[Tensor]):
@@ -183,23 +189,3 @@ class Leaves(list[Tensor]):
             return False
         gradients(model, loss * scale, leaves)
         return True
-
-
-@contextmanager
-def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Take away ``.grad`` and the hooks behind its accumulation, such as an optimizer's step; put them back.
-
-    The dict of hooks is emptied in place: the leaf's gradient accumulator keeps that dict whatever the attribute says.
-    """
-    grads = [leaf.grad for leaf in leaves]
-    hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
-    kept = [dict(one) for one in hooks]
-    for leaf, one in zip(leaves, hooks, strict=True):
-        leaf.grad = None
-        one.clear()
-    try:
-        yield
-    finally:
-        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
-            leaf.grad = grad
-            one.update(before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +27,8 @@ from amp_graph.lists import OpClass
 from amp_graph.lists.errors import shortened
 from amp_graph.model_state import same_random_numbers, unwritten
 from amp_graph.numerics.batches import LossFn, checked, to_measure
-from amp_graph.numerics.differences import ErrorMetric
+from amp_graph.numerics.compare import planned
+from amp_graph.numerics.differences import error_metric
 from amp_graph.passes.calibration.node_keys import node_keys
 from amp_graph.passes.graph.bodies import bodies_of
 from amp_graph.passes.precision.machine_rates import machine_for
@@ -35,7 +37,7 @@ from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import LOW
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
-from amp_graph.rewrite import Rewritten, copy_graph, ready_to_plan, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, ready_to_plan
 
 Metric = Callable[[torch.nn.Module, Sequence[Any]], float]
 ROUNDING = (OpClass.ALLOW, OpClass.FOLLOW, OpClass.FP32_INSIDE, OpClass.PROMOTE)
@@ -83,17 +85,17 @@ def bisect(
     Raises PolicyError (a tolerance that is no number, or that fp32 itself misses; a metric that is no function),
     CalibrationError (no batches, or batches of another structure), CaptureError.
     """
-    _refuse_tolerance(tolerance)
-    _refuse_search(metric, max_runs)
+    _refuse_arguments(tolerance, metric, max_runs)
     model, asked = to_measure("bisect", model, loss_fn, policy)
     given = [batch for _, batch in checked("bisect", batches)]
-    trials = _Trials(model, given, asked, metric or ErrorMetric(model, given, loss_fn, asked), tolerance)
+    trials = _Trials(model, given, asked, metric or error_metric(model, given, loss_fn, asked), tolerance)
     candidates = trials.in_fp32()
     found = smallest(candidates, trials.meets, max_runs)
     if found is None:
         raise PolicyError(
-            f"bisect: with all {len(candidates)} operations of the plan in fp32 the metric is {trials.last:g}, above "
-            f"the tolerance {tolerance:g}, which fp32 itself meets\n  legal: a larger tolerance\n"
+            f"bisect: with all {len(candidates)} operations of the plan in fp32 the metric is "
+            f"{trials.known[frozenset(candidates)]:g}, above the tolerance {tolerance:g}, which fp32 itself meets\n"
+            "  legal: a larger tolerance\n"
             "  fix:   a larger tolerance, or policy='bf16-O0'"
         )
     kept, is_minimal = found
@@ -103,16 +105,13 @@ def bisect(
     return made
 
 
-def _refuse_tolerance(tolerance: Any) -> None:
+def _refuse_arguments(tolerance: Any, metric: Any, max_runs: Any) -> None:
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise PolicyError(
             f"bisect: tolerance={shortened(tolerance)} is no tolerance\n"
             "  legal: a number from 0, the largest metric that is good enough\n"
             "  fix:   amp_graph.bisect(model, batches, loss_fn, tolerance=0.01)"
         )
-
-
-def _refuse_search(metric: Any, max_runs: Any) -> None:
     if metric is not None and not callable(metric):
         raise PolicyError(
             f"bisect: metric={shortened(metric)} is no function\n  legal: called as metric(model, batches), returns a "
@@ -134,7 +133,6 @@ class _Trials:
     metric: Metric
     tolerance: float
     runs: int = 0
-    last: float = math.nan
     known: dict[frozenset[str], float] = field(default_factory=dict)
 
     def policy(self, kept: Sequence[str]) -> str:
@@ -148,21 +146,17 @@ class _Trials:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", AmpGraphWarning)  # of a trial, which the user never runs
                 self.known[key] = self._run(convert(copy.deepcopy(self.model), self.policy(kept)))
-        self.last = self.known[key]
-        return self.last <= self.tolerance
+        return self.known[key] <= self.tolerance
 
     def in_fp32(self) -> list[str]:
         """Run the metric in fp32; return the keys of the operations that the plan rounds, least time saved first.
 
         Raises PolicyError if fp32 itself misses the tolerance, CaptureError if nothing was captured.
         """
-        own, saved = copy.deepcopy(self.model), dict[str, int]()
+        own, saved = copy.deepcopy(self.model), Counter[str]()
         take = partial(_take, saved, self.asked, device_of_model(own))
         with captured_by(own, self.asked, take, caller="bisect"):
-            self._refuse(self._run(own))
-        return sorted(saved, key=saved.__getitem__)
-
-    def _refuse(self, found: float) -> None:
+            found = self._run(own)
         if not found <= self.tolerance:
             raise PolicyError(
                 f"bisect: fp32 itself misses the tolerance: the metric is {found:g} for the model as it was written, "
@@ -170,6 +164,7 @@ class _Trials:
                 f"  legal: a tolerance of at least {found:g}, of a metric of which less is better\n"
                 f"  fix:   tolerance={found * 2 if math.isfinite(found) else 0.01:.2g}, or another metric"
             )
+        return sorted(saved, key=saved.__getitem__)
 
     def _run(self, model: torch.nn.Module) -> float:
         self.runs += 1
@@ -188,28 +183,26 @@ class _Trials:
 # -- candidates ---------------------------------------------------------------------------------------------
 
 
-def _take(saved: dict[str, int], policy: Policy, device: str | None, gm: GraphModule) -> Runner:
+def _take(saved: Counter[str], policy: Policy, device: str | None, gm: GraphModule) -> Runner:
     """Plan a copy of a captured graph, and note what each operation saves, in picoseconds; run it as captured."""
-    without = replace(policy, skip=tuple(dict.fromkeys((*policy.skip, "backend"))), skip_unprofitable="false")
-    _note(saved, policy, device, copy_graph(gm), rewrite_in_place(copy_graph(gm), without, device))
+    _note(saved, policy, device, copy_graph(gm), planned(gm, policy, device))
     return lower(gm, (), "eager", replace(in_fp32(policy), level="O0"))
 
 
-def _note(saved: dict[str, int], policy: Policy, device: str | None, prepared: GraphModule, planned: Rewritten) -> None:
-    """Note what the operations of a captured graph, and of those inside it, save as ``planned``."""
+def _note(saved: Counter[str], policy: Policy, device: str | None, prepared: GraphModule, plan: Rewritten) -> None:
+    """Note what the operations of a captured graph, and of those inside it, save by ``plan``."""
     classes = ready_to_plan(prepared, policy, device).classes
     for body in bodies_of(prepared):
-        if body.name in planned.bodies:
-            _note(saved, policy, device, body.graph, planned.bodies[body.name])
+        if body.name in plan.bodies:
+            _note(saved, policy, device, body.graph, plan.bodies[body.name])
     machine = machine_for(policy.device or device or "cpu")
     dtype = str(policy.torch_dtype(device or "cpu")).removeprefix("torch.")
-    chosen = {node.name: mark for node, mark in marks(planned.gm).items()}
+    chosen = {node.name: mark for node, mark in marks(plan.gm).items()}
     for node, key in node_keys(prepared).items():
         mark = chosen.get(node.name)
         if mark is not None and mark.precision == LOW and mark.cls in ROUNDING:
             work = work_of(node, classes[node])
-            gain = picoseconds(work, machine, "float32") - picoseconds(work, machine, dtype)
-            saved[key] = saved.get(key, 0) + gain
+            saved[key] += picoseconds(work, machine, "float32") - picoseconds(work, machine, dtype)
 
 
 # -- the search ---------------------------------------------------------------------------------------------

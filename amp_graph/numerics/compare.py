@@ -40,7 +40,7 @@ from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.policy import Policy
-from amp_graph.rewrite import copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
+from amp_graph.rewrite import Rewritten, copy_graph, has_values, read_values, ready_to_plan, rewrite_in_place
 
 FP64, FP32, PLAN, AUTOCAST = "fp64", "fp32", "plan", "autocast"
 MODES = (FP64, FP32, PLAN, AUTOCAST)
@@ -74,16 +74,14 @@ def compare(
     """
     model, asked = to_measure("compare", model, loss_fn, policy)
     comparing = _Comparing(asked, device_of_model(model) or "cpu")
-    count = 0
     with captured_by(model, asked, comparing.take, caller="compare") as before:
         comparing.before = before
         for number, batch in checked("compare", batches):
             _compare_batch(model, loss_fn, batch, number, comparing)
-            count += 1
-    found = comparing.operations()
     return Comparison(
-        found, str(asked), type(model).__name__, count, comparing.reference, comparing.scale, comparing.autocast_failed
-    )
+        comparing.operations(), str(asked), type(model).__name__, number + 1, comparing.reference, comparing.scale,
+        comparing.autocast_failed,
+    )  # fmt: skip
 
 
 def _compare_batch(
@@ -98,7 +96,9 @@ def _compare_batch(
         except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
             comparing.leaves.clear()
             if mode == AUTOCAST:
-                comparing.leave_out_autocast(first_line(error))
+                comparing.autocast_failed = first_line(error)
+                for graph in comparing.graphs:
+                    graph.found[AUTOCAST] = Differences()
             elif mode == FP64 and comparing.wide == FP64:
                 comparing.wide, comparing.reference = FP32, f"fp32, as fp64 failed: {first_line(error)}"
                 _run(model, loss_fn, batch, number, mode, comparing)
@@ -116,7 +116,6 @@ def _run(
 ) -> None:
     """Run forward, loss and backward in one mode."""
     comparing.begin(mode)
-    assert comparing.before is not None, "set where graphs are taken"
     with unwritten(batch), restored(comparing.before):
         with comparing.region():
             out, loss = output_and_loss(model, loss_fn, batch)
@@ -128,14 +127,23 @@ def _run(
 
 def projected(out: Any) -> torch.Tensor | None:
     """Return a sum of outputs with fixed random weights; None if no output requires gradients."""
-    leaves = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
-    total: torch.Tensor | None = None
-    for leaf in leaves:
-        seeded = torch.Generator().manual_seed(leaf.numel())
-        weights = torch.randn(leaf.shape, generator=seeded).to(leaf.device, leaf.dtype)
-        part = (leaf * weights).sum() / math.sqrt(leaf.numel())
-        total = part if total is None else total + part
-    return total
+
+    def part(leaf: torch.Tensor) -> torch.Tensor:
+        weights = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(leaf.numel()))
+        return (leaf * weights.to(leaf.device, leaf.dtype)).sum() / math.sqrt(leaf.numel())
+
+    parts = [part(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad and t.numel()]
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def planned(gm: GraphModule, policy: Policy, device: str | None) -> Rewritten:
+    """Return a copy of a captured graph as planned, without the passes of one device.
+
+    It is planned whatever time its roundings take, unless the policy says what to do then.
+    """
+    without = tuple(dict.fromkeys((*policy.skip, "backend")))
+    asked = replace(policy, skip=without, skip_unprofitable=policy.skip_unprofitable or "false")
+    return rewrite_in_place(copy_graph(gm), asked, device)
 
 
 @dataclass(eq=False)
@@ -170,10 +178,6 @@ class ComparedGraph:
         self.runs += 1
         return Against(ref, self.found[mode], scale, unit)
 
-    def precisions(self) -> dict[str, tuple[str, str]]:
-        """Return the planned precision of each operation, and its reason, by the name of its node."""
-        return {n.name: (m.precision, m.reason) for n, m in marks(self.forms[PLAN][0]).items()}
-
 
 @dataclass(eq=False)
 class _Comparing:
@@ -187,33 +191,29 @@ class _Comparing:
     reference: str = "fp64"
     scale: float = 1.0
     autocast_failed: str = ""  # why torch.autocast could not run it
-    before: ModelState | None = None
+    before: ModelState = field(init=False)
     leaves: Leaves = field(default_factory=Leaves)
     _unit: float = 1.0
 
     def take(self, gm: GraphModule) -> Runner:
         """Prepare the four forms of a captured graph; return what runs that of the mode."""
-        planned, prepared = copy_graph(gm), copy_graph(gm)
-        without = tuple(dict.fromkeys((*self.policy.skip, "backend")))
-        # Whatever time its roundings take.
-        asked = replace(self.policy, skip=without, skip_unprofitable=self.policy.skip_unprofitable or "false")
-        rewrite_in_place(planned, asked, self.device)
-        return self._runner(gm, prepared, planned, is_whole=True)
+        return self._runner(gm, copy_graph(gm), planned(gm, self.policy, self.device).gm, is_whole=True)
 
     def _runner(
-        self, gm: GraphModule, prepared: GraphModule, planned: GraphModule, *, is_whole: bool
+        self, gm: GraphModule, prepared: GraphModule, plan: GraphModule, *, is_whole: bool
     ) -> Callable[..., Any]:
         """Return what runs a graph in the mode of the moment; it and the graphs inside it are compared from now on."""
         memory = ready_to_plan(prepared, self.policy, self.device).memory
         read_values(gm)
         forms = {FP64: (prepared, memory), FP32: (prepared, memory), AUTOCAST: (gm, observe(gm, {}))}
-        forms[PLAN] = planned, observe(planned, marks(planned))
+        forms[PLAN] = plan, observe(plan, marks(plan))
         graph = ComparedGraph(forms, node_keys(prepared), is_whole)
         self.graphs.append(graph)
         for body in bodies_of(prepared):
             if has_values(body.graph):
-                inside = (getattr(gm, body.name), body.graph, getattr(planned, body.name))
-                graph.bodies[body.name] = self._runner(*inside, is_whole=False)
+                graph.bodies[body.name] = self._runner(
+                    getattr(gm, body.name), body.graph, getattr(plan, body.name), is_whole=False
+                )
         return partial(self._run, graph)
 
     def begin(self, mode: str) -> None:
@@ -223,16 +223,12 @@ class _Comparing:
                 graph.refs = []
         elif self.mode == FP64:
             self._unit = math.hypot(*(ref.weight(g.outputs()) for g in self.graphs for ref in g.refs)) or 1.0
-            self.scale = self._scale()
+            if self.policy.torch_dtype(self.device) == torch.float16:  # no gradient of this batch overflows with it
+                grads = (g for graph in self.graphs for ref in graph.refs for g in ref.gradients.values())
+                self.scale = scale_for_fp16(grads, ROOM)
         for graph in self.graphs:
             graph.runs = 0
         self.mode = mode
-
-    def _scale(self) -> float:
-        """Return a loss scale for fp16 with which no gradient of this batch overflows."""
-        largest = max((ref.largest_gradient() for graph in self.graphs for ref in graph.refs), default=0.0)
-        is_fp16 = self.policy.torch_dtype(self.device) == torch.float16
-        return scale_for_fp16(largest, ROOM) if is_fp16 else 1.0
 
     def _run(self, graph: ComparedGraph, *args: Any) -> Any:
         """Run a graph; its outputs have their captured dtypes."""
@@ -258,17 +254,11 @@ class _Comparing:
             return nullcontext()
         return torch.autocast(self.device, self.policy.torch_dtype(self.device), cache_enabled=cache_enabled)
 
-    def leave_out_autocast(self, why: str) -> None:
-        """Compare no more with ``torch.autocast``."""
-        self.autocast_failed = why
-        for graph in self.graphs:
-            graph.found[AUTOCAST] = Differences()
-
     def operations(self) -> tuple[Operation, ...]:
         """Return what was found, by operation, worst first; operations of several graphs with one key join."""
         found: dict[str, Operation] = {}
         for graph in self.graphs:
-            precisions = graph.precisions()
+            precisions = {n.name: (m.precision, m.reason) for n, m in marks(graph.forms[PLAN][0]).items()}
             for node, key in graph.keys.items():
                 one = _operation(node, key, graph, precisions.get(node.name, ("captured", "")))
                 if one is not None and (key not in found or one.introduced > found[key].introduced):
@@ -284,7 +274,7 @@ def _operation(node: Node, key: str, graph: ComparedGraph, planned: tuple[str, s
         return None
     errors = [_error(graph.found[mode].values, node) for mode in (PLAN, AUTOCAST, FP32)]
     gradients = [_error(graph.found[mode].gradients, node) for mode in (PLAN, AUTOCAST, FP32)]
-    introduced = max(plan.forward.get(node.name, 0.0), plan.backward.get(node.name, 0.0))
+    introduced = max(plan.forward[node.name], plan.backward[node.name])
     return Operation(key, module_of(key), *planned, source_line(node), introduced, *errors, *gradients)
 
 

@@ -74,11 +74,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, with ``schema`` and ``version``; infinite errors as text."""
-        head = {"schema": SCHEMA, "version": VERSION, "model": self.model, "policy": self.policy}
-        head |= {"batches": self.batches, "reference": self.reference, "loss_scale": self.loss_scale}
-        head |= {"autocast_failed": self.autocast_failed}
-        found = plain_values({"layers": self.rows(), "operations": [vars(one) for one in self.operations]})
-        return {**head, **found}
+        head = {"schema": SCHEMA, "version": VERSION, "model": self.model, "policy": self.policy,
+                "batches": self.batches, "reference": self.reference, "loss_scale": self.loss_scale,
+                "autocast_failed": self.autocast_failed}  # fmt: skip
+        return head | plain_values({"layers": self.rows(), "operations": [vars(one) for one in self.operations]})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_dict()`` to ``path`` as JSON, or nothing. Raises AmpGraphError if it cannot be written."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_graph.devices import device_of_model
 from amp_graph.model_state import unchanged
 from amp_graph.numerics.batches import LossFn, gradients, output_and_loss, refuse_infinite
-from amp_graph.numerics.exact_runs import Exact, origin, wide
+from amp_graph.numerics.exact_runs import Exact, first_of, origin, wide
 from amp_graph.passes.calibration.ranges import MASK
 from amp_graph.passes.graph.observe import GradientSink
 from amp_graph.policy import Policy
@@ -55,14 +56,10 @@ class Reference(GradientSink):
         """Keep the gradient of one read."""
         self.reads[reader.name, source.name] = grad.double()
 
-    def largest_gradient(self) -> float:
-        """Return the largest magnitude of any gradient; 0 without one."""
-        return max((float(g.abs().max()) for g in self.gradients.values() if g.numel()), default=0.0)
-
     def weight(self, names: Iterable[str]) -> float:
         """Return the size of value times gradient of these nodes; of the outputs, it is the unit of errors."""
-        known = (n for n in names if n in self.gradients)
-        return math.hypot(*(_norm((self.values[n] * self.gradients[n]).nan_to_num(0.0, 0.0, 0.0)) for n in known))
+        pairs = ((self.values[n], self.gradients[n]) for n in names if n in self.gradients)
+        return math.hypot(*(_norm((value * gradient).nan_to_num(0.0, 0.0, 0.0)) for value, gradient in pairs))
 
 
 @dataclass(eq=False)
@@ -92,8 +89,8 @@ class Differences:
 
     values: dict[str, Sums] = field(default_factory=dict)
     gradients: dict[str, Sums] = field(default_factory=dict)
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
+    forward: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    backward: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 @dataclass(eq=False)
@@ -122,7 +119,7 @@ class Against(GradientSink):
         if got is None or got.shape != exact.result.shape or name not in self.ref.values:
             return
         wrong = difference(got.detach().double(), exact.result.detach())
-        _add(self.found.forward, name, self._effect(wrong, name))
+        self.found.forward[name] += self._effect(wrong, name)
         if exact.result.requires_grad and isinstance(result, Tensor):
             self.exact[name] = exact
 
@@ -151,7 +148,7 @@ class Against(GradientSink):
         wrong, size = _norm(difference(grad.double() / self.scale, expected)), _norm(ref)
         share = min(1.0, _norm(torch.where(_is_masked(value), 0.0, value) * ref) / self.unit)
         if wrong and size:
-            _add(self.found.backward, reader.name, math.inf if math.isinf(wrong) else wrong / size * share)
+            self.found.backward[reader.name] += math.inf if math.isinf(wrong) else wrong / size * share
 
     def _effect(self, wrong: Tensor, name: str) -> float:
         """Return the size of an error of a value in the loss, relative to that of the outputs.
@@ -166,18 +163,14 @@ class Against(GradientSink):
         return 0.0 if self.ref.gradients else _norm(wrong) / (_norm(self.ref.values[name]) or 1.0)
 
 
-def _add(into: dict[str, float], name: str, more: float) -> None:
-    into[name] = into.get(name, 0.0) + more
-
-
 def difference(got: Tensor, ref: Tensor) -> Tensor:
     """Return ``got - ref``; 0 where the reference is masked, infinite where ``got`` alone is not finite."""
-    wrong = torch.where(torch.isfinite(got), got - ref, math.inf)
-    return torch.where(_is_masked(ref), 0.0, wrong)
+    return torch.where(_is_masked(ref), 0.0, torch.where(torch.isfinite(got), got - ref, math.inf))
 
 
-def scale_for_fp16(largest: float, room: float) -> float:
-    """Return a loss scale with which a gradient of ``largest`` stays below the end of fp16 by the factor ``room``."""
+def scale_for_fp16(gradients: Iterable[Tensor], room: float) -> float:
+    """Return a loss scale with which all ``gradients`` stay below the end of fp16 by the factor ``room``."""
+    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
     if not 0.0 < largest < math.inf:
         return 1.0
     return max(1.0, min(2.0**16, 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / room / largest))))
@@ -192,74 +185,72 @@ def _norm(found: Tensor) -> float:
 
 
 def _square(found: Tensor) -> float:
-    if not found.numel():
-        return 0.0
     total = float(found.square().sum())
     return math.inf if math.isnan(total) else total
 
 
-def first_of(result: Any) -> Tensor | None:
-    """Return the tensor of a result that is compared: itself, or the first of several; None if it is not dense."""
-    found = result[0] if isinstance(result, (tuple, list)) and result else result
-    plain = isinstance(found, Tensor) and found.layout == torch.strided and not found.is_nested
-    return found if plain and found.is_floating_point() else None
-
-
-# -- the error of a whole run: the metric of ``bisect`` by default ---------------------------------------------
+# -- whole runs: outputs and gradients, and the error of another run -------------------------------------------
 
 ROOM = 64.0  # by which the scaled gradients of parameters stay below the largest number of fp16: others are larger
-Ran = dict[int | str, Tensor]  # the outputs of a batch, by number, and the gradients of parameters, in float64
+Values = dict[str, Tensor]  # "output 0", "gradient of head.weight", in float64
 
 
-class ErrorMetric:
-    """The relative L2 error of all outputs or, if larger, of all gradients of parameters, against fp64.
+def values_of(model: torch.nn.Module, out: Any, loss: Tensor | None, scale: float = 1.0) -> Values:
+    """Return what a run returned, and the gradients of its loss, which are computed with a loss ``scale``."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    grads: Sequence[Tensor | None] = [None] * len(named)
+    if loss is not None and loss.requires_grad and named:
+        grads = gradients(model, loss * scale, list(named.values()))
+    leaves = [t for t in tree_leaves(as_containers(out)) if isinstance(t, Tensor) and t.is_floating_point()]
+    # A result may be a buffer or an input, which is restored.
+    found = {f"output {i}": t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}
+    pairs = zip(named, grads, strict=True)
+    return found | {f"gradient of {n}": g.double() / scale for n, g in pairs if g is not None and not g.is_sparse}
 
-    The reference runs once; gradients have a loss scale in fp16.
+
+def error_of(found: Values, reference: Values) -> float:
+    """Return the relative L2 error of all outputs or, if larger, of all gradients; infinite if any is not finite."""
+    sums = {"output": Sums(), "gradient": Sums()}
+    for name, ref in reference.items():
+        got, of_kind = found.get(name, torch.zeros_like(ref)), sums[name.partition(" ")[0]]
+        if got.shape == ref.shape:
+            of_kind.add(got, ref)
+        else:
+            of_kind.wrong = math.inf
+    return max(one.error for one in sums.values())
+
+
+def scale_of(reference: Values) -> float:
+    """Return a loss scale for runs in fp16, by the gradients of a reference."""
+    return scale_for_fp16((t for name, t in reference.items() if name.startswith("gradient")), ROOM)
+
+
+def error_metric(
+    model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy
+) -> Callable[[torch.nn.Module, Sequence[Any]], float]:
+    """Return the metric of ``bisect`` by default: the error over all batches against fp64, which runs once.
+
+    Where an operation has no kernel for float64, or asks for float32, it is against fp32.
     """
 
-    def __init__(self, model: torch.nn.Module, batches: Sequence[Any], loss_fn: LossFn | None, policy: Policy) -> None:
-        self.loss_fn, self.scale = loss_fn, 1.0
-        self.reference = self._reference(model, batches)
-        if policy.torch_dtype(device_of_model(model) or "cpu") == torch.float16:
-            grads = [g for ran in self.reference for name, g in ran.items() if isinstance(name, str) and g.numel()]
-            self.scale = scale_for_fp16(max((float(g.abs().max()) for g in grads), default=0.0), ROOM)
+    def values(model: torch.nn.Module, batches: Sequence[Any], scale: float | None = None) -> Values:
+        found: Values = {}
+        for number, batch in enumerate(batches):
+            with unchanged(model, batch), torch.enable_grad():
+                out, loss = output_and_loss(model, loss_fn, batch)
+                if scale is None:
+                    refuse_infinite("bisect", loss, number)
+                of_batch = values_of(model, out, loss, scale or 1.0)
+            found |= {f"{name} in batch {number}": value for name, value in of_batch.items()}
+        return found
 
-    def __call__(self, model: torch.nn.Module, batches: Sequence[Any]) -> float:
-        """Return the error over all batches; infinite if anything is not finite that is in the reference."""
-        outputs, grads = Sums(), Sums()
-        for batch, expected in zip(batches, self.reference, strict=True):
-            got = self._run(model, batch, self.scale)
-            for name, ref in expected.items():
-                sums = outputs if isinstance(name, int) else grads
-                found = got.get(name, torch.zeros_like(ref))
-                if found.shape == ref.shape:
-                    sums.add(found, ref)
-                else:
-                    sums.wrong = math.inf
-        return max(outputs.error, grads.error)
-
-    def _reference(self, model: torch.nn.Module, batches: Sequence[Any]) -> list[Ran]:
-        try:
-            in_fp64 = copy.deepcopy(model).double()
-            return [self._run(in_fp64, tree_map(wide, batch), 1.0, n) for n, batch in enumerate(batches)]
-        except (RuntimeError, TypeError):  # an operation without a kernel for float64, or that asks for float32
-            return [self._run(copy.deepcopy(model), batch, 1.0, n) for n, batch in enumerate(batches)]
-
-    def _run(self, model: torch.nn.Module, batch: tuple[Any, ...], scale: float, number: int | None = None) -> Ran:
-        """Run a batch; ``number``: its number, for one whose loss must be finite."""
-        with unchanged(model, batch), torch.enable_grad():
-            out, loss = output_and_loss(model, self.loss_fn, batch)
-            if number is not None:
-                refuse_infinite("bisect", loss, number)
-            names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            grads: Sequence[Tensor | None] = [None] * len(names)
-            if loss is not None and loss.requires_grad and names:
-                grads = gradients(model, loss * scale, list(names.values()))
-            leaves = [t for t in tree_leaves(as_containers(out)) if isinstance(t, Tensor) and t.is_floating_point()]
-            # A result may be a buffer or an input, which is restored.
-            found: Ran = {i: t.detach().to(torch.float64, copy=True) for i, t in enumerate(leaves)}
-        pairs = zip(names, grads, strict=True)
-        return found | {n: g.detach().double() / scale for n, g in pairs if g is not None and not g.is_sparse}
+    try:
+        reference = values(copy.deepcopy(model).double(), tree_map(wide, batches))
+    except (RuntimeError, TypeError):
+        reference = values(copy.deepcopy(model), batches)
+    is_fp16 = policy.torch_dtype(device_of_model(model) or "cpu") == torch.float16
+    scale = scale_of(reference) if is_fp16 else 1.0
+    return lambda model, batches: error_of(values(model, batches, scale), reference)
 
 
 def as_containers(out: Any) -> Any:

@@ -136,10 +136,14 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     None for operations that draw random numbers, that have no kernel for float64, or that return no tensor. The inputs
     are copies: an operation that writes to them changes nothing.
     """
-    if _draws(node):
+    identity = node.meta.get(IDENTITY)
+    operations = identity.operations if isinstance(identity, Identity) else ()
+    # A recurrent layer draws with dropout only.
+    if any(draws(o.op, dict(o.arguments)) and not is_zero(o.arguments.get("dropout")) for o in operations):
         return None
     copies = {name: tree_map(_copy, value) for name, value in inputs.items()}
-    given_to = {name: tree_map(_apart, value) for name, value in copies.items()}
+    # An operation may write to these: they are no leaves that require gradients, nor views of one.
+    given_to = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, copies)
     try:
         args, kwargs = wide_dtypes(
             *(map_arg(given, lambda s: given_to[origin(s).name]) for given in (node.args, node.kwargs))
@@ -152,17 +156,15 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
                 made = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, TypeError, KeyError):  # KeyError: an input that is no value
         return None
-    first = made[0] if isinstance(made, (tuple, list)) and made else made
-    if not isinstance(first, Tensor) or first.layout != torch.strided or not first.is_floating_point():
-        return None
-    return Exact(first, {name: t for name, t in copies.items() if isinstance(t, Tensor)})
+    first = first_of(made)
+    return None if first is None else Exact(first, {name: t for name, t in copies.items() if isinstance(t, Tensor)})
 
 
-def _draws(node: Node) -> bool:
-    """Say whether ``node`` draws random numbers; a recurrent layer does with dropout only."""
-    identity = node.meta.get(IDENTITY)
-    operations = identity.operations if isinstance(identity, Identity) else ()
-    return any(draws(o.op, dict(o.arguments)) and not is_zero(o.arguments.get("dropout")) for o in operations)
+def first_of(result: Any) -> Tensor | None:
+    """Return the tensor of a result that is compared: itself, or the first of several; None if it is not dense."""
+    found = result[0] if isinstance(result, (tuple, list)) and result else result
+    plain = isinstance(found, Tensor) and found.layout == torch.strided and not found.is_nested
+    return found if plain and found.is_floating_point() else None
 
 
 def _copy(leaf: Any) -> Any:
@@ -170,11 +172,6 @@ def _copy(leaf: Any) -> Any:
         return leaf
     copied = leaf.detach().to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
     return copied.requires_grad_(leaf.requires_grad)
-
-
-def _apart(leaf: Any) -> Any:
-    """Return a tensor that an operation may write to: not a leaf that requires gradients, nor a view of one."""
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def wide(given: Any) -> Any:

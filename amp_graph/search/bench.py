@@ -29,7 +29,7 @@ from amp_graph.freeze import freeze
 from amp_graph.lists.errors import Attempt, shortened
 from amp_graph.model_state import RandomState, same_random_numbers, seeded, unchanged
 from amp_graph.numerics.compare import projected
-from amp_graph.numerics.differences import Sums, as_containers, scale_for_fp16
+from amp_graph.numerics.differences import Values, as_containers, error_of, scale_of, values_of
 from amp_graph.policy import Policy
 from amp_graph.search.space import Step, loss_of
 from amp_graph.search.trials import AUTOCAST, EVEN, FAILS, FULL, NOT_FINITE, Trial
@@ -40,8 +40,6 @@ LOSES = 1.1  # a factor of time: what loses each of the first turns by it is not
 CLEAR = 4.0  # standard errors by which times differ that are not measured more often
 TURN = 0.02  # seconds: shorter steps are repeated within a turn, so often that they take as long
 LONG = 4.0  # seconds after which no more turns are taken than the least: those of slow steps differ less
-ROOM = 16.0  # by which scaled gradients stay below the largest number of fp16
-Values = dict[str, Tensor]
 
 
 class Bench:
@@ -74,8 +72,9 @@ class Bench:
         sums: defaultdict[str, float] = defaultdict(float)
         for name, t in self.reference.items():
             weights = torch.linspace(1, -1, t.numel(), dtype=t.dtype, device=t.device)  # norms of batches are close
-            kind = "gradients" if name.startswith("gradient") else name
-            sums[kind] += float(t.nan_to_num(0.0, 0.0, 0.0).flatten() @ weights)
+            sums["gradients" if name.startswith("gradient") else name] += float(
+                t.nan_to_num(0.0, 0.0, 0.0).flatten() @ weights
+            )
         return {"parameters and buffers": f"{zlib.crc32(state.encode()):x}", "inputs": inputs} | {
             name: f"{one:.4g}"  # coarser than what another order of additions makes of it
             for name, one in sums.items()
@@ -130,31 +129,36 @@ class Bench:
 
     def _under(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Return torch.autocast in the low dtype for the copy that stands for it."""
-        if model is self._converted.get(AUTOCAST):
-            return torch.autocast(self.device, Policy().torch_dtype(self.device))
-        return nullcontext()
+        is_on = model is self._converted.get(AUTOCAST)
+        return torch.autocast(self.device, Policy().torch_dtype(self.device)) if is_on else nullcontext()
 
     def error(self, model: torch.nn.Module, step: Step, reference: Values) -> float:
         """Return the relative L2 error of a step's outputs or, if larger, of its gradients."""
-        grads = [float(t.abs().max()) for name, t in reference.items() if name.startswith("gradient") and t.numel()]
         conversion = conversion_of(model)
-        scaled = conversion is not None and conversion.policy.torch_dtype(self.device) == torch.float16
-        scale = scale_for_fp16(max(grads, default=0.0), ROOM) if scaled else 1.0
-        found = self.values(model, step, scale)
-        sums = {"gradient": Sums(), "output": Sums()}
-        for name, expected in reference.items():
-            got = found.get(name, torch.zeros_like(expected))
-            sums[name.partition(" ")[0]].add(got, expected)
-        return max(one.error for one in sums.values())
+        is_fp16 = conversion is not None and conversion.policy.torch_dtype(self.device) == torch.float16
+        return error_of(self.values(model, step, scale_of(reference) if is_fp16 else 1.0), reference)
 
     def values(self, model: torch.nn.Module, step: Step, scale: float = 1.0) -> Values:
         """Return the outputs of ``model`` in one step, its loss, and the gradients of parameters, in fp64.
 
         The model, its buffers and the state of random number generators are as before.
         """
-        with unchanged(model), torch.set_grad_enabled(self.trains):
-            self.random.restore()
-            return _values(model, self._under, step, scale)
+        outputs: list[Any] = []
+        hook = model.register_forward_hook(lambda module, args, out: outputs.append(as_containers(out)))
+        try:
+            with unchanged(model), torch.set_grad_enabled(self.trains):
+                self.random.restore()
+                with self._under(model):
+                    out = step(model)
+                if not isinstance(out, Tensor) or not outputs:
+                    what = f"returned a {type(out).__name__}" if outputs else "does not call the model that it is given"
+                    raise AmpGraphError(
+                        f"search: step {what}\n  legal: a function that calls its model, and returns a tensor: a "
+                        "loss, or the output\n  fix:   step=lambda model: loss_fn(model(x), y)"
+                    )
+                return values_of(model, [*outputs, out], loss_of(out), scale)
+        finally:
+            hook.remove()
 
     def _metric(self, model: torch.nn.Module) -> float:
         if self.metric is None:
@@ -237,36 +241,11 @@ def _now(device: str) -> float:
     return time.process_time() if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def _values(
-    model: torch.nn.Module, under: Callable[[torch.nn.Module], AbstractContextManager[object]], step: Step, scale: float
-) -> Values:
-    outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda module, args, out: outputs.append(out))
-    try:
-        model.zero_grad(set_to_none=True)
-        with under(model):
-            out = step(model)
-        if not isinstance(out, Tensor) or not outputs:
-            what = "does not call the model that it is given" if not outputs else f"returned a {type(out).__name__}"
-            raise AmpGraphError(
-                f"search: step {what}\n  legal: a function that calls its model, and returns a tensor: a loss, or "
-                "the output\n  fix:   step=lambda model: loss_fn(model(x), y)"
-            )
-        if out.requires_grad:
-            (loss_of(out) * scale).backward()
-        leaves = [t for t in tree_leaves([*map(as_containers, outputs), out]) if isinstance(t, Tensor)]
-        found = {f"output {i}": t.detach().double() for i, t in enumerate(leaves) if t.is_floating_point()}
-        named = ((name, p.grad) for name, p in model.named_parameters())
-        return found | {f"gradient of {n}": g.detach().double() / scale for n, g in named if g is not None}
-    finally:
-        hook.remove()
-
-
 def refuse_unusable_steps(bench: Bench) -> None:
     """Raise AmpGraphError for a step that is NaN or infinite in fp32, or another when it runs again from one state."""
     values = bench.reference
     loss = next((name for name in reversed(values) if name.startswith("output") and values[name].numel() == 1), "")
-    checked = [name for name in values if name == loss or name.startswith("gradient")]
+    checked = (name for name in values if name == loss or name.startswith("gradient"))
     if bad := next((name for name in checked if not bool(values[name].isfinite().all())), ""):
         raise AmpGraphError(
             f"search: the {'loss' if bad == loss else bad} of step is not finite in fp32, before any precision is "

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import amp_graph
 from amp_graph.errors import AmpGraphWarning, PolicyError
 from amp_graph.numerics.bisect import smallest
-from amp_graph.numerics.differences import ErrorMetric
+from amp_graph.numerics.differences import error_metric
 from tests.by_hand import descend
 from tests.numerics.planted import COARSE, MODELS, made
 
@@ -25,7 +25,7 @@ def test_one_bad_operation_is_found_within_the_bound_and_the_policy_meets_the_to
     assert found.kept == (COARSE,)
     assert found == f"bf16-O1,keep_ops={COARSE}"
     assert found.runs <= math.ceil(math.log2(found.candidates)) + 3
-    metric = ErrorMetric(model, batches, loss_fn, amp_graph.Policy.parse("bf16"))
+    metric = error_metric(model, batches, loss_fn, amp_graph.Policy.parse("bf16"))
     assert metric(amp_graph.convert(copy.deepcopy(model), found), batches) == found.error <= 0.03
     assert metric(amp_graph.convert(copy.deepcopy(model), "bf16"), batches) > 0.03, "the control"
 

@@ -83,15 +83,13 @@ def located(task: Task, try_fix: bool = False) -> Located:
     in_fp32 = run_in_fp32(task)
     if in_fp32.bad:
         return _told_in_fp32(found, first_of(in_fp32))
-    lower = lower_scale(found) if found.direction == "backward" else None
-    found = replace(found, kind="overflow", lower_scale=lower)
+    found = replace(found, kind="overflow", lower_scale=lower_scale(found))
     return replace(found, fix=tuple(fixes(found, task, try_fix)))
 
 
 def first_of(ran: Ran) -> Event | None:
     """Return the first event behind what arrived; one that fills in infinities on purpose only if there is no other."""
-    numbers = sorted(frozenset[int]().union(*ran.bad.values()))
-    events = [ran.events[i] for i in numbers]
+    events = (ran.watch.events[number] for number in frozenset[int]().union(*ran.bad.values()))
     return min(events, key=lambda e: (e.meant, e.number), default=None)
 
 
@@ -119,8 +117,7 @@ def fixes(found: Located, task: Task, try_fix: bool) -> list[str]:
     elif kept is not None and not try_fix:
         told.append(f"policy {str(kept)!r}, which keeps it in fp32")
     if found.dtype == "f16" and not (found.in_fp32 or 0.0) > torch.finfo(torch.bfloat16).max:
-        in_bf16 = replace(task.policy, dtype="bf16")
-        told.append(f"policy {str(in_bf16)!r}: bf16 ends where fp32 does")
+        told.append(f"policy {str(replace(task.policy, dtype='bf16'))!r}: bf16 ends where fp32 does")
     return told
 
 
@@ -139,11 +136,11 @@ def tried(task: Task, policy: Policy) -> Policy | None:
 
 
 def lower_scale(found: Located) -> float | None:
-    """Return the largest power of two as scale at which the value fits; None if only one below 1 does."""
-    if found.limit is None or found.in_fp32 is None or not found.limit < found.in_fp32 < math.inf:
+    """Return the largest power of two as scale at which a gradient fits; None if only one below 1 does."""
+    limit, size = found.limit or math.inf, found.in_fp32 or 0.0
+    if found.direction != "backward" or not limit < size < math.inf:
         return None
-    most = found.scale * found.limit / found.in_fp32
-    lower = 2.0 ** math.floor(math.log2(most))
+    lower = 2.0 ** math.floor(math.log2(found.scale * limit / size))
     return lower if lower >= LEAST_SCALE else None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_graph import errors, passes
 from amp_graph.numerics.overflow.result import Located
@@ -67,7 +68,7 @@ class GraphPlaces(RunningNode):
 def place_of(node: Node) -> Located:
     """Return the place of a node; that of a cast is where its value was computed, or of a weight's cast its reader."""
     source, reader = value_of(node), node
-    while is_cast(reader) and reader.users:
+    while CAST in reader.meta and reader.users:
         reader = next(iter(reader.users))
     computed = source.op not in INPUTS
     told = source if computed and users_line_of(source) else reader
@@ -92,7 +93,7 @@ def _kept(node: Node) -> tuple[str, str]:
 
 def value_of(node: Node) -> Node:
     """Return the node whose value ``node`` casts; itself for what is no cast."""
-    while is_cast(node) and node.all_input_nodes:
+    while CAST in node.meta and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -101,11 +102,6 @@ def users_line_of(node: Node) -> str:
     """Return the line that made ``node``, without lines of torch and of ours."""
     line = source_line(node)
     return "" if line.startswith((HERE, *OTHERS)) else line
-
-
-def is_cast(node: Node) -> bool:
-    """Say whether ``node`` is a cast that was inserted."""
-    return CAST in node.meta
 
 
 class CodePlaces:
@@ -121,9 +117,10 @@ class CodePlaces:
 
     def __enter__(self) -> CodePlaces:
         """Follow the calls of modules."""
-        before = torch.nn.modules.module.register_module_forward_pre_hook
-        after = torch.nn.modules.module.register_module_forward_hook
-        self._hooks = [before(self._enter), after(self._leave, always_call=True)]
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
         return self
 
     def __exit__(self, *raised: object) -> None:

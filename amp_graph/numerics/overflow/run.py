@@ -26,7 +26,7 @@ from amp_graph.lists.errors import first_line
 from amp_graph.model_state import unchanged
 from amp_graph.numerics.batches import gradients, refuse_detached
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
-from amp_graph.numerics.overflow.watch import Event, Watch, is_bad
+from amp_graph.numerics.overflow.watch import Watch, is_bad
 from amp_graph.passes.graph.bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
@@ -65,11 +65,6 @@ class Ran:
     skips_low: bool = False  # whether gradients of parameters in low precision are left out
     bad: dict[str, frozenset[int]] = field(default_factory=dict)
 
-    @property
-    def events(self) -> list[Event]:
-        """All events, in the order of execution."""
-        return self.watch.events
-
 
 def run_planned(task: Task) -> Ran:
     """Run the planned graph of ``task``; its code under ``torch.autocast``, by the policy, if it is not one graph."""
@@ -103,7 +98,7 @@ def _run(task: Task, way: Callable[[Task, ExitStack], Ran]) -> Ran:
                 found.bad.setdefault(name, origins)
             if found.bad:
                 break
-    lost = [e.number for e in found.events if e.is_lost_in_cast]
+    lost = [e.number for e in found.watch.events if e.is_lost_in_cast]
     if lost and not found.bad:
         found.bad[MASKED] = frozenset(lost)
     return found
@@ -140,15 +135,16 @@ def _parameters(task: Task) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
     """Check what the run is given: the batch, parameters, buffers."""
-    for path, leaf in tree_flatten_with_path(list(part))[0]:
-        if isinstance(leaf, Tensor):
-            first = getattr(path[0], "idx", 0)
-            what = "input" if first == 0 or task.loss_fn is None else "target"
-            watch.give(f"{what} batch{keystr(path)}", leaf)
-    for name, p in _parameters(task):
-        watch.give(f"parameter {name}", p)
-    for name, b in task.model.named_buffers():
-        watch.give(f"buffer {name}", b)
+    has_targets = task.loss_fn is not None
+    given: dict[str, Any] = {
+        f"{'target' if has_targets and getattr(path[0], 'idx', False) else 'input'} batch{keystr(path)}": leaf
+        for path, leaf in tree_flatten_with_path(list(part))[0]
+    }
+    given |= {f"parameter {name}": p for name, p in _parameters(task)}
+    given |= {f"buffer {name}": b for name, b in task.model.named_buffers()}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            watch.give(name, value)
 
 
 # -- two ways to compute ------------------------------------------------------------------------------------
@@ -162,10 +158,10 @@ def _in_graph(task: Task, stack: ExitStack) -> Ran:
 
     def take(gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         name_nodes(gm, task.model, task.model.forward)
-        own = None if device_of(gm) == "cpu" else device_of(gm)
-        rewrite_in_place(gm, policy, own, eager=True, in_step=task.in_step)
+        device = device_of(gm)
+        rewrite_in_place(gm, policy, None if device == "cpu" else device, eager=True, in_step=task.in_step)
         lower(gm, example_inputs, "eager", policy)
-        observed = with_sums_in_fp32(places.observed(gm), policy, device_of(gm))
+        observed = with_sums_in_fp32(places.observed(gm), policy, device)
 
         def run(*args: Any) -> Any:
             with watch:

@@ -47,8 +47,8 @@ class Event:
     def is_lost_in_cast(self) -> bool:
         """Whether finite numbers, such as those of a mask, became infinite in the forward since a cast rounded them."""
         facts = self.facts
-        is_cast = any(f".{name}." in facts.operator for name in CASTS)
-        return is_cast and facts.direction == "forward" and facts.is_finite_in_fp32
+        was_finite = facts.direction == "forward" and facts.is_finite_in_fp32
+        return was_finite and any(f".{name}." in facts.operator for name in CASTS)
 
 
 def largest(tensor: Tensor) -> float:
@@ -135,18 +135,17 @@ class Watch(TorchDispatchMode):
 
     def _follow(self, func: Any, given: Any, bad: list[Tensor], *, backward: bool) -> None:
         """Mark ``bad``, the results of a call, with the events that they come from: this one, or its operands'."""
-        operands = [t for t in _tensors(given)]
+        operands = list(_tensors(given))
         sources = [t for t in operands if is_bad(t)]
         origins = frozenset[int]().union(*map(self.origins_of, sources))
         new_nan = any(math.isnan(largest(t)) for t in bad) and not any(math.isnan(largest(t)) for t in sources)
-        only_meant = all(self.events[i].meant for i in origins)
-        if sources and not (new_nan and only_meant):
+        if sources and not (new_nan and all(self.events[i].meant for i in origins)):
             if origins:
                 _note(self._origins, bad, origins)
                 return
             # An operand that no watched operator has made is the first to be seen: it is what there is to report.
-        scalars = [leaf for leaf in tree_leaves(given) if isinstance(leaf, float)]
-        meant = not sources and any(not math.isfinite(number) for number in scalars)
+        scalars = (leaf for leaf in tree_leaves(given) if isinstance(leaf, float))
+        meant = not sources and not all(map(math.isfinite, scalars))
         self._add(self._facts(func, given, operands, bad[0], backward=backward, rerun=not sources), bad, meant=meant)
 
     def _facts(

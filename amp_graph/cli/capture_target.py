@@ -34,10 +34,7 @@ def plain_target(args: argparse.Namespace) -> Target:
     """
     target = load_target(args.target, args.input)
     present = conversion_of(target.model)
-    if args.policy is not None or present is None:
-        wanted = Policy.parse(args.policy)
-    else:
-        wanted = present.policy
+    wanted = Policy.parse(args.policy) if args.policy is not None or present is None else present.policy
     if present is not None:
         revert(target.model)
     if args.training is not None:
@@ -107,9 +104,8 @@ def read_batch(path: str, command: str) -> tuple[Any, ...]:
 
 def any_loss(out: Any) -> torch.Tensor:
     """Return the loss that a model's result has, else the mean of its first floating-point output."""
-    if (loss := _own_loss(out)) is not None:
-        return loss
-    return next(t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()).float().mean()
+    floats = (t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    return next(floats).float().mean() if (loss := _own_loss(out)) is None else loss
 
 
 def loss_or_mixture(out: Any) -> torch.Tensor:

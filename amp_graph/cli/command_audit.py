@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -70,13 +71,10 @@ def _call_of(args: argparse.Namespace) -> tuple[Callable[[], None], tuple[int, .
     if not name:
         raise RunError(USAGE)
     if args.module_words is not None:
-        module = module_target(name, "audit")
-        return lambda: execute(module, words), LOOKS
+        return partial(execute, module_target(name, "audit"), words), LOOKS
     if ":" in name and not os.path.exists(name):
-        target = load_target(name, _inputs_in(words))
-        return lambda: _call_model(target), (1,)
-    script = script_target(name, "audit")
-    return lambda: execute(script, words), LOOKS
+        return partial(_call_model, load_target(name, _inputs_in(words))), (1,)
+    return partial(execute, script_target(name, "audit"), words), LOOKS
 
 
 def _inputs_in(words: list[str]) -> list[str]:
@@ -89,8 +87,7 @@ def _inputs_in(words: list[str]) -> list[str]:
             f"audit: {' '.join(others)} after TARGET\n  legal: --input SPEC; other options before TARGET\n"
             "  fix:   amp-graph audit --json audit.json model.py:build --input 'x=f32[8,16]'"
         )
-    inputs: list[str] = found.input
-    return inputs
+    return list(found.input)
 
 
 def _call_model(target: Target) -> None:

@@ -58,8 +58,10 @@ def run(args: argparse.Namespace) -> Told:
     told = [dict(zip(COLUMNS, one, strict=True)) for one in rates]
     rows = [(name, dtype, f"{ours:.2e}", f"{theirs:.2e}") for name, dtype, ours, theirs in rates]
     end = f"written to {path}; plans read {place_of_own_file()}, or what AMP_GRAPH_MACHINE names"
-    data = {"machine": found.description, "file": str(path), "rates": told}
-    return Told(data, [*aligned([COLUMNS, *rows]), found.description, end])
+    return Told(
+        {"machine": found.description, "file": str(path), "rates": told},
+        [*aligned([COLUMNS, *rows]), found.description, end],
+    )
 
 
 # -- the rates of this machine ------------------------------------------------------------------------

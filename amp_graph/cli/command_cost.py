@@ -54,10 +54,8 @@ def run(args: argparse.Namespace) -> Told:
         "threads": torch.get_num_threads(), "machine": summary["machine"], "rows": rows, "verdict": verdict(rows, low),
     }  # fmt: skip
     head = ", ".join(f"{key} {told[key]}" for key in ("model", "policy", "device", "threads", "gradients", "machine"))
-    table = aligned([COLUMNS, *map(_cells, rows)])
-    return Told(
-        told, [head, f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster", *table, told["verdict"]]
-    )
+    how = f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster"
+    return Told(told, [head, how, *aligned([COLUMNS, *map(_cells, rows)]), told["verdict"]])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -63,10 +63,8 @@ def _lines(args: argparse.Namespace, graph: GraphReport) -> Iterator[str]:
 def text_lines(graph: GraphReport, *, reasons: bool = False) -> Iterator[str]:
     """Yield the lines of the rewritten graph's text, followed by its subgraphs."""
     for line, node in graph.lines():
-        if node is None or not reasons or not node.reason:
-            yield line
-        else:
-            yield f"{line}{' |' if '  # ' in line else '  #'} {node.precision}: {node.reason}"
+        told = f"{' |' if '  # ' in line else '  #'} {node.precision}: {node.reason}" if node and node.reason else ""
+        yield line + told * reasons
 
 
 def diff_lines(graph: GraphReport) -> Iterator[str]:
@@ -76,11 +74,11 @@ def diff_lines(graph: GraphReport) -> Iterator[str]:
     """
     for path in dict.fromkeys(node.path for node in graph.nodes):
         name = path.rstrip("/") or "graph"
-        before = _named([node for node in graph.captured if node.path == path])
-        after = _named([node for node in graph.nodes if node.path == path])
+        before, after = _named(graph.captured, path), _named(graph.nodes, path)
         yield from difflib.unified_diff(before, after, f"{name} as captured", f"{name} as rewritten", lineterm="")
 
 
-def _named(nodes: Sequence[CapturedNode]) -> list[str]:
-    names = [node.name.removeprefix(node.path) for node in nodes]
+def _named(of_graph: Sequence[CapturedNode], path: str) -> list[str]:
+    nodes = [node for node in of_graph if node.path == path]
+    names = [node.name.removeprefix(path) for node in nodes]
     return [re.sub(r"%(\d+)", lambda found: f"%{names[int(found[1])]}", node.text) for node in nodes]

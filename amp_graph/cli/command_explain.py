@@ -72,13 +72,12 @@ def _shown(node: NodeReport) -> str:
 
 def facts_of(graph: GraphReport, node: NodeReport, policy: Policy) -> dict[str, Any]:
     """Return all that is known about a node, by heading; a list has a line for each of its entries."""
-    mode = f"{'train' if graph.training else 'eval'}, {policy}"
-    facts: dict[str, Any] = {"node": node.name, "number": node.number, "graph": graph.index, "mode": mode}
-    readers = [one for one in graph.nodes if node.name in one.sources]
+    facts: dict[str, Any] = {"node": node.name, "number": node.number, "graph": graph.index,
+                             "mode": f"{'train' if graph.training else 'eval'}, {policy}"}  # fmt: skip
     read_by = [
         f"{one.number} {_shown(one)}: {one.type or one.kind}{f', a cast: {one.reason}' * (one.kind == 'cast')}"
-        for one in readers
-    ]
+        for one in graph.nodes if node.name in one.sources
+    ]  # fmt: skip
     if node.kind not in CALLS:
         return facts | {"input": f"{node.call}: {node.type}", "read by": read_by}
     done = dict.fromkeys(note for note in (*graph.changes, *graph.skips) if note.node == node.name)
@@ -100,8 +99,7 @@ def facts_of(graph: GraphReport, node: NodeReport, policy: Policy) -> dict[str, 
 
 def _entry(graph: GraphReport, node: NodeReport, policy: Policy) -> list[str]:
     """Return the list's entry that decided the class."""
-    lists = policy.op_list(graph.device)
-    rules = (entry_of(lists, op, node.origin) for op in node.ops if node.origin)
+    rules = (entry_of(policy.op_list(graph.device), op, node.origin) for op in node.ops if node.origin)
     rule = next(filter(None, rules), None)
     return rule_lines(rule_row(rule)) if rule is not None else [node.origin] if node.origin else []
 

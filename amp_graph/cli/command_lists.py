@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> Told:
     if args.op:
         lines = [line for rule in told["rules"] for line in rule_lines(rule)]
         return Told(told, [head, *(lines or [f"{told['operation']}: {told['note']}"])])
-    tables = [(columns, rows) for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])) if rows]
-    cells = [[columns, *([row[name] for name in columns] for row in rows)] for columns, rows in tables]
+    tables = ((columns, rows) for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])) if rows)
+    cells = ([columns, *([row[name] for name in columns] for row in rows)] for columns, rows in tables)
     return Told(told, [head, *(line for table in cells for line in aligned(table))])
 
 
@@ -49,7 +49,7 @@ def _of_one(name: str, lists: OpList) -> Row:
         overloads = check_op_exists(op)
     except ListError as error:
         raise AmpGraphError(f"lists: {error}") from error
-    keys = list(dict.fromkeys(key for overload in overloads for key in lookup_keys(overload)))
+    keys = dict.fromkeys(key for overload in overloads for key in lookup_keys(overload))
     rules = [rule for key in keys for rule in lists.rules.get(key, ())]
     note = {} if rules else {"note": _unlisted(op, overloads[0], lists)}
     return {"operation": op, **note, "rules": [rule_row(rule) for rule in rules]}
@@ -60,9 +60,8 @@ def _unlisted(op: str, overload: Any, lists: OpList) -> str:
         return f"no entry in {lists.name}; runs in the precision of its inputs"
     if node_info.is_composite(overload):
         return "in no list; it is decomposed into the operations that it calls"
-    if node_info.is_view(overload):
-        return "in no list; it returns a view, so it is neutral"
-    return f"in no list; it runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
+    runs = f"runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
+    return f"in no list; it {'returns a view, so it is neutral' if node_info.is_view(overload) else runs}"
 
 
 def rule_row(rule: Rule) -> Row:

@@ -23,10 +23,9 @@ from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED
-from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS
-from amp_graph.passes.precision.predict_time import prediction
 from amp_graph.passes.precision.rule_based_planner import operands
 from amp_graph.policy import Policy
+from amp_graph.search.space import point_of
 
 COLUMNS = ("plan", "predicted us", "speed to autocast", "predicted error", "low", "full", "casts")
 
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> Told:
     base = replace(policy, planner="mincut", skip_unprofitable="false")
     policies = {str(policy): policy}
     policies |= {f"accuracy={one}": replace(base, accuracy=one) for one in accuracies}
-    plans = {name: [_point(graph, one) for graph in graphs] for name, one in policies.items()}
+    plans = {name: [point_of(graph, one) for graph in graphs] for name, one in policies.items()}
     plans["full precision"] = [graph.plans.safest() for graph in graphs]
     rows = [_row(name, graphs, points) for name, points in plans.items()]
     of_autocast = rows[1]["predicted_us"]
@@ -113,34 +112,17 @@ def _row(name: str, graphs: Sequence[ErrorBudget], points: Sequence[Point]) -> d
     pairs = list(zip(graphs, points, strict=True))
     harm = sum(graph.variance(point) for graph, point in pairs)
     of_autocast = sum(graph.variance(graph.autocast) for graph in graphs)
-    low = sum(count_low(graph, point) for graph, point in pairs)
-    every = sum(choice.precision != AS_CAPTURED for graph in graphs for choice in graph.made.painted.values())
+    nodes = [(graph, point, node) for graph, point in pairs for node, choice in graph.made.painted.items()
+             if choice.precision != AS_CAPTURED]  # fmt: skip
+    low = sum(graph.made.of.get(node) in point.low for graph, point, node in nodes)
     return {
         "plan": name,
         "predicted_us": sum(point.cost for point in points) / 1e6,
         "predicted_error": math.sqrt(harm / of_autocast) if of_autocast else math.inf if harm else 0.0,
         "low": low,
-        "full": every - low,
+        "full": len(nodes) - low,
         "casts": sum(count_casts(graph, point) for graph, point in pairs),
     }
-
-
-def _point(graph: ErrorBudget, policy: Policy) -> Point:
-    accuracy = str(policy.accuracy)
-    if policy.budget is not None:
-        found = graph.within(policy.budget)
-    elif policy.planner == "paint":
-        found = graph.painted(accuracy)
-    else:
-        found = graph.cut(accuracy, policy.leaves == "true")
-    left = policy.leaves == "graphs" and not prediction(graph.made, graph.plans.costs, found.low).is_worth_it
-    return graph.plans.point({LOW_ALWAYS}) if left else found
-
-
-def count_low(graph: ErrorBudget, plan: Point) -> int:
-    """Return the number of low-precision operations of a plan."""
-    made = graph.made
-    return sum(i in plan.low for n, i in made.of.items() if made.painted[n].precision != AS_CAPTURED)
 
 
 def count_casts(graph: ErrorBudget, plan: Point) -> int:

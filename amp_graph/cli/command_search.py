@@ -55,7 +55,7 @@ def _of_target(args: argparse.Namespace) -> tuple[torch.nn.Module, Step, Step | 
     target, batch, loss_fn = target_and_batch(args, "search")
     if loss_fn is None and target.model.training and len(batch) > 1:
         _refuse_missing_loss(target.model, batch)
-    held_out = None if args.held_out is None else _step(read_batch(args.held_out, "search"), loss_fn)
+    held_out = args.held_out and _step(read_batch(args.held_out, "search"), loss_fn)
     return target.model, _step(batch, loss_fn), held_out
 
 
@@ -70,13 +70,12 @@ def _of_script(args: argparse.Namespace) -> tuple[torch.nn.Module, Step, Step | 
         )
     is_module = args.script[0] == "-m"
     name, *words = args.script[is_module:]
-    target = (module_target if is_module else script_target)(name, "search --script")
-    found = first_steps(target, words, Policy.parse(args.policy or "bf16"))
+    load = module_target if is_module else script_target
+    found = first_steps(load(name, "search --script"), words, Policy.parse(args.policy or "bf16"))
     assert found.model is not None, "a step has a model"
     what = f"{type(found.model).__name__}, with {sum(p.numel() for p in found.model.parameters()):,} parameters"
     print(f"of {name}: {what}; {len(found.steps)} steps", file=sys.stderr, flush=True)
-    *_, chosen, held_out = [None, *found.steps]
-    return (found.model, held_out, None) if chosen is None else (found.model, chosen, held_out)
+    return found.model, found.steps[-2:][0], found.steps[-1] if len(found.steps) > 1 else None
 
 
 def _refuse_missing_loss(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:

@@ -124,8 +124,7 @@ class FirstSteps(TorchFunctionMode):
 
     def before(self, module: Module) -> Module | None:
         """Copy a model that trains, as it is before its call; what calls without gradients return is a constant."""
-        trained = [p for p in module.parameters() if p.requires_grad]
-        if torch.is_grad_enabled() and not trained:
+        if torch.is_grad_enabled() and not any(p.requires_grad for p in module.parameters()):
             return None
         self._records, self._in_autocast = False, is_autocast_on()
         inner = inner_of(module)
@@ -167,8 +166,8 @@ class FirstSteps(TorchFunctionMode):
         leaves = [one if isinstance(one, Tensor) else None for one in tree_leaves(result)]
         device = next((one.device.type for one in leaves if one is not None), "cpu")
         autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        keys = [0 if one is None else id(one) for one in leaves]
-        self._calls.append((Call(function, given, keys, torch.is_grad_enabled(), autocast), result))
+        call = Call(function, given, [0 if x is None else id(x) for x in leaves], torch.is_grad_enabled(), autocast)
+        self._calls.append((call, result))
 
     def heard(self, name: str, arguments: Mapping[str, Any], caller: FrameType, is_after: bool, result: Any) -> None:
         """Take a step before its backward; end the script where it goes on after the last one, or would save."""

@@ -120,9 +120,9 @@ def _fitted(
     """Pass a single input by position if forward needs just one, under another name than the user's."""
     parameters = inspect.signature(model.forward).parameters
     needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in VARIADIC]
-    takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    renamed = len(kwargs) == 1 and not args and len(needed) == 1 and not takes_any and not kwargs.keys() & {*parameters}
-    return (tuple(kwargs.values()), {}) if renamed else (args, kwargs)
+    is_named = any(p.kind == p.VAR_KEYWORD or name in kwargs for name, p in parameters.items())
+    is_single = len(kwargs) == 1 and not args and len(needed) == 1
+    return (tuple(kwargs.values()), {}) if is_single and not is_named else (args, kwargs)
 
 
 def _check_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

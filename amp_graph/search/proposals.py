@@ -77,8 +77,7 @@ def _next_plan(
     known = [(plan, of[plan.policy]) for plan in space.plans if plan.policy in of]
     ran = [(plan, trial) for plan, trial in known if math.isfinite(trial.time)]
     gain = statistics.median([(1 - trial.time) / (1 - plan.time) for plan, trial in ran if plan.time < 1] or [1.0])
-    errors = [trial.error / (plan.error * unit) for plan, trial in ran if plan.error * unit > 0]
-    worse = statistics.median(errors or [1.0]) * unit
+    worse = statistics.median([trial.error / plan.error for plan, trial in ran if plan.error * unit > 0] or [unit])
     refuted = min((plan.error for plan, trial in ran if not goal.is_exact(trial)), default=math.inf)
     doubt = 1 + (DOUBT_OF_TIME - 1) * max(1.0, gain)  # of what gains more than predicted, by as much more
     slowest, most = best.time * (1 - noise if best.policy == FULL else doubt), goal.error * SAME
@@ -86,8 +85,8 @@ def _next_plan(
     for plan in space.plans:
         time, error = 1 - gain * (1 - plan.time), plan.error * worse
         beyond = 0.0 if error <= most else error / most if most else math.inf
-        open_ = plan.policy not in of and beyond <= DOUBT_OF_ERROR and plan.error < refuted
-        if open_ and time < (best.time if beyond else slowest):
+        is_open = plan.policy not in of and beyond <= DOUBT_OF_ERROR and plan.error < refuted
+        if is_open and time < (best.time if beyond else slowest):
             left.append((beyond, time, error, plan.policy))
     if not left:
         return None
@@ -108,10 +107,9 @@ def _kept_operations(
     worst = sorted(space.shares, key=lambda key: -space.shares[key])
     count = len(kept) - len(base.keep_ops)
     allowed = sum(space.shares[key] for key in worst[count:]) * (ROOM / goal.excess(last)) ** 2
-    count += 1
-    while count < len(worst) and sum(space.shares[key] for key in worst[count:]) > allowed:
-        count += 1
-    if count >= len(worst):
+    more = range(count + 1, len(worst))
+    count = next((n for n in more if sum(space.shares[key] for key in worst[n:]) <= allowed), 0)
+    if not count:
         return None
     why = f"the default plan is not exact enough: the {count} operations that make most of the error stay in fp32"
     return str(replace(base, keep_ops=(*base.keep_ops, *worst[:count]))), why
@@ -167,7 +165,7 @@ def _next_rival(trials: list[Trial], goal: Goal, best: Trial, noise: float) -> t
         time = one.time * (1 - noise if one.policy == FULL else 1)
         least = best.time * (1 - noise if best.policy == FULL else 1)
         again = best if one.policy == FULL else one
-        is_open = again.runs < MOST and doubt > EVEN and time * (1 - doubt) < least
-        if one != best and goal.is_met(one) and is_open:
+        is_good = one != best and goal.is_met(one)
+        if is_good and again.runs < MOST and doubt > EVEN and time * (1 - doubt) < least:
             rivals.append((time, again.policy))
     return (min(rivals)[1], "to measure it again") if rivals else None

@@ -111,8 +111,8 @@ class SearchResult:
 
     def text(self) -> str:
         """Return the answer, what was tried, and the line that uses it."""
-        lines = [self.verdict(), self.terms(), "", *aligned(self.table()), "", f"ended: {self.ended}", *self.commands()]
-        return "\n".join(lines) + "\n"
+        table = aligned(self.table())
+        return "\n".join([self.verdict(), self.terms(), "", *table, "", f"ended: {self.ended}", *self.commands(), ""])
 
     def terms(self) -> str:
         """Return what was measured, where, and what had to be kept."""

@@ -126,8 +126,9 @@ def search(
             if proposal is None:
                 ended = "nothing is predicted to gain more than the noise"
             elif (runs := sum(one.runs for one in trials)) >= limits.runs or time.monotonic() - began > limits.seconds:
-                spent = f"{limits.runs} runs" if runs >= limits.runs else f"{limits.seconds:g} seconds"
-                ended = f"its limit of {spent}"
+                ended = (
+                    f"its limit of {f'{limits.runs} runs' if runs >= limits.runs else f'{limits.seconds:g} seconds'}"
+                )
             else:
                 last = _measure(bench, trials, *proposal, best_of(trials, goal, noise) if trials else None)
                 kept.write(before)
@@ -176,9 +177,8 @@ def _checked(model: Any, budget: Any, absolute: Any, metric: Any, policy: Policy
         )
     asked = replace(Policy.parse(policy), measured_on="")
     refuse_what_cannot_be_converted(model, asked)
-    if metric is not None:
-        return asked, Goal(metric=budget)
-    return asked, Goal(error=math.inf if absolute is None else absolute)
+    error = math.inf if absolute is None else absolute
+    return asked, Goal(error) if metric is None else Goal(metric=budget)
 
 
 def _hearing(measure: Callable[[], Trial]) -> Trial:
@@ -205,15 +205,14 @@ def _hearing(measure: Callable[[], Trial]) -> Trial:
 def _measure(bench: Bench, trials: list[Trial], policy: str, why: str, best: Trial | None) -> Trial:
     """Measure ``policy`` beside the best one, and put it into ``trials``."""
     beside = None if best is None or best.policy == policy else best  # the best one again: beside fp32
-    again = any(one.policy == policy for one in trials)
-    return put(trials, _hearing(partial(bench.trial, policy, why, beside, again=again)))
+    measured = partial(bench.trial, policy, why, beside, again=any(one.policy == policy for one in trials))
+    return put(trials, _hearing(measured))
 
 
 def _line(last: Trial, best: Trial) -> str:
-    again = " again" if last.runs > 1 else ""
     return (
-        f"{shown(last.policy)}{again}: {1 / last.time:.2f} times fp32's speed, error {last.error:.2g}; "
-        f"best so far {shown(best.policy)}"
+        f"{shown(last.policy)}{' again' * (last.runs > 1)}: {1 / last.time:.2f} times fp32's speed, "
+        f"error {last.error:.2g}; best so far {shown(best.policy)}"
     )
 
 

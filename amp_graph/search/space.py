@@ -27,6 +27,7 @@ from amp_graph.passes.precision.error_budget_planner import ErrorBudget, harm_of
 from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost
+from amp_graph.passes.precision.predict_time import prediction
 from amp_graph.policy import Policy
 from amp_graph.policy_words import ACCURACIES, DTYPES
 from amp_graph.search.proposals import Space
@@ -56,18 +57,17 @@ def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: b
     unit = sum(cost(harm, graph.autocast.low) for (graph, _), harm in zip(graphs, harms, strict=True))
     plans: dict[tuple[frozenset[int], ...], Candidate] = {}
     for one in _of_other_accuracies(policy, device):
-        points = [_point(graph, one) for graph, _ in graphs]
+        points = [point_of(graph, one) for graph, _ in graphs]
         made = sum(cost(harm, point.low) for harm, point in zip(harms, points, strict=True))
-        error = math.sqrt(made / unit) if unit else 0.0
-        found = Candidate(str(one), sum(point.cost for point in points) / full, error)
-        plans.setdefault(tuple(point.low for point in points), found)
+        time, error = sum(point.cost for point in points) / full, math.sqrt(made / unit) if unit else 0.0
+        plans.setdefault(tuple(point.low for point in points), Candidate(str(one), time, error))
     shares: defaultdict[str, float] = defaultdict(float)
     for (graph, _), harm, low in zip(graphs, harms, next(iter(plans)), strict=True):
         keys = node_keys(graph.problem.gm)
         for node, i in graph.made.of.items():
             if i in low and node in keys:
-                casts = sum(term.price for term in harm.terms if i in term.lows and term.is_due(low))
-                shares[keys[node]] += harm.low[i] + casts
+                casts = (term.price for term in harm.terms if i in term.lows and term.is_due(low))
+                shares[keys[node]] += harm.low[i] + sum(casts)
     problems = [problem for problem, _ in sampled]
     others = [
         Candidate(
@@ -91,10 +91,15 @@ def _of_other_accuracies(policy: Policy, device: str) -> list[Policy]:
     return [*named, *(replace(policy, accuracy=one) for one in MULTIPLES)]
 
 
-def _point(graph: ErrorBudget, policy: Policy) -> Point:
-    if isinstance(policy.accuracy, str):
-        return graph.cut(policy.accuracy, policy.leaves == "true")
-    return graph.within(policy.accuracy)
+def point_of(graph: ErrorBudget, policy: Policy) -> Point:
+    """Return the plan that ``policy`` chooses for a graph."""
+    if policy.budget is not None:
+        found = graph.within(policy.budget)
+    else:
+        accuracy, is_painted = str(policy.accuracy), policy.planner == "paint"
+        found = graph.painted(accuracy) if is_painted else graph.cut(accuracy, policy.leaves == "true")
+    left = policy.leaves == "graphs" and not prediction(graph.made, graph.plans.costs, found.low).is_worth_it
+    return graph.plans.point({LOW_ALWAYS}) if left else found
 
 
 def _words(policy: Policy, device: str, trains: bool, problems: Sequence[Problem]) -> list[tuple[str, Any]]:

@@ -25,13 +25,9 @@ class ListError(AmpGraphError):
     """An operator list that cannot be used as written."""
 
     def __init__(self, what: str, *, where: str = "", legal: str = "", fix: str = "") -> None:
-        lines = [f"{where}: {what}" if where else what]
-        if legal:
-            lines.append(f"  legal: {legal}")
-        if fix:
-            lines.append("  fix:")
-            lines.extend(f"    {line}" for line in fix.splitlines())
-        super().__init__("\n".join(lines))
+        fixes = ["  fix:", *(f"    {line}" for line in fix.splitlines())] if fix else []
+        legals = [f"  legal: {legal}"] if legal else []
+        super().__init__("\n".join([f"{where}: {what}" if where else what, *legals, *fixes]))
 
 
 class Attempt:

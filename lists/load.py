@@ -45,9 +45,13 @@ def merge(base: OpList, *, remove: Iterable[str] = (), **classes: Iterable[str])
     """Return `base` with operators put into other classes: ``deny=["gelu", "aten.tanh"]``."""
     for argument, names in (*classes.items(), ("remove", remove)):
         if isinstance(names, str):
-            where = f"argument {argument}="
-            raise ListError(f"{argument}={names!r} is a string", where=where, fix=f'{argument}=["{names}"]')
-    new = [_rule(OpClass(cls), name) for cls, names in classes.items() for name in names]
+            raise ListError(
+                f"{argument}={names!r} is a string", where=f"argument {argument}=", fix=f'{argument}=["{names}"]'
+            )
+    new = [
+        Rule(normalise(name), OpClass(cls), f"you asked for it: {cls}={name!r}", origin=f"argument {cls}=")
+        for cls, names in classes.items() for name in names
+    ]  # fmt: skip
     _check_contradictions(new)
     check_rules(new)
     rules = dict(base.rules)
@@ -55,10 +59,6 @@ def merge(base: OpList, *, remove: Iterable[str] = (), **classes: Iterable[str])
         _remove(rules, normalise(name), "argument remove=")
     _add(rules, new)
     return replace(base, rules=rules)
-
-
-def _rule(cls: OpClass, name: str) -> Rule:
-    return Rule(op=normalise(name), cls=cls, why=f"you asked for it: {cls}={name!r}", origin=f"argument {cls}=")
 
 
 def _check_contradictions(rules: Sequence[Rule]) -> None:
@@ -77,9 +77,8 @@ def _check_contradictions(rules: Sequence[Rule]) -> None:
 def _remove(rules: _Rules, op: str, origin: str) -> None:
     gone = [key for key in rules if op in general_names(key)]
     if not gone:
-        near = did_you_mean(op, rules)
         raise ListError(
-            f"nothing to remove: no entry for {op}{near}",
+            f"nothing to remove: no entry for {op}{did_you_mean(op, rules)}",
             where=origin,
             legal="an operator that the extended list names",
             fix='[remove]\nops = ["aten.exp"]',
@@ -225,7 +224,14 @@ def _one(name: str, dtype: str, device: str) -> ListFile:
 
 def _fitting(path: Path, dtype: str, device: str) -> ListFile:
     file = read(path)
-    _check_fits(file, path, dtype, device)
+    for what, said, asked in (("dtype", file.dtype, dtype), ("device", file.device, device)):
+        if said not in ("any", asked):
+            raise ListError(
+                f"this list is for {what} {said!r}, and {asked!r} was asked for",
+                where=path.name,
+                legal=f"{what} = {asked!r} or 'any'",
+                fix=f'[list]\n{what} = "{asked}"',
+            )
     return file
 
 
@@ -248,16 +254,6 @@ def _relative(name: str, path: Path) -> str:
 
 def _check_choice(what: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
-        near = did_you_mean(str(value), legal)
-        raise ListError(f"{what}={value!r}{near}", legal=", ".join(legal), fix=f'{what}="{legal[0]}"')
-
-
-def _check_fits(file: ListFile, path: Path, dtype: str, device: str) -> None:
-    for what, said, asked in (("dtype", file.dtype, dtype), ("device", file.device, device)):
-        if said not in ("any", asked):
-            raise ListError(
-                f"this list is for {what} {said!r}, and {asked!r} was asked for",
-                where=path.name,
-                legal=f"{what} = {asked!r} or 'any'",
-                fix=f'[list]\n{what} = "{asked}"',
-            )
+        raise ListError(
+            f"{what}={value!r}{did_you_mean(str(value), legal)}", legal=", ".join(legal), fix=f'{what}="{legal[0]}"'
+        )

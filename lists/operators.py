@@ -71,8 +71,8 @@ def known_names(namespace: str) -> tuple[str, ...]:
     """Return operator names to suggest: what torch has resolved so far, and what the built-in lists name."""
     if not namespace.isidentifier() or not namespace.isascii():
         return ()
-    attributes = vars(getattr(torch.ops, namespace))
-    resolved = {f"{namespace}.{name}" for name, one in attributes.items() if hasattr(one, "overloads")}
+    attributes = vars(getattr(torch.ops, namespace)).items()
+    resolved = {f"{namespace}.{name}" for name, one in attributes if hasattr(one, "overloads")}
     for path in FOLDER.glob("*.toml"):
         resolved.update(re.findall(rf'"({namespace}\.\w+)', path.read_text(encoding="utf-8")))
     return tuple(sorted(resolved))

@@ -135,6 +135,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three known names that resemble `name`, the nearest first."""
-    if len(name) > LONGEST_NAME:
-        return []
-    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.7)
+    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=0.7) if len(name) <= LONGEST_NAME else []

@@ -124,6 +124,5 @@ def functional_packet(packet: str) -> str | None:
     """``aten.relu_`` is the in-place form of ``aten.relu``; None for what is not an in-place name."""
     if packet.endswith("_") and not packet.endswith("__"):
         return packet[:-1]
-    if ".__i" in packet:  # aten.__iand__ is the in-place form of aten.__and__
-        return packet.replace(".__i", ".__")
-    return None
+    # aten.__iand__ is the in-place form of aten.__and__.
+    return packet.replace(".__i", ".__") if ".__i" in packet else None

@@ -53,11 +53,14 @@ def export(
     refuse_converted("export", model)
     given = dict(kwargs or {})
     with torch.set_grad_enabled(model.training and torch.is_grad_enabled()):
-        module = _exported(model, args, given, dynamic_shapes, strict).module(check_guards=False)
-        made = rewrite(module, policy, portable=True)
+        plain = _exported(model, args, given, dynamic_shapes, strict)
+        made = rewrite(plain.module(check_guards=False), policy, portable=True)
         if fold_weights:
             store_low_weights(made)
-        _drop_unread(made)
+        for node in made.graph.find_nodes(op="get_attr"):
+            if not node.users:
+                made.graph.erase_node(node)
+        made.delete_all_unused_submodules()
         made.recompile()
         return _exported(made, args, given, dynamic_shapes, strict)
 
@@ -72,14 +75,6 @@ def _exported(
         "  legal: a model that torch.export.export(model, args, kwargs) captures\n"
         "  fix:   torch.export.draft_export(model, args, kwargs) says what to change in its forward"
     ) from tried.error
-
-
-def _drop_unread(gm: GraphModule) -> None:
-    """Erase reads of parameters and buffers that nothing uses, with what holds them."""
-    for node in list(gm.graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            gm.graph.erase_node(node)
-    gm.delete_all_unused_submodules()
 
 
 Holder = tuple[torch.nn.Module, str]

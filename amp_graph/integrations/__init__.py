@@ -13,8 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 def missing(error: ModuleNotFoundError, package: str, needed_by: str) -> ModuleNotFoundError:
     """Return the error to raise for ``error``; ``error`` itself if ``package`` is there and something else is not."""
-    module = package.replace("-", "_")
-    if error.name is None or error.name.partition(".")[0] != module:
+    if error.name is None or error.name.partition(".")[0] != package.replace("-", "_"):
         return error
     return ModuleNotFoundError(
         f"{needed_by} needs the package {package}, which is not installed\n"

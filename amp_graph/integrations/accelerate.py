@@ -48,8 +48,12 @@ def prepare(
             f"'{wanted}' decides their precision\n  legal: mixed_precision='no', the default\n"
             f"  fix:   prepare(Accelerator(), model, optimizer, policy={mode!r})"
         )
-    if wanted.level in HELD_LOW:
-        _refuse_level_of_shards(accelerator, wanted)
+    kind = accelerator.distributed_type.value
+    if wanted.level in HELD_LOW and kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise CaptureError(
+            f"accelerate: {kind} holds the parameters that level {wanted.level} lowers\n  legal: levels O1 and O0\n"
+            f"  fix:   prepare(accelerator, model, optimizer, policy='{wanted.dtype}')"
+        )
     done: list[torch.nn.Module] = []
 
     def undo() -> None:
@@ -64,15 +68,6 @@ def prepare(
         if wanted.level != "O0" and wanted.torch_dtype(accelerator.device.type) is torch.float16:
             give_scaler(accelerator, scaler)
     return accelerator.prepare(*objects)
-
-
-def _refuse_level_of_shards(accelerator: accelerate.Accelerator, policy: Policy) -> None:
-    kind = accelerator.distributed_type.value
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise CaptureError(
-            f"accelerate: {kind} holds the parameters that level {policy.level} lowers\n  legal: levels O1 and O0\n"
-            f"  fix:   prepare(accelerator, model, optimizer, policy='{policy.dtype}')"
-        )
 
 
 # -- fp16: accelerate/accelerator.py, 1.15 ------------------------------------------------------------

@@ -131,8 +131,7 @@ class ConvertsModules:
         """Convert a module that a step calls; return whether what it calls is not to be converted."""
         if conversion_of(module) is not None and not isinstance(module, WRAPPERS):
             return True
-        forward = module.__dict__.get("forward")
-        if isinstance(module, WRAPPERS) or REDIRECTED in getattr(forward, "__qualname__", ""):
+        if isinstance(module, WRAPPERS) or REDIRECTED in getattr(module.__dict__.get("forward"), "__qualname__", ""):
             return False
         if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
             return True

@@ -36,6 +36,7 @@ from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, Nod
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
 UNMEASURED = "it stays low all the same: the rates are not of this machine; amp-graph calibrate measures them"
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # its lines are none of the user's
 PLAN = "plan-precision"  # the pass whose changes are the precisions of the nodes
 
 
@@ -95,7 +96,7 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
     texts = graph_text(part.gm).split("\n")
     between = _sources_between(part, parts)
     for number, node in enumerate(part.gm.graph.nodes):
-        kind, mark = _kind(node, held), mark_of(node)
+        kind, mark, line = _kind(node, held), mark_of(node), node_info.source_line(node)
         is_call = kind in CALLS
         precision, reason = _precision(part, node, mark, low) if is_call else ("", "")
         given = value(node) if node.op != "output" else None
@@ -115,7 +116,7 @@ def _node_reports(part: Part, parts: list[Part], held: Collection[Node], low: to
             precision,
             reason,
             planned.origin if planned else "",
-            _user_line(node) if is_call else "",
+            "" if not is_call or line.startswith(PACKAGE) else line,
             type_text(captured(node)) if is_call else "",
             planned is None or planned.listed,
             sum(map(size_of, own)),
@@ -136,9 +137,8 @@ def _kind(node: Node, held: Collection[Node]) -> str:
         return WEIGHT
     if node.op == "get_attr":
         return "constant" if tensors(value(node)) else "subgraph"
-    if node.op in ("placeholder", "output"):
-        return "input" if node.op == "placeholder" else "output"
-    return "cast" if is_cast(node) else "part" if is_part(node) else "operation"
+    kind = "cast" if is_cast(node) else "part" if is_part(node) else "operation"
+    return {"placeholder": "input", "output": "output"}.get(node.op, kind)
 
 
 def _precision(part: Part, node: Node, mark: Mark | None, low: torch.dtype) -> tuple[str, str]:
@@ -159,12 +159,6 @@ def _precision(part: Part, node: Node, mark: Mark | None, low: torch.dtype) -> t
     return "low" if low in made else "full", "put in by a pass, in the precision of its operands"
 
 
-def _user_line(node: Node) -> str:
-    """Return the user's source line of ``node``; "" if only a line of this package is recorded."""
-    line = node_info.source_line(node)
-    return "" if line.startswith(os.path.dirname(os.path.dirname(__file__)) + os.sep) else line
-
-
 def _sources_between(part: Part, parts: list[Part]) -> dict[str, tuple[str, ...]]:
     """Return what nodes of ``part`` read of other parts: inputs the operands of its call, a body's name its output."""
     found: dict[str, tuple[str, ...]] = {}
@@ -173,8 +167,7 @@ def _sources_between(part: Part, parts: list[Part]) -> dict[str, tuple[str, ...]
             if other is part and (body := next((p for p in parts if p.path == f"{part.path}{node.target}/"), None)):
                 found[node.name] = (body.path + body.gm.graph.output_node().name,)
             elif part.path == f"{other.path}{node.target}/":
-                inputs = part.gm.graph.find_nodes(op="placeholder")
-                pairs = zip(_operands(node), inputs, strict=False)
+                pairs = zip(_operands(node), part.gm.graph.find_nodes(op="placeholder"), strict=False)
                 found |= {taken.name: (other.path + source.name,) for source, taken in pairs}
     return found
 
@@ -194,12 +187,12 @@ def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
     held: set[Node] = set()
     for part in parts:
         names = {node.name for node in held}
-        for node in part.gm.graph.nodes:
-            is_leaf = node.op in ("placeholder", "get_attr")
-            passed_in = node.op == "placeholder" and node.name in names  # a body's operand
-            is_parameter = isinstance(captured(node), torch.nn.Parameter)
-            if is_leaf and (is_parameter or shown_name(node) in weights or passed_in):
-                held.add(node)
+        leaves = (node for node in part.gm.graph.nodes if node.op in ("placeholder", "get_attr"))
+        held |= {
+            node for node in leaves
+            if isinstance(captured(node), torch.nn.Parameter) or shown_name(node) in weights
+            or (node.op == "placeholder" and node.name in names)  # a body's operand
+        }  # fmt: skip
     return held
 
 

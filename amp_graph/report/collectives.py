@@ -43,8 +43,8 @@ def collectives_of(model: Module) -> Iterator[Collective]:
             continue
         dtypes = {name: dtype_of(record) for name, record in records.items()}
         size = sum(gathered_bytes(records[name], dtype) for name, dtype in dtypes.items())
-        times = 1 + is_resharded(group)
-        yield Collective(unit_name(group), "gather", _words(dtypes.values()), size, times, _reason(group, records))
+        sent, times = _words(dtypes.values()), 1 + is_resharded(group)
+        yield Collective(unit_name(group), "gather", sent, size, times, _reason(group, records))
         trained = {name: record for name, record in records.items() if record.sharded_param.requires_grad}
         if trained:
             dtype = reduced_dtype(group)
@@ -62,9 +62,7 @@ def _reason(group: Any, records: dict[str, Any]) -> str:
     if why := why_full(group):
         return why
     unit = unit_of(group)
-    if unit is None:
-        return LATER
-    return _grouped({name: unit.why(name) for name in records}, unit_name(group))
+    return LATER if unit is None else _grouped({name: unit.why(name) for name in records}, unit_name(group))
 
 
 def _grouped(why: dict[str, str], unit: str) -> str:

@@ -74,8 +74,8 @@ def _casts(graph: GraphReport) -> str:
     weights, kept = sum(c.of == WEIGHT for c in graph.casts), sum(c.kept for c in graph.casts)
     once = f", {'all' if kept == weights else kept} kept" if kept else ""
     removed = f", {len(graph.removed)} removed" if graph.removed else ""
-    counts = f"{len(graph.casts) - weights} of activations, {weights} of weights{once}"
-    return f"{len(graph.casts)} in the graph ({counts}){removed}"
+    activations = len(graph.casts) - weights
+    return f"{len(graph.casts)} in the graph ({activations} of activations, {weights} of weights{once}){removed}"
 
 
 def _activations(graph: GraphReport) -> str:
@@ -98,8 +98,10 @@ def predicted_lines(graph: GraphReport, *, only_slow: bool = False) -> list[str]
         ]
     if found.speed >= 1:
         return [] if only_slow else [f"{speed} on {found.machine}"]
-    hint = found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32"
-    return [f"low precision is not profitable on {found.machine}: {speed}", hint]
+    return [
+        f"low precision is not profitable on {found.machine}: {speed}",
+        found.why_low or "policy 'auto', or the policy word skip_unprofitable=graphs, leaves such graphs in fp32",
+    ]
 
 
 def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
@@ -137,8 +139,7 @@ def size_text(size: int) -> str:
 
 def short_place(place: str) -> str:
     """Return a place with its file relative to the folder of installed packages, or else to the current directory."""
-    here = os.getcwd().rstrip(os.sep) + os.sep
-    return INSTALLED.sub("", place).removeprefix(here)
+    return INSTALLED.sub("", place).removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
 
 
 # -- the words and the figures of a reason ------------------------------------------------------------
@@ -153,6 +154,5 @@ def split_reason(reason: str, ops: Sequence[str]) -> tuple[str, str]:
     A cast's reason names the node that reads it, ``linear_3 (aten.linear) takes low precision``.
     """
     read = READER.fullmatch(reason)
-    if read is not None:
-        return f"{read[2]} {read[3]}", f"for {read[1]}"
-    return reason.removeprefix(", ".join(ops) + ": "), ""
+    words = reason.removeprefix(", ".join(ops) + ": ")
+    return (words, "") if read is None else (f"{read[2]} {read[3]}", f"for {read[1]}")

@@ -49,7 +49,7 @@ class Part:
 
 def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
     """Yield a rewritten graph and all its subgraphs."""
-    changes = [change for timed in rewritten.passes for change in timed.result.changes]
+    changes = (change for timed in rewritten.passes for change in timed.result.changes)
     kept = {change.node: change.reason for change in changes if change.action == "kept full"}
     yield Part(path, rewritten.gm, rewritten.passes, kept, rewritten.captured)
     for node in rewritten.gm.graph.nodes:
@@ -62,8 +62,9 @@ def parts_of(rewritten: Rewritten, path: str = "") -> Iterator[Part]:
 
 def is_cast(node: Node) -> bool:
     """Say whether ``node`` is a cast that the passes inserted."""
-    ours = node.target in (low_weight, shared_cast) or is_frozen(node)
-    return CAST in node.meta and (node.op == "call_method" or ours)
+    return CAST in node.meta and (
+        node.op == "call_method" or node.target in (low_weight, shared_cast) or is_frozen(node)
+    )
 
 
 def cast_dtype(node: Node) -> torch.dtype:
@@ -91,7 +92,9 @@ def shown_name(node: Node) -> str:
 def captured_in(part: Part, weights: Collection[str]) -> Iterator[CapturedNode]:
     """Yield the nodes of ``part`` as captured; ``weights``: the names of the model's parameters and buffers."""
     for node in part.captured:
-        sources = tuple(part.path + name for name in node.sources)
-        placed = replace(node, name=part.path + node.name, number=part.path + node.number, sources=sources)
         is_weight = node.kind in ("input", "constant") and node.call in weights
-        yield replace(placed, kind="weight", module=node.call.rpartition(".")[0]) if is_weight else placed
+        yield replace(
+            node, name=part.path + node.name, number=part.path + node.number,
+            sources=tuple(part.path + name for name in node.sources),
+            **({"kind": "weight", "module": node.call.rpartition(".")[0]} if is_weight else {}),
+        )  # fmt: skip

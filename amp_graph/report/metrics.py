@@ -60,14 +60,14 @@ def _of(source: Any) -> Iterator[tuple[str, Value]]:
     is_off = isinstance(scaler, torch.amp.GradScaler) and not scaler.is_enabled()
     scale = None if is_off else scale_behind(source)
     if isinstance(source, TrainStep):
-        copies = _bytes(source.weight_copies())
-        yield from _held(source.model, [captured.rewritten for captured in source.captured], copies)
+        graphs = [captured.rewritten for captured in source.captured]
+        yield from _held(source.model, graphs, _bytes(source.weight_copies()))
         if source.grad_norm is not None:
             yield "grad_norm", source.grad_norm
     elif converted is not None:
         parts = (converted.captured.frozen, converted.captured.replays)
-        kept = sum(part.bytes for part in parts if part is not None)
-        yield from _held(converted.model, [graph.rewritten for graph in converted.graphs], kept)
+        graphs = [graph.rewritten for graph in converted.graphs]
+        yield from _held(converted.model, graphs, sum(part.bytes for part in parts if part is not None))
     elif source is not None and not isinstance(source, (LossScale, MixedPrecisionOptimizer, torch.amp.GradScaler)):
         raise CaptureError(
             f"metrics: a {type(source).__name__} has none\n  legal: {LEGAL}\n"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,30 +221,24 @@ def _made(
     weights = {name for name, _ in named}
     graphs = tuple(read_graph(i, record, weights) for i, record in enumerate(records))
 
-    def all_notes() -> Iterator[str]:
-        yield from notes
-        yield from (UNKEPT_KEY.format(name) for name in unkept(record.rewritten for record in records))
-        yield from notes_of_emulation(policy, [record.rewritten for record in records])
-        yield from notes_of_scale(scaled)
-        yield from notes_of_kernels(model)
-
+    rewritten = [record.rewritten for record in records]
+    all_notes = (*notes, *map(UNKEPT_KEY.format, unkept(rewritten)), *notes_of_emulation(policy, rewritten),
+                 *notes_of_scale(scaled), *notes_of_kernels(model))  # fmt: skip
     devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
     dtype = SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
-    said = tuple(dict.fromkeys(all_notes()))
+    said = tuple(dict.fromkeys(all_notes))
     return Report(type(model).__name__, policy, dtype, compile, graphs, said, memory, **more)
 
 
 def _backend(compile: Compile, options: Options) -> str:
-    name = compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")
-    return f"{name}{options_text(options)}"
+    return (compile if isinstance(compile, str) else getattr(compile, "__name__", "a callable")) + options_text(options)
 
 
 def _status(found: Conversion) -> str:
     if found.policy.level == "O0":
         return AS_WRITTEN
-    if found.graphs:
-        return ""
-    return FAILED if found.diagnostics.notes or found.diagnostics.skips else NOT_CAPTURED
+    nothing = FAILED if found.diagnostics.notes or found.diagnostics.skips else NOT_CAPTURED
+    return "" if found.graphs else nothing
 
 
 def _not_converted(model: Any) -> str:

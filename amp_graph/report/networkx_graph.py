@@ -40,8 +40,8 @@ def digraph(report: Report) -> networkx.DiGraph:
         for node in graph.nodes:
             cast = {"cast": node.to, "of": node.of, "reason": _legal(node.reason), "kept": node.kept}
             for place, source in enumerate(node.sources):
-                told = cast if node.kind == "cast" and place == 0 else {}
-                made.add_edge(*(_legal(f"{graph.index}:{name}") for name in (source, node.name)), **told)
+                ends = (_legal(f"{graph.index}:{name}") for name in (source, node.name))
+                made.add_edge(*ends, **(cast if node.kind == "cast" and place == 0 else {}))
     return made
 
 

@@ -31,9 +31,11 @@ def summary_of(report: Report) -> dict[str, Any]:
     planned = [node for graph in report.graphs for node in graph.operations]
     sizes = [item for graph in report.graphs for item in graph.bytes.items()]
     written = sum(size for _, size in sizes)
-    low_flops = sum(node.flops for node in nodes if node.precision == "low")
     return {
-        "flops": {"low": low_flops, "all": sum(node.flops for node in nodes)},
+        "flops": {
+            "low": sum(node.flops for node in nodes if node.precision == "low"),
+            "all": sum(node.flops for node in nodes),
+        },
         "bytes": {"low": sum(size for name, size in sizes if name in LOW), "all": written},
         "operations": {"low": sum(node.precision == "low" for node in planned), "all": len(planned)},
         "casts": _casts(report.graphs),

@@ -66,22 +66,20 @@ def _facts(graph: GraphReport) -> list[str]:
 
 def notebook_frame(report: Report) -> str:
     """Return the page in a frame of its own, so that its styles and a notebook's do not meet."""
-    page = html.escape(html_page(report))
     style = f"width:100%;height:{FRAME_HEIGHT}px;border:1px solid #8884"
-    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(html_page(report))}"></iframe>'
 
 
 @cache
 def asset(name: str) -> str:
     """Return a style or script, without the mark of a source map that the page does not have."""
-    text = (HERE / "assets" / name).read_text(encoding="utf-8")
-    return "\n".join(line for line in text.splitlines() if not line.startswith("//# sourceMappingURL="))
+    lines = (HERE / "assets" / name).read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("//# sourceMappingURL="))
 
 
 def _hash(script: str) -> str:
     """Return the word of a content security policy that permits ``script`` and no other."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @cache
@@ -172,8 +170,11 @@ def _graph(graph: GraphReport, number: Number) -> dict[str, Any]:
         [places[cast.name], *map(number, (cast.source, cast.to, cast.reason)), int(cast.of == WEIGHT), int(cast.kept)]
         for cast in graph.casts
     ]
-    title = f"Graph {graph.index}: {graph.mode}, {graph.dtype}"
-    return {"title": title, "after": after, "before": _side(graph.captured, BEFORE, number)}
+    return {
+        "title": f"Graph {graph.index}: {graph.mode}, {graph.dtype}",
+        "after": after,
+        "before": _side(graph.captured, BEFORE, number),
+    }
 
 
 def _side(

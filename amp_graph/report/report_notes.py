@@ -33,8 +33,8 @@ def notes_of_passes(captured: CapturedStep) -> Iterator[str]:
     if traced.update:
         yield f"update: {traced.update}"
     for timed in traced.passes:
-        counts = Counter(change.action for change in timed.result.changes)
-        told = ", ".join(f"{count} {action}" for action, count in counts.items())
+        counts = Counter(change.action for change in timed.result.changes).items()
+        told = ", ".join(f"{count} {action}" for action, count in counts)
         failed = f"left out: {first_line(timed.failure)}" if timed.failure else ""
         yield f"{timed.name}: {failed or told or 'nothing to do'}"
 

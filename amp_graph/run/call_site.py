@@ -74,16 +74,15 @@ class Places:
 
     def _named(self, frame: FrameType) -> tuple[str, bool]:
         file = frame.f_code.co_filename
-        known = self._names.get(file)
-        if known is None:
-            known = self._names[file] = _named(file, frame.f_globals.get("__name__", ""))
-        return known
+        if file not in self._names:
+            is_users = not (any(folder in file for folder in PACKAGES) or file.startswith(PYTHON))
+            is_hidden = file.startswith("<") or _package_of(frame) in ("torch", "amp_graph")
+            self._names[file] = ("", False) if is_hidden else (_relative(file), is_users)
+        return self._names[file]
 
 
-def _named(file: str, module: str) -> tuple[str, bool]:
-    if file.startswith("<") or module.partition(".")[0] in ("torch", "amp_graph"):
-        return "", False
-    return _relative(file), not (any(folder in file for folder in PACKAGES) or file.startswith(PYTHON))
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def site_of_call() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +17,8 @@ from typing import Any
 
 import torch
 
-from amp_graph.capture.conversion import Conversion, conversion_of, whole_of
+from amp_graph.capture.conversion import Conversion, conversion_of
+from amp_graph.capture.conversion import whole_of as whole_of
 from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
@@ -78,19 +78,13 @@ def why_not(module: torch.nn.Module, options: RunOptions) -> str:
     return ""
 
 
-def is_part_of_converted(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` is a submodule of a converted model."""
-    return whole_of(inner_of(module)) is not None
-
-
 def convert_trained(module: torch.nn.Module, options: RunOptions) -> Converted | str:
     """Convert ``module``, or return why it is left as written."""
     with Attempt() as tried:  # whatever it is, the script must go on
         convert(module, options.policy, compile=options.compile)
         keep_as_written(inner_of(module))
-    if (error := tried.error) is None:
         return Converted(module)
-    return _with_fix(error) if isinstance(error, AmpGraphError) else tried.reason
+    return _with_fix(tried.error) if isinstance(tried.error, AmpGraphError) else tried.reason
 
 
 def _with_fix(error: BaseException) -> str:
@@ -119,7 +113,7 @@ def keep_as_written(model: torch.nn.Module) -> None:
         _pickle_as_written()
         for place, names in ENTRIES:
             for name in names:
-                setattr(place, name, _without_conversions(getattr(place, name)))
+                setattr(place, name, _not_converted()(getattr(place, name)))
     _models.add(model)
 
 
@@ -135,21 +129,8 @@ def _pickle_as_written() -> None:
         return kept if found.wrapped is None else {**kept, "forward": found.wrapped}
 
     torch.nn.Module.__getstate__ = __getstate__  # type: ignore[method-assign]
-    copyreg.pickle(Conversion, _its_forward)  # classes may have a __getstate__ of their own
-
-
-def _its_forward(found: Conversion) -> tuple[Any, ...]:
-    """Pickle a conversion as the method that it stands for."""
-    return getattr, (found.model, "forward")
-
-
-def _without_conversions(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _not_converted():
-            return function(*args, **kwargs)
-
-    return call
+    # As the method that it stands for: classes may have a __getstate__ of their own.
+    copyreg.pickle(Conversion, lambda found: (getattr, (found.model, "forward")))
 
 
 @contextlib.contextmanager

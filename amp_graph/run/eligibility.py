@@ -41,9 +41,8 @@ def inner_of(module: torch.nn.Module) -> torch.nn.Module:
 def kind_of(module: torch.nn.Module) -> str:
     """Return how the report calls ``module``: its class, and what wraps it."""
     inner = inner_of(module)
-    if inner is module:
-        return type(module).__name__
-    return f"{type(inner).__name__} in {type(module).__name__}"
+    name = type(module).__name__
+    return name if inner is module else f"{type(inner).__name__} in {name}"
 
 
 def why_left(module: torch.nn.Module, policy: Policy) -> str:
@@ -65,8 +64,8 @@ def why_left(module: torch.nn.Module, policy: Policy) -> str:
         return "its parameters are distributed or wrapped tensors"
     if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
         return "its forward was replaced by another library, below DistributedDataParallel"
-    devices = {parameter.device.type for parameter in module.parameters()}
-    if policy.dtype == "auto" and any(policy.torch_dtype(device) == torch.float16 for device in devices):
+    dtypes = {policy.torch_dtype(parameter.device.type) for parameter in module.parameters()}
+    if policy.dtype == "auto" and torch.float16 in dtypes:
         return "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler"
     return ""
 
@@ -78,8 +77,8 @@ def needs_scale(policy: Policy) -> bool:
 
 def script_scales() -> bool:
     """Return whether the present call is under fp16 autocast: scripts scale their loss for that."""
-    devices = ("cpu", "cuda")
-    return any(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) == torch.float16 for d in devices)
+    on = (device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+    return any(torch.get_autocast_dtype(device) == torch.float16 for device in on)
 
 
 def why_not_scaled(module: torch.nn.Module) -> str:

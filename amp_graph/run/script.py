@@ -128,17 +128,14 @@ def without_our_frames(error: BaseException | None, done: set[int]) -> None:
     if error is None or id(error) in done:
         return
     done.add(id(error))
-    runs = [list(run) for _, run in itertools.groupby(_chain(error.__traceback__), _may_be_ours)]
+    may_be_ours = itertools.groupby(_chain(error.__traceback__), lambda it: _file(it).startswith((*OURS, *DISPATCH)))
+    runs = [list(run) for _, run in may_be_ours]
     theirs = [found for run in runs if not any(_file(found).startswith(OURS) for found in run) for found in run]
     for found, after in zip(theirs, [*theirs[1:], None], strict=False):
         found.tb_next = after
     error.__traceback__ = theirs[0] if theirs else None
     without_our_frames(error.__cause__, done)
     without_our_frames(error.__context__, done)
-
-
-def _may_be_ours(found: types.TracebackType) -> bool:
-    return _file(found).startswith((*OURS, *DISPATCH))
 
 
 def _file(found: types.TracebackType) -> str:
@@ -160,12 +157,8 @@ def raise_as_python_does(error: BaseException) -> None:
     if not isinstance(error, SystemExit):
         without_our_frames(error, set())
         sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = _printed_already
+        sys.excepthook = lambda *printed_already: None
     raise error
-
-
-def _printed_already(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print nothing."""
 
 
 # -- with all that sees its models, and the report at its end -----------------------------------------

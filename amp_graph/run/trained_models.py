@@ -66,11 +66,8 @@ class Model:
 
     def why_not_converted(self) -> str:
         """Return why it was left as written."""
-        if self.reason:
-            return self.reason
-        if not self.saw_gradients:
-            return why.NO_GRADIENTS
-        return why.NEVER_TRAINED if self.hooks else why.FROZEN
+        untrained = why.NEVER_TRAINED if self.hooks else why.FROZEN
+        return self.reason or (untrained if self.saw_gradients else why.NO_GRADIENTS)
 
 
 class TrainedModels:
@@ -81,7 +78,7 @@ class TrainedModels:
         self.options, self.note = options, note
         self.scaling = LossScaling(self._give_up_fp16)
         self.seen: list[Model] = []
-        self._by_id: dict[int, tuple[Model, weakref.ref[torch.nn.Module]]] = {}
+        self._by_id: dict[int, Model] = {}
         self._off = False
         os.register_at_fork(after_in_child=self.stop)
 
@@ -95,8 +92,7 @@ class TrainedModels:
         """Take note of a call of ``module``, and convert it if it is known to be trained."""
         if self._off:
             return None
-        found = self._by_id.get(id(module))
-        model = found[0] if found is not None else self._first_seen(module)
+        model = self._by_id.get(id(module)) or self._first_seen(module)
         if model.state is State.WATCHED:
             self._advance(model, module)
         return model
@@ -121,8 +117,8 @@ class TrainedModels:
     # -- on the way -----------------------------------------------------------------------------------
 
     def _first_seen(self, module: torch.nn.Module) -> Model:
-        model = Model(weakref.ref(module), why.kind_of(module))
-        self._keep(module, model)
+        model = self._by_id[id(module)] = Model(weakref.ref(module), why.kind_of(module))
+        weakref.finalize(module, self._by_id.pop, id(module), None).atexit = False
         if next(module.parameters(), None) is None:
             model.state = State.PART
             return model
@@ -136,16 +132,6 @@ class TrainedModels:
         elif any(part is module for m in self.seen if m.converted is not None for part in m.converted.modules()):
             model.state = State.PART
         return model
-
-    def _keep(self, module: torch.nn.Module, model: Model) -> None:
-        key = id(module)
-
-        def forget(ref: weakref.ref[torch.nn.Module]) -> None:
-            known = self._by_id.get(key)
-            if known is not None and known[1] is ref:
-                del self._by_id[key]
-
-        self._by_id[key] = (model, weakref.ref(module, forget))
 
     def _advance(self, model: Model, module: torch.nn.Module) -> None:
         model.in_autocast = is_autocast_on()
@@ -173,9 +159,7 @@ class TrainedModels:
 
     def _watch(self, model: Model) -> None:
         """Have the parameters tell when a backward reaches them: ``backward()`` as well as ``autograd.grad``."""
-        module = model.ref()
-        if module is None:
-            return
+        module: Any = model.ref()  # it is being called
 
         def is_reached(gradient: torch.Tensor) -> None:
             model.is_trained = True
@@ -194,11 +178,12 @@ class TrainedModels:
             if reason := conversions.why_not(module, self.options):
                 model.become(State.LEFT, reason)
             return
-        if conversions.is_part_of_converted(module):
+        if conversions.whole_of(why.inner_of(module)) is not None:
             model.become(State.PART)
             return
         parts = {id(part) for part in why.inner_of(module).modules()}
-        inside = [m for m in self.seen if m is not model and _inner_id(m) in parts]
+        others = ((m, m.ref()) for m in self.seen if m is not model)
+        inside = [m for m, other in others if other is not None and id(why.inner_of(other)) in parts]
         for other in inside:  # the outermost module is converted
             if other.converted is not None:
                 other.converted.undo()
@@ -217,11 +202,6 @@ class TrainedModels:
 
 def _size_of(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if not torch.nn.parameter.is_lazy(p))
-
-
-def _inner_id(model: Model) -> int:
-    module = model.ref()
-    return id(None if module is None else why.inner_of(module))
 
 
 # -- outermost calls ----------------------------------------------------------------------------------

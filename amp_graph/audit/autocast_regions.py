@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Training, Watcher, name_of
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Watcher, name_of
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.torch_compat.autograd import in_backward
 
@@ -42,16 +42,14 @@ class Work:
     grad: bool = False
 
 
+@dataclass(eq=False)
 class AutocastRegions(Watcher):
     """Looks at what ran inside of each region."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._work: dict[int, Work] = {}
-        self._backwards: Counter[tuple[Place, int]] = Counter()
-        self._compiled: dict[Place, None] = {}
-        self._scales = 0  # losses that were scaled
+    _work: dict[int, Work] = field(default_factory=dict)
+    _backwards: Counter[tuple[Place, int]] = field(default_factory=Counter)
+    _compiled: dict[Place, None] = field(default_factory=dict)
+    _scales: int = 0  # losses that were scaled
 
     def heard(self, event: Event) -> None:
         """Take a backward in a region, and what says that autocast was meant to be on."""
@@ -63,7 +61,7 @@ class AutocastRegions(Watcher):
         elif event.name == "compile" and event.is_after and _backend(event.arguments) not in SEEN:
             self._compiled[event.place] = None
         elif event.name == "scaler.scale" and event.is_after:
-            self._scales += event.arguments["self"].is_enabled()
+            self._scales += 1
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count an operation of the forward in its region."""

@@ -11,6 +11,7 @@ each sample it makes 1 again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Call, Finding, Place, Training, Watcher, dtype_name, tensors_in
+from amp_graph.audit.records import Call, Finding, Memory, Place, Watcher, dtype_name, tensors_in
 from amp_graph.audit.samples import sample
 from amp_graph.audit.updates import MANY, Lost
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+from amp_graph.passes.torch_compat.storage import storage_key
 
 MOST = 1 << 12  # elements of a sample
 ROUNDED = 1e-6  # by how much a sum of weights that are in float32 may differ from 1
@@ -39,7 +40,6 @@ class Followed(NamedTuple):
     ``sources``: what it was computed from. ``old``: the real values before the first write, None if there was none.
     """
 
-    held: StorageWeakRef  # no other memory gets its key meanwhile
     exact: Tensor
     sources: frozenset[Key]
     old: Tensor | None
@@ -50,15 +50,13 @@ class Followed(NamedTuple):
         return abs(float(self.exact[-1]) - 1) < ROUNDED
 
 
+@dataclass(eq=False)
 class Averages(Watcher):
     """Follows low values from where they are read to where they are written."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._followed: dict[Key, Followed] = {}
-        self._written: list[tuple[Tensor, Followed]] = []  # by the operation that runs now
-        self._averages: dict[Place, tuple[str, Lost]] = {}
+    _followed: Memory[Followed] = field(default_factory=Memory)
+    _written: list[tuple[Tensor, Followed]] = field(default_factory=list)  # by the operation that runs now
+    _averages: dict[Place, tuple[str, Lost]] = field(default_factory=dict)
 
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget all values: what an optimizer writes is not followed."""
@@ -78,7 +76,7 @@ class Averages(Watcher):
                 self._followed.pop(_key(t), None)
         for t, one in written:
             key = _key(t)
-            self._followed[key] = one
+            self._followed.keep(t, one, *key[1:])
             if one.old is not None and t.dtype in HALVES and key in one.sources and one.adds_up:
                 moves = one.exact[:-1] != one.old
                 stays = moves & (sample(t, MOST) == one.old)
@@ -109,12 +107,12 @@ class Averages(Watcher):
         if call.phase != "forward" or not is_elementwise or "out" in kwargs or is_random(operator):
             return []
         given = tensors_in(args)
-        if call.module and not any(t.dtype in HALVES or _key(t) in self._followed for t in given):
+        if call.module and not any(t.dtype in HALVES or self._known(t) for t in given):
             return []
         if self.training.records and any(t.requires_grad for t in given):  # part of a graph of autograd, and no average
             return []
         if len(self._followed) > MOST_FOLLOWED:
-            self._followed = {key: one for key, one in self._followed.items() if not one.held.expired()}
+            self._followed = Memory((key, one) for key, one in self._followed.items() if not one[0].expired())
         found = []
         for number, target in enumerate(tensors_in(targets)):
             own = [[one[number]] if is_list and isinstance(one, (list, tuple)) else one for one in args]
@@ -132,10 +130,13 @@ class Averages(Watcher):
         result = operator(*wide, **{name: value for name, value in kwargs.items() if name not in LAYOUTS})
         (exact, *_), old = tensors_in(wide if is_mutable(operator) else result), None
         if is_mutable(operator):
-            known = self._followed.get(_key(target))
+            known = self._known(target)
             old = sample(target, MOST).clone() if known is None or known.old is None else known.old
-        sources = (self._followed[key].sources if (key := _key(t)) in self._followed else {key} for t in read)
-        return Followed(StorageWeakRef(storage_of(target)), exact, frozenset().union(*sources), old)
+        sources = (known.sources if (known := self._known(t)) else {_key(t)} for t in read)
+        return Followed(exact, frozenset().union(*sources), old)
+
+    def _known(self, tensor: Tensor) -> Followed | None:
+        return self._followed.known(tensor, *_key(tensor)[1:])
 
     def _wide(self, leaf: Any) -> Any:
         """Return a copy of a sample, with 1 behind it; of a tensor that is one number, that number."""
@@ -143,7 +144,7 @@ class Averages(Watcher):
             return leaf
         if not leaf.dim():
             return leaf.double() if leaf.is_floating_point() else leaf
-        if (known := self._followed.get(_key(leaf))) is not None:
+        if (known := self._known(leaf)) is not None:
             return known.exact.clone()
         return torch.cat((sample(leaf, MOST).double(), torch.ones(1, dtype=torch.float64, device=leaf.device)))
 

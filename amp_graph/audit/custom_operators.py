@@ -22,15 +22,15 @@ from amp_graph.audit.records import (
     LOW,
     Call,
     Finding,
+    Memory,
     Place,
-    Training,
+    Tally,
     Watcher,
     dtype_name,
     tensors_in,
 )
 from amp_graph.audit.speed.predicted_time import is_product
 from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 # Namespaces of torch's own packages, whose operators have rules where they need some.
 KNOWN = frozenset({
@@ -67,26 +67,16 @@ TEXTS = {
 }
 
 
-@dataclass
-class Use:
-    """The calls of one operator at one line, with one fault."""
-
-    values: Mapping[str, str]
-    level: str
-    calls: int = 0
-    modules: dict[str, None] = field(default_factory=dict)
+Use = tuple[Tally, str, dict[str, str]]  # the calls of one operator at one line with a fault, its level, and in words
 
 
+@dataclass(eq=False)
 class CustomOperators(Watcher):
     """Looks at operators outside of ATen, at autograd functions in Python, and at what quantized values become."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self.uses: dict[tuple[str, Place, str], Use] = {}
-        self._context = 0  # the id of the last autograd function's
-        # What was cast up from quantized values in this step, held weakly, and their dtype.
-        self._up: dict[int, tuple[StorageWeakRef, str]] = {}
+    uses: dict[tuple[str, Place, str], Use] = field(default_factory=dict)
+    _context: int = 0  # the id of the last autograd function's
+    _up: Memory[str] = field(default_factory=Memory)  # the dtype from which a value was cast up, in this step
 
     def began(self) -> None:
         """Forget what was cast up."""
@@ -107,19 +97,16 @@ class CustomOperators(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield what was found."""
         looks = max(1, len(self.training.looked_at))
-        for (code, place, name), use in self.uses.items():
-            what, fix = TEXTS[code]
-            values = {"name": name, **use.values}
+        for (code, place, name), (use, level, values) in self.uses.items():
+            what, fix = (text.format(name=name, **values) for text in TEXTS[code])
+            calls = use.counts["calls"]
             yield finding(
-                code, place, f"{what.format(**values)} (calls a step: {use.calls / looks:g})",
-                fix.format(**values),
-                level=use.level, also=sorted(filter(None, use.modules)), calls=use.calls, **values,
+                code, place, f"{what} (calls a step: {calls / looks:g})", fix,
+                level=level, also=sorted(filter(None, use.modules)), calls=calls, name=name, **values,
             )  # fmt: skip
 
     def _use(self, code: str, place: Place, name: str, call: Call, level: str, **values: str) -> None:
-        use = self.uses.setdefault((code, place, name), Use(values, level))
-        use.calls += 1
-        use.modules[call.module] = None
+        self.uses.setdefault((code, place, name), (Tally(call), level, values))[0].add(call, calls=1)
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -176,17 +163,13 @@ class CustomOperators(Watcher):
                 self._use("AMP805", call.place, name, call, "note", dtypes=call.inputs[0], other=held)
             return
         for t in tensors_in(result):
-            is_same_value = t.numel() <= MOST_UNPACKED * source.numel()
-            if is_same_value and (key := storage_key(t)) is not None and key not in self.training.weights:
-                self._up[key] = StorageWeakRef(storage_of(t)), held
+            if t.numel() <= MOST_UNPACKED * source.numel() and self.training.weights.known(t) is None:
+                self._up.keep(t, held)
 
     def _held_in(self, tensor: Tensor) -> str:
         """Return the dtype in which a quantized value is held that a tensor has; "" of any other."""
-        key = storage_key(tensor) or 0
-        weight = self.training.weights.get(key)
-        if weight is not None and weight.dtype in QUANTIZED:
-            return weight.dtype
-        return self._up[key][1] if key in self._up else ""
+        weight = self.training.weights.known(tensor)
+        return weight.dtype if weight is not None and weight.dtype in QUANTIZED else self._up.known(tensor) or ""
 
 
 def _runs_on(operator: OpOverload, device: str) -> bool:

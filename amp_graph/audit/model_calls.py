@@ -36,14 +36,13 @@ class Called:
     full: Counter[Call] = field(default_factory=Counter)
 
 
+@dataclass(eq=False)
 class ModelCalls:
     """Compares the calls of models with each other: some are in regions, some are not."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        self.training = training
-        self._called: dict[tuple[int, Place, bool], Called] = {}
-        self._running: Called | None = None
+    training: Training
+    _called: dict[tuple[int, Place, bool], Called] = field(default_factory=dict)
+    _running: Called | None = None
 
     def heard(self, event: Event, *, is_raised: bool) -> None:
         """Take the call of an outermost module; ``is_raised``: the user has cast an input to fp32."""

@@ -24,6 +24,7 @@ from amp_graph.audit.records import (
     CONVERSION,
     NOWHERE,
     Call,
+    Memory,
     Place,
     Totals,
     Training,
@@ -80,7 +81,7 @@ class Operations(TorchDispatchMode):
         self._forward: dict[int, tuple[str, Place]] = {}  # by the number of the node in autograd's graph
         self._group: tuple[Any, ...] = ()  # the call of torch that dispatched the last operation
         self._casts: list[tuple[Call, int]] = []  # in that group so far, with their bytes
-        self._saved: set[int] = set()  # where the activations are that were counted
+        self._saved: Memory[bool] = Memory()  # of the activations that were counted
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -156,11 +157,10 @@ class Operations(TorchDispatchMode):
         for node in nodes_behind(t.grad_fn for t in tensors_in(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
-                memory = storage_key(t)
-                known = memory is None or memory in self.training.weights or memory in self._saved
-                if memory is not None and t.is_floating_point() and not known:
-                    self._saved.add(memory)
-                    self.training.saved[module, dtype_name(t.dtype)] += t.numel() * t.element_size()
+                known = self.training.weights.known(t) or self._saved.known(t) or storage_key(t) is None
+                if t.is_floating_point() and not known:
+                    self._saved.keep(t, known=True)
+                    self.training.saved[module, dtype_name(t.dtype)] += t.nbytes
 
     # -- operations -----------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Training, Watcher, name_of
+from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Tally, Watcher, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
@@ -38,51 +38,27 @@ PROBABILITIES = frozenset("_softmax _safe_softmax sigmoid exp _scaled_dot_produc
 PRODUCTS = frozenset("mm addmm bmm baddbmm convolution convolution_backward _log_softmax_backward_data".split())
 
 
-@dataclass
-class Reached:
-    """What values at one place reached: the largest magnitude, the operation and module that made it, and how often."""
-
-    dtype: str
-    operation: str
-    phase: str
-    largest: float = 0.0
-    times: int = 0
-    modules: dict[str, None] = field(default_factory=dict)
+def share_of_tiny(found: Tally) -> float:
+    """Return the part of float16 values that underflowed: that lost bits, or became 0."""
+    elements, subnormal, zeros = (found.counts[name] for name in ("elements", "subnormal", "zeros"))
+    if subnormal < SOME * elements:
+        return subnormal / elements if elements else 0.0
+    return (subnormal + zeros) / (elements + zeros)
 
 
-@dataclass
-class Tiny:
-    """The float16 values at one place: how many of those that are not 0 lost bits, or became 0."""
-
-    operation: str
-    elements: int = 0
-    subnormal: int = 0
-    zeros: int = 0
-    modules: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """The part of the values that underflowed."""
-        if self.subnormal < SOME * self.elements:
-            return self.subnormal / self.elements if self.elements else 0.0
-        return (self.subnormal + self.zeros) / (self.elements + self.zeros)
-
-
+@dataclass(eq=False)
 class Ranges(Watcher):
     """Looks at the largest and the smallest values of results in low precision."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._is_scaled = False
-        self._infinite: dict[Place, Reached] = {}
-        self._near: dict[Place, Reached] = {}
-        self._tiny: dict[str, dict[Place, Tiny]] = {"forward": {}, "backward": {}}
-        self._overwritten: list[Ends] = []  # of what the operation that runs now will write to, before that
+    _is_scaled: bool = False
+    _infinite: dict[Place, Tally] = field(default_factory=dict)
+    _near: dict[Place, Tally] = field(default_factory=dict)
+    _tiny: dict[tuple[str, Place], Tally] = field(default_factory=dict)  # by phase
+    _overwritten: list[Ends] = field(default_factory=list)  # what the operation that runs now writes to, before that
 
     def heard(self, event: Event) -> None:
         """Take note of a loss scale."""
-        self._is_scaled |= event.name == "scaler.scale" and event.arguments["self"].is_enabled()
+        self._is_scaled |= event.name == "scaler.scale"
 
     def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take the ends of what will be overwritten; those of a copy's target do not matter."""
@@ -102,14 +78,14 @@ class Ranges(Watcher):
         ends, near = _ends(out), LIMITS[call.output] / NEAR
         if not -near < ends.low <= ends.high < near:
             read = (leaf for leaf in tree_leaves((args, kwargs)) if leaf is not out)
-            self._take_large(call, name, out, [*map(_ends, read), *self._overwritten])
+            self._take_large(call, out, ends, [*map(_ends, read), *self._overwritten])
         elif out.dtype == torch.float16 and name not in PROBABILITIES:
             self._take_tiny(call, name, args, out)
         self._overwritten.clear()
 
-    def _take_large(self, call: Call, name: str, out: Tensor, inputs: Sequence[Ends]) -> None:
+    def _take_large(self, call: Call, out: Tensor, ends: Ends, inputs: Sequence[Ends]) -> None:
         """Take a result that is infinite or near the end, unless it is a mask, or an input was so already."""
-        near, (low, high, _) = LIMITS[call.output] / NEAR, _ends(out)
+        near, (low, high, _) = LIMITS[call.output] / NEAR, ends
         if not all(abs(end) < math.inf for ends in inputs for end in ends[:2]):
             return
         is_mask = any(ends.low <= (-near if ends.is_low else MASK) for ends in inputs)
@@ -123,59 +99,56 @@ class Ranges(Watcher):
             into = self._near
         else:
             return
-        found = into.setdefault(call.place, Reached(call.output, name, call.phase))
-        found.modules[call.module] = None
-        found.largest, found.times = max(found.largest, largest), found.times + 1
+        into.setdefault(call.place, Tally(call)).add(call, largest, times=1)
 
     def _take_tiny(self, call: Call, name: str, args: Sequence[Any], out: Tensor) -> None:
         part = _part(out)
         measured = range_of([part.float()])
         if measured is None:
             return
-        found = self._tiny[call.phase].setdefault(call.place, Tiny(name))
         nonzero = measured.elements - measured.zeros
-        found.elements += nonzero
-        found.subnormal += round(measured.fractions("float16")["subnormal"] * nonzero)
-        found.zeros += _made_zero(name, args, part, out)
-        found.modules[call.module] = None
+        subnormal = round(measured.fractions("float16")["subnormal"] * nonzero)
+        found = self._tiny.setdefault((call.phase, call.place), Tally(call))
+        found.add(call, elements=nonzero, subnormal=subnormal, zeros=_made_zero(name, args, part, out))
 
     # -- findings -------------------------------------------------------------------------------------
 
     def findings(self) -> Iterator[Finding]:
         """Yield overflows by their place, and of near ends and underflows the worst place, with the others."""
         for place, found in self._infinite.items():
-            by_scale = self._is_scaled and found.phase == "backward"
+            by_scale = self._is_scaled and found.call.phase == "backward"
             yield finding(
                 "AMP501", place,
-                f"{found.operation}{_where(found)} of finite inputs was infinite or NaN in {found.dtype} {found.times} "
-                f"times in {found.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
+                f"{_where(found)} of finite inputs was infinite or NaN in {found.call.output} {found.counts['times']} "
+                f"times in {found.call.phase}" + (", where the loss scale may be too large as yet" if by_scale else ""),
                 _FIX_LARGE,
                 level="note" if by_scale else "warning", also=list(found.modules)[1:], **_evidence(found),
             )  # fmt: skip
-        near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.phase == "backward")}
+        near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.call.phase == "backward")}
         for place, found in list(near.items())[:1]:  # what reads it is near the end, too
+            dtype = found.call.output
             yield finding(
                 "AMP502", place,
-                f"{found.operation}{_where(found)} reached {found.largest:.3g} in {found.phase}: {found.dtype} ends at "
-                f"{LIMITS[found.dtype]:.3g}" + _others(len(near) - 1),
+                f"{_where(found)} reached {found.largest:.3g} in {found.call.phase}: {dtype} ends at "
+                f"{LIMITS[dtype]:.3g}" + _others(len(near) - 1),
                 _FIX_LARGE,
                 also=[str(p) for p in list(near)[1:]], **_evidence(found),
             )  # fmt: skip
         off = {} if self._is_scaled else self.training.off
         for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
-            tiny = sorted(self._tiny[phase].items(), key=lambda one: -one[1].share)
-            tiny = [one for one in tiny if one[1].share >= MANY]
-            for place, small in tiny[:1]:
+            shares = {place: share_of_tiny(f) for (when, place), f in self._tiny.items() if when == phase}
+            tiny = sorted((p for p, share in shares.items() if share >= MANY), key=lambda p: -shares[p])
+            for place in tiny[:1]:
+                found, share = self._tiny[phase, place], shares[place]
                 level = "warning" if phase == "backward" and not self._is_scaled else "note"
                 what = "gradients" if phase == "backward" else "values"
                 yield finding(
                     code, place,
-                    f"{small.share:.0%} of the float16 {what} of {small.operation}{_where(small)} became 0 or "
-                    "subnormal, which is below 6e-5"
+                    f"{share:.0%} of the float16 {what} of {_where(found)} became 0 or subnormal, which is below 6e-5"
                     + _others(len(tiny) - 1) + ("".join(f"; {why}" for why in off) if phase == "backward" else ""),
                     (", ".join(off.values()) or _FIX_SCALE) if phase == "backward" else _FIX_SMALL,
-                    level=level, also=[str(p) for p, _ in tiny[1:]], share=small.share, values=small.elements,
-                    operation=small.operation,
+                    level=level, also=[str(p) for p in tiny[1:]], share=share, values=found.counts["elements"],
+                    operation=name_of(found.call.operator),
                 )  # fmt: skip
 
 
@@ -188,15 +161,15 @@ def _others(count: int) -> str:
     return f"; and at {count} other places" if count else ""
 
 
-def _where(found: Reached | Tiny) -> str:
+def _where(found: Tally) -> str:
     first = next(iter(found.modules), "")
-    return f" in {first}" if first else ""
+    return name_of(found.call.operator) + (f" in {first}" if first else "")
 
 
-def _evidence(found: Reached) -> dict[str, Any]:
+def _evidence(found: Tally) -> dict[str, Any]:
     return {
-        "dtype": found.dtype, "operation": found.operation, "phase": found.phase, "largest": found.largest,
-        "times": found.times,
+        "dtype": found.call.output, "operation": name_of(found.call.operator), "phase": found.call.phase,
+        "largest": found.largest, "times": found.counts["times"],
     }  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 LOW = frozenset(("bfloat16", "float16"))  # dtypes by name, as calls have them
+FULL = ("float32", "float64")
+Known = TypeVar("Known")
 CONVERSION = "aten._to_copy.default"
 _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
@@ -48,6 +50,26 @@ def tensors_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, (tuple, list)):
         return []
     return [t for value in values if value is not None for t in tensors_in(value)]
+
+
+class Memory(dict[Any, tuple[StorageWeakRef, Known]]):
+    """What is known of memory, by the tensors in it; ``part``: what tells parts of one memory, and versions, apart.
+
+    Memory is held weakly: nothing is kept alive, and no other memory gets its number meanwhile.
+    """
+
+    def known(self, tensor: Tensor, *part: Any) -> Known | None:
+        """Return what is known of a tensor's memory, None if nothing is."""
+        return self[key][1] if self and (key := (storage_key(tensor), *part)) in self else None
+
+    def of(self, tensors: Iterable[Tensor]) -> list[Known]:
+        """Return what is known of any of ``tensors``."""
+        return [known for t in tensors if (known := self.known(t)) is not None] if self else []
+
+    def keep(self, tensor: Tensor, known: Known, *part: Any) -> None:
+        """Keep what is known of a tensor that has plain memory."""
+        if (key := storage_key(tensor)) is not None:
+            self[(key, *part)] = StorageWeakRef(storage_of(tensor)), known
 
 
 class Call(NamedTuple):
@@ -95,15 +117,10 @@ class Region:
     dtype: str
     enabled: bool
     outer: int
-    entered: int = 0
-    looked_at: int = 0  # entered in looked-at steps
-    made: Place = NOWHERE
+    entered: int = field(default=0, compare=False)
+    looked_at: int = field(default=0, compare=False)  # entered in looked-at steps
+    made: Place = field(default=NOWHERE, compare=False)
     asked: bool = True
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells two regions apart that are entered again and again."""
-        return self.place, self.device, self.dtype, self.enabled, self.outer, self.asked
 
 
 @dataclass
@@ -134,7 +151,7 @@ class Training:
     calls: dict[Call, Totals] = field(default_factory=dict)
     models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    weights: dict[int, Weight] = field(default_factory=dict)
+    weights: Memory[Weight] = field(default_factory=Memory)
     updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -168,25 +185,19 @@ class Training:
     def list_weights(self) -> None:
         """List the memory of all models as it is now."""
         updated = {id(p) for one in list(self.optimizers) for group in one.param_groups for p in group["params"]}
-        self.weights = {
-            key: Weight(
-                StorageWeakRef(storage_of(t)),
-                dtype_name(t.dtype),
-                t.requires_grad and (not updated or id(t) in updated),
-            )
-            for model in list(self.models)
-            for t in (*model.parameters(), *model.buffers())
-            if (key := storage_key(t)) is not None
-        }
+        self.weights = Memory()
+        for model in list(self.models):
+            for t in (*model.parameters(), *model.buffers()):
+                is_trained = t.requires_grad and (not updated or id(t) in updated)
+                self.weights.keep(t, Weight(dtype_name(t.dtype), is_trained))
 
     def _path(self, model: torch.nn.Module, name: str) -> str:
         return ".".join(filter(None, (self.models[model], name)))
 
 
 class Weight(NamedTuple):
-    """The memory of a parameter or a buffer of a model, held weakly, its dtype, and whether an optimizer trains it."""
+    """The dtype of a parameter or a buffer of a model, and whether an optimizer trains it."""
 
-    held: StorageWeakRef
     dtype: str
     is_trained: bool
 
@@ -194,7 +205,8 @@ class Weight(NamedTuple):
 class Event(NamedTuple):
     """A call of one of the functions that ``events`` hears; ``result`` is that of the call, None before it.
 
-    ``name``: "autocast.enter", "scaler.step", see ``events.HEARD``. ``arguments``: by parameter name, "self" included.
+    ``name``: "autocast.enter", "scaler.step", see ``events.HEARD``; "disabled scaler.step" of a scaler that is off.
+    ``arguments``: by parameter name, "self" included.
     ``is_after``: whether the call has returned; an event comes before and after each call. ``step``: how many steps
     have ended. "model.call" is that of an outermost module, in looked-at steps alone.
     """
@@ -224,16 +236,31 @@ class Finding:
     also: Sequence[str] = ()
 
 
+@dataclass
+class Tally:
+    """The calls that had one fault at one place: the first, the modules of all, and what of them adds up, by name."""
+
+    call: Call
+    counts: Counter[str] = field(default_factory=Counter)
+    modules: dict[str, None] = field(default_factory=dict)
+    largest: float = 0.0
+
+    def add(self, call: Call, largest: float = 0.0, **counts: int) -> None:
+        """Add one more call, ``largest`` the largest of its values."""
+        self.modules[call.module] = None
+        self.counts.update(counts)
+        self.largest = max(self.largest, largest)
+
+
+@dataclass(eq=False)
 class Watcher:
     """Is told of a training, and finds faults in it; this one sees nothing. It must change no tensor, and keep none.
 
     Methods run under ``no_grad``, outside of autocast and of all modes, and must not draw random numbers; what they
-    raise ends this watcher, and is told in the report.
+    raise ends this watcher, and is told in the report. ``training`` is kept up to date by others.
     """
 
-    def __init__(self, training: Training) -> None:
-        """Begin; ``training`` is kept up to date by others."""
-        self.training = training
+    training: Training
 
     def heard(self, event: Event) -> None:
         """Take an event; in every step."""

@@ -13,7 +13,7 @@ import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Training, Watcher, dtype_name
+from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Watcher, dtype_name
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
@@ -51,19 +51,17 @@ class Wrapped:
     policy: str = ""
 
 
+@dataclass(eq=False)
 class Reductions(Watcher):
     """Looks at collectives, and at the models that DDP and FSDP wrapped."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._models: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
-        self._hooks: weakref.WeakKeyDictionary[Module, Wrapped] = weakref.WeakKeyDictionary()
-        self._reduced: dict[tuple[str, Wrapped, str], Totals] = defaultdict(Totals)
-        self._backward = NOWHERE  # the line of this step's
-        self._sharded = NOWHERE  # the line of the last
-        self._ranks = 1
-        self._odd: dict[str, list[Finding]] = {}  # layers that are unlike their sisters, by the name of their model
+    _models: weakref.WeakKeyDictionary[Module, Wrapped] = field(default_factory=weakref.WeakKeyDictionary)
+    _hooks: weakref.WeakKeyDictionary[Module, Wrapped] = field(default_factory=weakref.WeakKeyDictionary)
+    _reduced: dict[tuple[str, Wrapped, str], Totals] = field(default_factory=lambda: defaultdict(Totals))
+    _backward: Place = NOWHERE  # the line of this step's
+    _sharded: Place = NOWHERE  # the line of the last
+    _ranks: int = 1
+    _odd: dict[str, list[Finding]] = field(default_factory=dict)  # unlike their sisters, by the name of their model
 
     def heard(self, event: Event) -> None:
         """Remember where models were wrapped, and where backward began."""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_graph.audit.autocast_regions import class_of
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher
+from amp_graph.audit.records import Call, Event, Finding, Place, Training, Watcher, tensors_in
 from amp_graph.lists import OpClass
 from amp_graph.passes.torch_compat.autograd import in_backward
 
@@ -55,112 +55,87 @@ class Iteration:
 
     ``waiting``: scaled losses without a backward so far; ``scaled``: whether one had its backward. ``clips``: places,
     and the norms before, where clipping met scaled gradients. ``inside``: ``step`` runs, which unscales by itself.
-    ``scales``: where it scaled losses, in all looked-at steps.
+    ``scales``: where it scaled losses, and how often in looked-at steps, from its first one on.
     """
 
+    scales: Counter[Place]
     waiting: int = 0
     scaled: bool = False
     inside: bool = False
     clips: list[tuple[Place, float]] = field(default_factory=list)
     unscaled: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     stepped: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    scales: Counter[Place] = field(default_factory=Counter)
 
 
+@dataclass(eq=False)
 class ScalerUse(Watcher):
     """Follows each scaler from ``scale`` to ``update``."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
-        self._faults: dict[tuple[str, Place], list[int]] = defaultdict(list)  # the steps in which each was seen
-        self._norms: dict[Place, float] = {}
-        self._scaled: dict[int, weakref.ref[Tensor]] = {}  # losses, by id
-        self._scales: Counter[Place] = Counter()  # where losses were scaled in looked-at steps
-        self._of_scalers: list[Counter[Place]] = []  # the same of each scaler
-        self._scalers: Counter[Place] = Counter()  # new ones
-        self._backward: Place | None = None  # of the backward that runs, of a loss that was not scaled
-        self._half: Counter[Place] = Counter()  # float16 operations in such backwards
-        self._products = 0
-        self._compiled = False
+    _iterations: weakref.WeakKeyDictionary[Any, Iteration] = field(default_factory=weakref.WeakKeyDictionary)
+    _faults: dict[tuple[str, Place], list[int]] = field(default_factory=lambda: defaultdict(list))  # the steps of each
+    _norms: dict[Place, float] = field(default_factory=dict)
+    _scaled: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # losses
+    _scales: list[Counter[Place]] = field(default_factory=list)  # those of each scaler
+    _scalers: Counter[Place] = field(default_factory=Counter)  # new ones
+    _backward: Place | None = None  # of the backward that runs, of a loss that was not scaled
+    _half: Counter[Place] = field(default_factory=Counter)  # float16 operations in such backwards
+    _products: int = 0
+    _compiled: bool = False
 
     # -- hearing --------------------------------------------------------------------------------------
 
     def heard(self, event: Event) -> None:
         """Take a call of a scaler, a backward, or a clipping."""
-        scaler: Any = event.arguments.get("self")
-        if event.name == "scaler.scale" and not event.is_after and not scaler.is_enabled():
-            devices = [t.device.type for t in tree_leaves(event.arguments["outputs"]) if isinstance(t, Tensor)]
+        if event.name == "disabled scaler.scale" and not event.is_after:
+            devices = [t.device.type for t in tensors_in(event.arguments["outputs"])]
             by_torch = "" if torch.cuda.is_available() else OR_BY_TORCH
             why = f"the scaler that is called at {event.place} is disabled, by enabled=False{by_torch}"
             self.training.off[why] = f"torch.amp.GradScaler({(devices or ['cpu'])[0]!r})"
-        elif event.name.startswith("scaler.") and scaler.is_enabled():
-            iteration = self._iterations.get(scaler)
-            if iteration is None:
-                iteration = self._iterations[scaler] = Iteration()
-                self._of_scalers.append(iteration.scales)
-                self._scalers[event.place] += event.name == "scaler.scale"
-            take = {"scale": self._scale, "unscale_": self._unscale, "step": self._step, "update": self._update}
-            take.get(event.name.partition(".")[2], _pass)(iteration, event)
+        elif event.name.startswith("scaler."):
+            self._take_scaler(event.arguments["self"], event)
         elif event.name == "backward" and not in_backward():
             self._take_backward(event)
         elif event.name == "clip" and event.is_after:
             self._take_clip(event)
         self._compiled |= event.name == "compile"
 
-    def _scale(self, iteration: Iteration, event: Event) -> None:
-        iteration.inside = False
-        if event.is_after:
-            losses = [t for t in tree_leaves(event.result) if isinstance(t, Tensor)]
+    def _take_scaler(self, scaler: Any, event: Event) -> None:
+        if scaler not in self._iterations:
+            self._iterations[scaler] = Iteration(Counter())
+            self._scales.append(self._iterations[scaler].scales)
+            self._scalers[event.place] += event.name == "scaler.scale"
+        iteration = self._iterations[scaler]
+        optimizer: Any = event.arguments.get("optimizer")
+        is_step = event.name == "scaler.step"
+        if event.name == "scaler.scale":
+            iteration.inside = False
+            losses = tensors_in(event.result)  # none before the call
             iteration.waiting += len(losses)
-            self._scaled |= {id(t): weakref.ref(t) for t in losses}
-            is_seen = event.step + 1 in self.training.looked_at
-            self._scales[event.place] += is_seen
-            iteration.scales[event.place] += is_seen
-
-    def _unscale(self, iteration: Iteration, event: Event) -> None:
-        if event.is_after or iteration.inside:
-            return
-        optimizer = event.arguments["optimizer"]
-        if optimizer in iteration.unscaled or optimizer in iteration.stepped:
-            self._fault("AMP204", event.place, event.step)
-        self._check_clips(iteration, optimizer, event.step)
-        iteration.unscaled.add(optimizer)
-
-    def _step(self, iteration: Iteration, event: Event) -> None:
-        iteration.inside = not event.is_after
-        optimizer = event.arguments["optimizer"]
-        if event.is_after:
+            self._scaled.update(dict.fromkeys(losses))
+            iteration.scales[event.place] += event.is_after and event.step + 1 in self.training.looked_at
+        elif is_step and event.is_after:
+            iteration.inside = False
             iteration.stepped.add(optimizer)
-            return
-        if optimizer in iteration.stepped:
-            self._fault("AMP205", event.place, event.step)
-        self._check_clips(iteration, optimizer, event.step)
-
-    def _update(self, iteration: Iteration, event: Event) -> None:
-        if event.is_after:
-            self._iterations[event.arguments["self"]] = Iteration(scales=iteration.scales)
-
-    def _check_clips(self, iteration: Iteration, optimizer: Optimizer, step: int) -> None:
-        if optimizer not in iteration.unscaled:
-            for place, norm in iteration.clips:
-                self._fault("AMP203", place, step)
+        elif event.name == "scaler.update" and event.is_after:
+            self._iterations[scaler] = Iteration(iteration.scales)
+        elif is_step or (event.name == "scaler.unscale_" and not event.is_after and not iteration.inside):
+            iteration.inside = is_step
+            if optimizer in iteration.stepped or (optimizer in iteration.unscaled and not is_step):
+                self._faults["AMP205" if is_step else "AMP204", event.place].append(event.step + 1)
+            for place, norm in iteration.clips if optimizer not in iteration.unscaled else ():
+                self._faults["AMP203", place].append(event.step + 1)
                 if math.isfinite(norm):
                     self._norms[place] = norm
-        iteration.clips.clear()
+            iteration.clips.clear()
+            if not is_step:
+                iteration.unscaled.add(optimizer)
 
     def _take_backward(self, event: Event) -> None:
-        if event.is_after:
-            self._backward = None
-            return
-        losses = [t for t in tree_leaves(event.arguments["tensors"]) if isinstance(t, Tensor)]
-        known = any((kept := self._scaled.get(id(t))) is not None and kept() is t for t in losses)
         waiting = [one for one in self._iterations.values() if one.waiting]
-        self._backward = None if known or waiting else event.place
-        for one in waiting[:1]:
+        is_known = waiting or any(t in self._scaled for t in tensors_in(event.arguments["tensors"]))
+        self._backward = None if event.is_after or is_known else event.place
+        for one in () if event.is_after else waiting[:1]:
             one.waiting, one.scaled = one.waiting - 1, True
-        self._scaled = {i: kept for i, kept in self._scaled.items() if kept() is not None}
 
     def _take_clip(self, event: Event) -> None:
         """Keep a clipping of scaled gradients; which ones it clips is not known where it is given an iterator."""
@@ -169,9 +144,6 @@ class ScalerUse(Watcher):
         for iteration in self._iterations.values():
             if iteration.scaled and not iteration.unscaled:
                 iteration.clips.append((event.place, norm))
-
-    def _fault(self, code: str, place: Place, step: int) -> None:
-        self._faults[code, place].append(step + 1)
 
     # -- operations -----------------------------------------------------------------------------------
 
@@ -182,7 +154,7 @@ class ScalerUse(Watcher):
             if call.operator.startswith("aten.mul.") and isinstance(result, Tensor) and result.numel() == 1:
                 factor = args[1]
                 if isinstance(factor, (int, float)) and STATIC <= abs(factor) < math.inf:
-                    self._scaled[id(result)] = weakref.ref(result)
+                    self._scaled[result] = None
         elif self._backward is not None and call.phase == "backward" and call.output == "float16":
             self._half[self._backward] += 1
 
@@ -191,7 +163,8 @@ class ScalerUse(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield what was called in a wrong order, and losses that have no scale or need none."""
         for place, operations in self._half.items():
-            others = f"; losses at {', '.join(map(str, self._scales))} are scaled" if self._scales else ""
+            scaled = ", ".join(dict.fromkeys(str(one) for scales in self._scales for one in scales))
+            others = f"; losses at {scaled} are scaled" if scaled else ""
             others += "".join(f"; {why}" for why in self.training.off)
             fix = ", ".join(self.training.off.values())
             yield finding(
@@ -218,17 +191,13 @@ class ScalerUse(Watcher):
         if "float16" in dtypes or not self._products or self._compiled:
             return
         ran = "bfloat16" if "bfloat16" in dtypes else "float32"
-        for place, *others in dict.fromkeys(tuple(+scales) for scales in self._of_scalers if +scales):
+        for place, *others in dict.fromkeys(tuple(+scales) for scales in self._scales if +scales):
             yield finding(
                 "AMP202", place, f"a GradScaler scales this loss, and none of the {self._products} products and "
                 f"convolutions seen ran in float16: what would underflow there does not in {ran}",
                 "GradScaler(enabled=dtype == torch.float16), or none", also=[f"the loss at {one}" for one in others],
                 dtype=ran, products=self._products,
             )  # fmt: skip
-
-
-def _pass(iteration: Iteration, event: Event) -> None:
-    """Take what this watcher does not follow."""
 
 
 def dtypes_seen(training: Training) -> set[str]:

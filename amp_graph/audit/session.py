@@ -6,11 +6,12 @@ stepped, or a GradScaler has left its update out.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from amp_graph.audit.audit_report import AuditReport
 from amp_graph.audit.events import hear
 from amp_graph.audit.operations import Operations
 from amp_graph.audit.precision_table import take_stock
-from amp_graph.audit.records import NOWHERE, Event, Place, Region, Training, Watcher, dtype_name
+from amp_graph.audit.records import NOWHERE, Event, Finding, Place, Region, Training, Watcher, dtype_name
 from amp_graph.audit.silence import ignored_codes, loud, unknown_codes
 from amp_graph.audit.speed.plan import draw_sketches
 from amp_graph.audit.watchers import WATCHERS
@@ -87,13 +88,14 @@ class Audit:
         self._thread = threading.get_ident()  # a mode is on in one thread
         self._made: weakref.WeakKeyDictionary[torch.autocast, tuple[Place, bool]] = weakref.WeakKeyDictionary()
         self._began = 0.0
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     # -- on and off -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Audit:
         """Begin."""
-        self._undo = [on_every_optimizer_step(self._before_update, self._after_update), hear(self._heard)]
+        self._undo.callback(on_every_optimizer_step(self._before_update, self._after_update))
+        self._undo.callback(hear(self._heard))
         self._begin_step()
         return self
 
@@ -104,22 +106,19 @@ class Audit:
     def stop(self) -> None:
         """End: nothing of torch is replaced any more. What ran since the last step is no step, unless it trained."""
         self._end_look(ended=False)
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._undo.close()
 
     def report(self) -> AuditReport:
         """Return what was seen so far."""
         draw_sketches(self.training)
         self._take_stock(is_over=True)
-        findings = []
-        for watcher in self.watchers:
-            with Attempt() as tried:
-                findings += list(watcher.findings())
-            self._failed(watcher, tried)
+        findings: list[Finding] = []
+        self._quietly(lambda watcher: findings.extend(watcher.findings()))
         kept = loud(findings, self.ignored, self._folder)
         wrong = unknown_codes(self.training.places.files, self._folder)
-        self.training.unseen |= dict.fromkeys([*wrong, *_other_ranks()])
+        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        others = () if size == "1" else (f"this is rank {rank} of {size}: what others do alone",)
+        self.training.unseen |= dict.fromkeys([*wrong, *others])
         silenced = len(findings) - len(kept)
         asked = {"looks": sorted(self.looks), "every": self.every}
         return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, **asked)
@@ -271,7 +270,8 @@ class Audit:
             self._look_for_evaluation()
         elif name == "model.call" and self._evaluates:
             self._see_call(arguments.get("self"))
-        event = Event(name, arguments, place, is_after, self.training.steps, result)
+        is_off = name.startswith("scaler.") and not arguments["self"].is_enabled()
+        event = Event(f"disabled {name}" if is_off else name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "backward" and not is_after and self._look is not None and not self._evaluates:
             self._look.count_saved(arguments["tensors"])
@@ -292,37 +292,27 @@ class Audit:
         elif optimizer not in self._others and self._ended == self.training.steps and self._leads(optimizer):
             self._end_step(skipped=skipped)
 
-    def _enter_region(self, region: torch.autocast, place: Place, made: Place, asked: bool) -> None:
+    def _enter_region(self, entering: torch.autocast, place: Place, made: Place, asked: bool) -> None:
         outer = self.training.open[-1] if self.training.open else -1
         entered = Region(
-            place, region.device, dtype_name(torch.get_autocast_dtype(region.device)),
-            torch.is_autocast_enabled(region.device), outer, made=made, asked=asked,
+            place, entering.device, dtype_name(torch.get_autocast_dtype(entering.device)),
+            torch.is_autocast_enabled(entering.device), outer, made=made, asked=asked,
         )  # fmt: skip
-        known = [i for i, r in enumerate(self.training.regions) if r.key == entered.key]
-        if not known:
+        if entered not in self.training.regions:
             self.training.regions.append(entered)
-        number = known[0] if known else len(self.training.regions) - 1
-        self.training.open.append(number)
-        self.training.regions[number].entered += 1
-        self.training.regions[number].looked_at += self._look is not None and not self._look.is_over
+        self.training.open.append(self.training.regions.index(entered))
+        region = self.training.regions[self.training.open[-1]]
+        region.entered += 1
+        region.looked_at += self._look is not None and not self._look.is_over
 
     def _quietly(self, tell: Callable[[Watcher], None]) -> None:
         """Tell each watcher; what one raises ends it."""
         for watcher in self.watchers:
             with Attempt() as tried:
                 tell(watcher)
-            self._failed(watcher, tried)
-
-    def _failed(self, watcher: Watcher, tried: Attempt) -> None:
-        if tried.error is not None:
-            self.watchers = [one for one in self.watchers if one is not watcher]
-            self.training.unseen[f"{type(watcher).__name__} ended: {tried.reason}"] = None
-
-
-def _other_ranks() -> Iterator[str]:
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if size != "1":
-        yield f"this is rank {rank} of {size}: what others do alone"
+            if tried.error is not None:
+                self.watchers = [one for one in self.watchers if one is not watcher]
+                self.training.unseen[f"{type(watcher).__name__} ended: {tried.reason}"] = None
 
 
 def _is_of_torch(frame: FrameType) -> bool:

@@ -12,14 +12,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training, Watcher, dtype_name, name_of
+from amp_graph.audit.records import (
+    LOW,
+    Call,
+    Event,
+    Finding,
+    Memory,
+    Place,
+    Tally,
+    Watcher,
+    dtype_name,
+    name_of,
+    tensors_in,
+)
 from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
 from amp_graph.lists.errors import Attempt
@@ -27,7 +39,6 @@ from amp_graph.numerics.differences import Sums
 from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
 MOST = 1 << 20  # elements of a sample
@@ -104,22 +115,6 @@ class Errors:
         return text
 
 
-@dataclass
-class Rounded:
-    """Values at one place that were rounded: how many of them to wrong ones, of how many, and the largest."""
-
-    dtype: str
-    modules: dict[str, None] = field(default_factory=dict)
-    wrong: int = 0
-    of: int = 0
-    largest: float = 0.0
-
-    def add(self, call: Call, wrong: int, of: int, largest: float) -> None:
-        """Add those of one operation."""
-        self.modules[call.module] = None
-        self.wrong, self.of, self.largest = self.wrong + wrong, self.of + of, max(self.largest, largest)
-
-
 @dataclass(frozen=True)
 class Again:
     """An operation in float32: where its error counts, its result, and the part of the real result that this is of."""
@@ -136,25 +131,19 @@ class Again:
             self.sums.add(torch.where(is_finite, got, 0.0), torch.where(is_finite, exact, 0.0))
 
 
-class Terms(NamedTuple):
-    """A term of a loss: its memory, held weakly, and the low reductions behind it, by line, name and dtype."""
-
-    held: StorageWeakRef
-    reductions: dict[tuple[Place, str, str], None]
+Reductions = dict[tuple[Place, str, str], None]  # that ran low, by line, name and dtype
 
 
+@dataclass(eq=False)
 class UnsafeOperations(Watcher):
     """Measures operations that ran in low precision."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._errors: dict[tuple[str, Place], dict[tuple[str, str], Errors]] = {}
-        self._rounded: dict[tuple[str, Place], Rounded] = {}
-        self._losses: dict[Place, str] = {}  # the dtypes of low ones that a backward, or a scale, was given
-        self._terms: dict[int | None, Terms] = {}  # by their memory, in this step
-        self._reduced: dict[tuple[Place, str, str], None] = {}  # low reductions of which a loss was added up
-        self._again: Again | None = None  # of the operation that runs now, if it writes to its inputs
+    _errors: dict[tuple[str, Place], dict[tuple[str, str], Errors]] = field(default_factory=dict)
+    _rounded: dict[tuple[str, Place, str], Tally] = field(default_factory=dict)  # values, by the dtype that they lie in
+    _losses: dict[Place, str] = field(default_factory=dict)  # the dtypes of low ones that a backward, or a scale, got
+    _terms: Memory[Reductions] = field(default_factory=Memory)  # of losses in this step: the reductions behind them
+    _reduced: Reductions = field(default_factory=dict)  # of which a loss was added up
+    _again: Again | None = None  # of the operation that runs now, if it writes to its inputs
 
     def began(self) -> None:
         """Forget the losses of another step."""
@@ -165,9 +154,9 @@ class UnsafeOperations(Watcher):
         given: Any = ()
         if event.name == "backward" and not event.is_after and not in_backward():
             given = event.arguments["tensors"]
-        elif event.name == "scaler.scale" and not event.is_after and event.arguments["self"].is_enabled():
+        elif event.name == "scaler.scale" and not event.is_after:
             given = event.arguments["outputs"]
-        losses = [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.numel() == 1]
+        losses = [t for t in tensors_in(given) if t.numel() == 1]
         terms = self._terms_of(losses)
         self._reduced |= terms
         low = [t for t in losses if t.dtype in HALVES]
@@ -204,16 +193,15 @@ class UnsafeOperations(Watcher):
         """Follow a low reduction to one number through what it is weighted, stacked and added up in."""
         if result is None or result.numel() > FEW:
             return
-        given = [t for t in tree_leaves((list(args), dict(kwargs))) if isinstance(t, Tensor)]
+        given = tensors_in((args, kwargs))
         terms = self._terms_of(given)
         if name in REDUCTIONS and call.output in LOW and result.numel() == 1 and given[0].numel() > 1:
             terms[call.place, name, call.output] = None
-        if terms and (key := storage_key(result)) is not None:
-            self._terms[key] = Terms(StorageWeakRef(storage_of(result)), terms)
+        if terms:
+            self._terms.keep(result, terms)
 
-    def _terms_of(self, tensors: Sequence[Tensor]) -> dict[tuple[Place, str, str], None]:
-        known = (self._terms.get(storage_key(t)) for t in tensors) if self._terms else ()
-        return {one: None for terms in known if terms is not None for one in terms.reductions}
+    def _terms_of(self, tensors: Sequence[Tensor]) -> Reductions:
+        return {one: None for terms in self._terms.of(tensors) for one in terms}
 
     def _computed(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Again | None:
         """Compute an operation in float32, and add what the rounding of its inputs does to the result."""
@@ -253,16 +241,18 @@ class UnsafeOperations(Watcher):
             wrong = exact[result.double() != exact]
             is_mask = bool(((wrong == wrong[:1]) & (wrong < 0)).all())  # also where none is wrong
             if not is_mask:
-                found = self._rounded.setdefault(("AMP404", call.place), Rounded(call.output))
-                found.add(call, wrong.numel(), exact.numel(), largest)
+                self._count("AMP404", call, call.output, largest, wrong=wrong.numel(), values=exact.numel())
 
     def _probabilities(self, call: Call, given: Tensor) -> None:
         """Count probabilities of 0 and 1, if all are values of a low dtype."""
         p = sample(given, MOST)
         dtype = next((d for d in HALVES if bool((p.to(d).to(p.dtype) == p).all())), None)
         if dtype is not None and p.numel() > 1:
-            found = self._rounded.setdefault(("AMP407", call.place), Rounded(dtype_name(dtype)))
-            found.add(call, int(((p == 0) | (p == 1)).sum()), p.numel(), 1.0)
+            wrong = int(((p == 0) | (p == 1)).sum())
+            self._count("AMP407", call, dtype_name(dtype), 1.0, wrong=wrong, values=p.numel())
+
+    def _count(self, code: str, call: Call, dtype: str, largest: float, **counts: int) -> None:
+        self._rounded.setdefault((code, call.place, dtype), Tally(call)).add(call, largest, **counts)
 
     # -- findings -------------------------------------------------------------------------------------
 
@@ -290,19 +280,20 @@ class UnsafeOperations(Watcher):
             digits = int(-math.log10(torch.finfo(getattr(torch, dtype)).eps / 2))
             text = f"{what} in {dtype}, which has {digits} to {digits + 1} digits"
             yield finding("AMP401", place, text, _FIX_LOSS, level="note", dtype=dtype, digits=digits)
-        for (code, place), rounded in self._rounded.items():
-            share = rounded.wrong / rounded.of
+        for (code, place, dtype), rounded in self._rounded.items():
+            wrong, values = rounded.counts["wrong"], rounded.counts["values"]
+            share = wrong / values
             if code == "AMP404":
                 text = (
                     f"{share:.0%} of the positions or counts up to {rounded.largest:.0f} are rounded in "
-                    f"{rounded.dtype}, which holds all whole numbers only to {EXACT[rounded.dtype]}"
+                    f"{dtype}, which holds all whole numbers only to {EXACT[dtype]}"
                 )
             else:
-                text = f"the probabilities were rounded to {rounded.dtype}, and {share:.1%} of them are 0 or 1"
+                text = f"the probabilities were rounded to {dtype}, and {share:.1%} of them are 0 or 1"
             yield finding(
                 code, place, text, FIXES[code],
-                level="warning" if rounded.wrong else "note", also=list(rounded.modules)[1:], dtype=rounded.dtype,
-                share=share, values=rounded.of, largest=rounded.largest,
+                level="warning" if wrong else "note", also=list(rounded.modules)[1:], dtype=dtype,
+                share=share, values=values, largest=rounded.largest,
             )  # fmt: skip
 
 
@@ -314,7 +305,7 @@ def _part(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
 
     Rare elements, in which a relative error may lie, can be missing in a part.
     """
-    given = [t for t in tree_leaves((list(args), dict(kwargs))) if isinstance(t, Tensor) and t.dim()]
+    given = [t for t in tensors_in((args, kwargs)) if t.dim()]
     if not given or max(t.numel() for t in given) <= MOST:
         return lambda t: t
     if torch.Tag.pointwise in operator.tags and len({t.shape for t in given}) == 1:
@@ -340,8 +331,7 @@ def _wide(leaf: Any, part: Callable[[Tensor], Tensor]) -> Any:
 
 def _why_denied(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: str) -> str:
     """Return why the default list of a dtype and device denies an operation; "" if it does not."""
-    first = next(t for t in tree_leaves((list(args), dict(kwargs))) if isinstance(t, Tensor))
-    device = first.device.type if first.device.type == "cpu" else "cuda"
+    device = "cpu" if tensors_in((args, kwargs))[0].device.type == "cpu" else "cuda"
     rule = effective((), dtype=dtype, device=device).lookup(
         operator, schema_arguments(operator, tuple(args), dict(kwargs))
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Finding, Place, Training, Watcher, dtype_name
+from amp_graph.audit.records import Finding, Place, Watcher, dtype_name
 from amp_graph.audit.samples import local, sample
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.graph.node_info import HALVES
@@ -174,15 +174,13 @@ class Stepped:
         return total
 
 
+@dataclass(eq=False)
 class Updates(Watcher):
     """Counts the updates that round to nothing."""
 
-    def __init__(self, training: Training) -> None:
-        """Begin."""
-        super().__init__(training)
-        self._stepped: dict[Place, Stepped] = {}
-        self._running: Stepped | None = None  # what the update that runs is counted in
-        self._before: list[tuple[Tensor, Tensor]] = []  # parameters, and samples of their values before an update
+    _stepped: dict[Place, Stepped] = field(default_factory=dict)
+    _running: Stepped | None = None  # what the update that runs is counted in
+    _before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # parameters, and samples of what they were
 
     # -- optimizers -----------------------------------------------------------------------------------
 

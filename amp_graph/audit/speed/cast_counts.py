@@ -3,8 +3,7 @@
 Before: a weight is cast to bfloat16 in each of ten steps of a loop, as each enters a region of its own. After: AMP701
 at the region, with the bytes, and their part of what the step moves.
 
-A value is its memory, its version and its layout. Of the memory only a weak reference is held: nothing is kept alive,
-and no other memory gets its number meanwhile.
+A value is its memory, its version and its layout.
 """
 
 from __future__ import annotations
@@ -16,13 +15,25 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import CONVERSION, LOW, Call, Event, Finding, Place, Totals, Training, Watcher, tensors_in
+from amp_graph.audit.records import (
+    CONVERSION,
+    FULL,
+    LOW,
+    Call,
+    Event,
+    Finding,
+    Memory,
+    Place,
+    Tally,
+    Totals,
+    Watcher,
+    tensors_in,
+)
 from amp_graph.audit.speed.predicted_time import LEAST_SHARE, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+from amp_graph.passes.torch_compat.storage import storage_key
 
-FULL = ("float32", "float64")
 LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: such casts are worth a warning
 ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward
 TEXTS = {
@@ -54,19 +65,9 @@ TEXTS = {
 }
 
 
-@dataclass
-class Cast:
-    """The last cast of a value to a dtype: when it was, and the memory of the value."""
-
-    held: StorageWeakRef
-    backwards: int  # that had run before
-    entry: tuple[int, int]  # the outermost region that was open, and how often it had been entered
-
-
 class Widened(NamedTuple):
-    """Memory that a cast up wrote, or what ran in full precision on it: the cast's source and call of torch."""
+    """What a cast up wrote, or what ran in full precision on it: the cast, and its call of torch."""
 
-    held: StorageWeakRef
     version: int
     dtype: str  # low, before the cast
     call: Call
@@ -74,32 +75,18 @@ class Widened(NamedTuple):
     operation: Place | None  # that autocast cast up for; None of the cast's own result
 
 
-@dataclass
-class Repeat:
-    """Casts with one fault at one line."""
-
-    call: Call  # the first
-    totals: Totals = field(default_factory=Totals)
-    modules: dict[str, None] = field(default_factory=dict)
-
-    def add(self, call: Call, moved: int) -> None:
-        """Count one more."""
-        self.totals.calls, self.totals.bytes = self.totals.calls + 1, self.totals.bytes + moved
-        self.modules[call.module] = None
-
-
+@dataclass(eq=False)
 class CastCounts(Watcher):
     """Follows each cast value through a step."""
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self.repeats: dict[tuple[str, Place, str], Repeat] = {}  # by code, place and the library that cast
-        self._backwards = 0
-        self._device = "cpu"
-        self._casts: dict[tuple[Any, ...], Cast] = {}
-        self._widened: dict[int, Widened] = {}
-        self._again: list[tuple[Call, int, int, bool]] = []  # cast again, and by whom is not known yet
-        self._frozen: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # in all steps; bytes not yet counted
+    repeats: dict[tuple[str, Place, str], Tally] = field(default_factory=dict)  # by code, place and who cast
+    _backwards: int = 0
+    _device: str = "cpu"
+    # How many backwards had run at the last cast of a value to a dtype, and the entry of the outermost region.
+    _casts: Memory[tuple[int, tuple[int, int]]] = field(default_factory=Memory)
+    _widened: Memory[Widened] = field(default_factory=Memory)
+    _again: list[tuple[Call, int, int, bool]] = field(default_factory=list)  # by whom is not known yet
+    _frozen: Memory[int] = field(default_factory=Memory)  # in all steps; bytes not yet counted
 
     def began(self) -> None:
         """Forget the values of other steps."""
@@ -130,22 +117,23 @@ class CastCounts(Watcher):
         all_seconds = max(seconds_of_steps(counted, machine), 1e-30)
         looks = max(1, len(self.training.looked_at))
         for (code, place, library), repeat in self.repeats.items():
-            seconds = seconds_of(repeat.call, repeat.totals, machine)
-            share, of_time = repeat.totals.bytes / all_bytes, seconds / all_seconds
+            size = repeat.counts["bytes"]
+            seconds = seconds_of(repeat.call, Totals(repeat.counts["calls"], 0, size), machine)
+            share, of_time = size / all_bytes, seconds / all_seconds
             if max(share, of_time) < LEAST_SHARE:
                 continue
             large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES
             what, fix = TEXTS[code]
-            count = repeat.totals.calls / looks
+            count = repeat.counts["calls"] / looks
             by = f", in {library}, called from this line" if library else ""
             yield finding(
                 code, place,
                 f"{what.format(times=self._entered(place))}{by}: casts a step beyond what is needed: {count:g}, "
-                f"{repeat.totals.bytes / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
+                f"{size / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
                 f"predicted {of_time:.1%} of the step's time on {machine.name}",
                 fix,
                 level="warning" if large else "note", also=sorted(filter(None, repeat.modules)), casts=count,
-                library=library, bytes=repeat.totals.bytes / looks, share_of_bytes=share, share_of_time=of_time,
+                library=library, bytes=size / looks, share_of_bytes=share, share_of_time=of_time,
                 machine=machine.name,
             )  # fmt: skip
 
@@ -156,46 +144,36 @@ class CastCounts(Watcher):
     # -- casts ----------------------------------------------------------------------------------------
 
     def _cast(self, call: Call, value: Tensor, result: Tensor) -> None:
-        key = storage_key(value)
-        if key is None or value.is_inference():
+        if storage_key(value) is None or value.is_inference():
             return
         self._device = value.device.type
-        moved = value.numel() * value.element_size() + result.numel() * result.element_size()
+        moved = value.nbytes + result.nbytes
         if call.output in LOW:
-            self._undone(call, value, moved, key)
+            self._undone(call, value, moved)
         elif call.inputs[0] in LOW and call.output in FULL:
             self._widen(result, call, None, call.inputs[0])
-        made = Cast(StorageWeakRef(storage_of(value)), self._backwards, self._entry())
-        known = (key, value._version, value.storage_offset(), *value.shape, *value.stride(), call.output)
-        last = self._casts.get(known)
-        self._casts[known] = made
-        weight = self.training.weights.get(key)
-        is_weight = weight is not None
-        if weight is not None and not weight.is_trained:
-            self._cast_frozen(known, made.held, call, moved)
+        part = value._version, value.storage_offset(), *value.shape, *value.stride(), call.output
+        made, last = (self._backwards, self._entry()), self._casts.known(value, *part)
+        self._casts.keep(value, made, *part)
+        weight = self.training.weights.known(value)
+        if weight is not None and not weight.is_trained:  # all casts of it count, once there are several
+            before = self._frozen.known(value, *part)
+            self._frozen.keep(value, moved if before is None else 0, *part)
+            for size in () if before is None else filter(None, (before, moved)):
+                self._repeat("AMP707", call.place, call, size)
         elif last is None:
             return
-        elif is_weight and last.backwards != made.backwards:
+        elif weight is not None and last[0] != made[0]:
             self._repeat("AMP705", self._place(call), call, moved)
-        elif is_weight and last.entry != made.entry and made.entry[0] >= 0:
+        elif weight is not None and last[1] != made[1] and self.training.open:
             self._repeat("AMP701", self._place(call), call, moved)
         else:
-            self._again.append((call, moved, self.training.group, is_weight))
-
-    def _cast_frozen(self, known: tuple[Any, ...], held: StorageWeakRef, call: Call, moved: int) -> None:
-        """Count all casts of a weight that is never trained, once there are several."""
-        before = self._frozen.get(known)
-        self._frozen[known] = held, moved if before is None else 0
-        if before is not None:
-            if before[1]:
-                self._repeat("AMP707", call.place, call, before[1])
-            self._repeat("AMP707", call.place, call, moved)
+            self._again.append((call, moved, self.training.group, weight is not None))
 
     def _entry(self) -> tuple[int, int]:
         """Return which region holds autocast's casts of weights now, the outermost, and which entry of it."""
-        if not self.training.open:
-            return -1, 0
-        return self.training.open[0], self.training.regions[self.training.open[0]].entered
+        outermost = next(iter(self.training.open), -1)
+        return outermost, self.training.regions[outermost].entered if self.training.open else 0
 
     def _place(self, call: Call) -> Place:
         return self.training.regions[self.training.open[0]].place if self.training.open else call.place
@@ -209,20 +187,17 @@ class CastCounts(Watcher):
         self._again.clear()
 
     def _repeat(self, code: str, place: Place, call: Call, moved: int, *, library: str = "") -> None:
-        self.repeats.setdefault((code, place, library), Repeat(call)).add(call, moved)
+        self.repeats.setdefault((code, place, library), Tally(call)).add(call, calls=1, bytes=moved)
 
     # -- between casts --------------------------------------------------------------------------------
 
     def _widen(self, wide: Tensor, call: Call, operation: Place | None, dtype: str) -> None:
-        key = storage_key(wide)
-        if key is not None and not wide.is_inference():
-            self._widened[key] = Widened(
-                StorageWeakRef(storage_of(wide)), wide._version, dtype, call, self.training.group, operation
-            )
+        if not wide.is_inference():
+            self._widened.keep(wide, Widened(wide._version, dtype, call, self.training.group, operation))
 
-    def _undone(self, call: Call, value: Tensor, moved: int, key: int) -> None:
+    def _undone(self, call: Call, value: Tensor, moved: int) -> None:
         """Count a cast down of what was cast up: of the same value, or of what autocast cast it up for."""
-        wide = self._widened.get(key)
+        wide = self._widened.known(value)
         if wide is None or wide.dtype != call.output:
             return
         if wide.operation is not None:
@@ -234,7 +209,7 @@ class CastCounts(Watcher):
         """Mark what an operation makes of values that autocast cast up for it, and what else is made of that alone."""
         if not self._widened or call.output != "float32":
             return
-        wide = {key: self._widened[key] for t in given if (key := storage_key(t)) in self._widened and key is not None}
+        wide = {storage_key(t): one for t in given if (one := self._widened.known(t)) is not None}
         alone = len(call.inputs) == 1
         for one in wide.values():
             first = one.operation is None and one.group == self.training.group and call.region >= 0

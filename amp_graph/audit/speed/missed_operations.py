@@ -13,11 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
 from amp_graph.audit.model_calls import ModelCalls
-from amp_graph.audit.records import CONVERSION, LOW, NOWHERE, Call, Event, Finding, Place, Totals, Training, Watcher
+from amp_graph.audit.records import (
+    CONVERSION,
+    FULL,
+    LOW,
+    NOWHERE,
+    Call,
+    Event,
+    Finding,
+    Memory,
+    Place,
+    Totals,
+    Watcher,
+    tensors_in,
+)
 from amp_graph.audit.speed.predicted_time import (
     LEAST_SHARE,
     dtype_of,
@@ -30,9 +42,7 @@ from amp_graph.audit.speed.predicted_time import (
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.predict_time import WORTH_IT
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
 
-FULL = ("float32", "float64")
 LARGE_SHARE = 0.05  # of the predicted time of the looked-at steps: what could be saved of it is worth a warning
 CASTS_OF_TRAINING = 2  # what forward casts down, backward casts up: gradients
 IN_FULL_PRECISION = {
@@ -87,25 +97,21 @@ class Gain(NamedTuple):
     text: str
 
 
-class CastUp(NamedTuple):
-    """The memory of what was cast up, held weakly, the cast, and the call of torch that it was in."""
-
-    held: StorageWeakRef
-    call: Call
-    group: int
-
-
+@dataclass(eq=False)
 class MissedOperations(Watcher):
     """Looks at the dtype of each product, and at what cast its operands up."""
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._models = ModelCalls(training)
-        self._group = -1  # of the last cast up
-        self._up: dict[int | None, CastUp] = {}  # by its memory, in this step
-        self._cast_up: dict[Call, Call] = {}  # products that read it, and the cast
-        self._inside: set[Call] = set()  # those for which torch itself cast it, as in attention without a fused kernel
-        self._devices: Counter[str] = Counter()
+    _group: int = -1  # of the last cast up
+    _up: Memory[tuple[Call, int]] = field(
+        default_factory=Memory
+    )  # what was cast up in this step, and its call of torch
+    _cast_up: dict[Call, Call] = field(default_factory=dict)  # products that read it, and the cast
+    _inside: set[Call] = field(default_factory=set)  # torch itself cast it, as in attention without a fused kernel
+    _devices: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        """Begin."""
+        self._models = ModelCalls(self.training)
 
     def began(self) -> None:
         """Forget what was cast up in another step."""
@@ -114,35 +120,32 @@ class MissedOperations(Watcher):
     def heard(self, event: Event) -> None:
         """Take the call of a model, and whether the script cast its inputs up."""
         if event.name == "model.call":
-            casts = [one.call for one in self._marked(event.arguments.get("args"))]
-            self._models.heard(event, is_raised=any(not one.library and not one.module for one in casts))
+            casts = self._marked(event.arguments.get("args"))
+            self._models.heard(event, is_raised=any(not one.library and not one.module for one, _ in casts))
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Remember what was cast up, and which product reads it."""
         self._models.ran(call, operator)
         if call.operator == CONVERSION:
-            if call.phase == "forward" and call.output in FULL and call.inputs[:1] in _LOWS:
+            if call.phase == "forward" and call.output in FULL and LOW & {*call.inputs[:1]}:
                 self._mark(result, call)
         elif is_product(call):
             self._devices[result.device.type if isinstance(result, Tensor) else "cpu"] += 1
-            for given in self._marked((args, kwargs)):
-                self._cast_up.setdefault(call, given.call)
-                if given.group == self.training.group:
+            for cast, group in self._marked((args, kwargs)):
+                self._cast_up.setdefault(call, cast)
+                if group == self.training.group:
                     self._inside.add(call)
         elif self._group == self.training.group and (marked := self._marked((args, kwargs))):
-            for t in tree_leaves(result):  # scaled or copied, before the product in the same call of torch
-                self._mark(t, marked[0].call)
+            self._mark(result, marked[0][0])  # scaled or copied, before the product in the same call of torch
 
     def _mark(self, wide: Any, call: Call) -> None:
-        if isinstance(wide, Tensor) and wide.is_floating_point() and (key := storage_key(wide)) is not None:
-            self._group = self.training.group
-            self._up.setdefault(key, CastUp(StorageWeakRef(storage_of(wide)), call, self._group))
+        for t in tensors_in(wide):
+            if t.is_floating_point() and self._up.known(t) is None:
+                self._group = self.training.group
+                self._up.keep(t, (call, self._group))
 
-    def _marked(self, values: Any) -> list[CastUp]:
-        if not self._up:
-            return []
-        keys = (storage_key(t) for t in tree_leaves(values) if isinstance(t, Tensor))
-        return [self._up[key] for key in keys if key in self._up]
+    def _marked(self, values: Any) -> list[tuple[Call, int]]:
+        return self._up.of(tensors_in(values)) if self._up else []
 
     def findings(self) -> Iterator[Finding]:
         """Yield what ran in full precision and need not."""
@@ -260,9 +263,6 @@ class MissedOperations(Watcher):
             fix if speed >= WORTH_IT else "none: low precision does not pay on this machine for these sizes",
             level="note", speed=speed, flops=sum(t.flops for _, t in everything.all), machine=machine.name,
         )  # fmt: skip
-
-
-_LOWS = tuple((dtype,) for dtype in LOW)
 
 
 def _seconds(missed: Missed, machine: Machine, dtype: str) -> tuple[float, float]:

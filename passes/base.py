@@ -5,8 +5,8 @@ Before: ``gm``. After: ``PassResult(gm, changes, skips)``, where each change and
 
 from __future__ import annotations
 
-import abc
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -64,7 +64,7 @@ class Writes(enum.Enum):
     APPENDED = "all stay, in order; the pass adds others behind them"
 
 
-class Pass(abc.ABC):
+class Pass:
     """A rewrite of one graph; a frozen dataclass whose fields are its options.
 
     Contract, checked by ``verify`` after each pass:
@@ -91,6 +91,12 @@ class Pass(abc.ABC):
         """Whether the pass may change the dtypes of the graph's outputs."""
         return False
 
-    @abc.abstractmethod
     def run(self, gm: GraphModule) -> PassResult:
         """Rewrite ``gm`` in place and say what changed."""
+        told = list(self.rewrite(gm))
+        changes = tuple(one for one in told if isinstance(one, Change))
+        return PassResult(gm, changes, tuple(one for one in told if isinstance(one, Skip)))
+
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
+        """Rewrite ``gm`` in place and yield each change, and what stays as it is: what most passes define."""
+        raise NotImplementedError

@@ -16,7 +16,7 @@ from amp_graph.passes.base import Pass, VerifyError, Writes
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node, tensors, value
 from amp_graph.passes.graph.graph_text import target_text, type_text
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, is_part, is_tensor_call
+from amp_graph.passes.graph.identify_ops import Operation, identify, is_part, is_tensor_call, operations_of
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.precision.classify import is_conversion_target
@@ -40,7 +40,8 @@ class Contract:
     def of(gm: GraphModule, writes: Writes = Writes.KEPT) -> Contract:
         """Read the contract of a graph; with ``OWN`` writes, it omits writes to memory that the graph allocated."""
         nodes = list(gm.graph.nodes)
-        outputs = [t.dtype for n in nodes if n.op == "output" for s in _leaves(n) for t in tensors(value(s))]
+        returned = node_info.nodes_inside(gm.graph.output_node().args)
+        outputs = [t.dtype for s in returned for t in tensors(value(s))]
         parameters = tuple((name, id(p), p.requires_grad) for name, p in gm.named_parameters(remove_duplicate=False))
         inputs = tuple(n.name for n in nodes if n.op == "placeholder")
         mode = fake_mode_of(gm)
@@ -132,12 +133,6 @@ def _without_removed(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[s
     return tuple(kept)
 
 
-def _leaves(output: Node) -> list[Node]:
-    found: list[Node] = []
-    torch.fx.node.map_arg(output.args, found.append)
-    return found
-
-
 def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
     """List the operations that draw random numbers or write to memory, in order."""
     return [
@@ -161,8 +156,8 @@ def _operations(node: Node, mode: FakeTensorMode) -> tuple[Operation, ...]:
     ours = is_own(node.target)
     if not is_tensor_call(node):
         return ()
-    identity = node.meta.get(IDENTITY) if ours else node.meta.get(IDENTITY) or identify(node, mode)
-    found = identity.operations if isinstance(identity, Identity) else ()
+    known = operations_of(node) if ours or IDENTITY in node.meta else identify(node, mode)
+    found = () if isinstance(known, str) else known
     return tuple(o for o in found if node_info.draws(o.op, o.arguments)) if ours else found
 
 

@@ -17,8 +17,8 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
 from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.graph.identify_ops import Identity
-from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK
+from amp_graph.passes.graph.identify_ops import operations_of
+from amp_graph.passes.graph.meta_keys import CAST, MARK
 from amp_graph.passes.graph.node_info import draws, is_higher_order, is_zero
 from amp_graph.passes.graph.observe import Observer
 
@@ -136,8 +136,7 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     None for operations that draw random numbers, that have no kernel for float64, or that return no tensor. The inputs
     are copies: an operation that writes to them changes nothing.
     """
-    identity = node.meta.get(IDENTITY)
-    operations = identity.operations if isinstance(identity, Identity) else ()
+    operations = operations_of(node)
     # A recurrent layer draws with dropout only.
     if any(draws(o.op, dict(o.arguments)) and not is_zero(o.arguments.get("dropout")) for o in operations):
         return None

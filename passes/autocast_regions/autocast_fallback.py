@@ -1,55 +1,25 @@
 """Runs a graph that cannot be planned as ``torch.autocast`` would run it.
 
 Before: ``h = linear(x, w); return h``. After: ``a = _enter_autocast(...); h = linear(x, w); _exit_autocast(a);
-return h.to(torch.float32)``. A graph with such regions runs node by node in
-``with Regions() as regions: Observer(gm, regions).run(x)``.
+return h.to(torch.float32)``.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from amp_graph.lists.errors import Attempt
+from amp_graph.lists.errors import Attempt, Undo
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
 from amp_graph.passes.graph.graph_snapshot import Snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
-from amp_graph.passes.graph.observe import Observer, Sink
-from amp_graph.passes.torch_compat.dispatch import enter_autocast, exit_autocast
+from amp_graph.passes.graph.observe import Observer
+from amp_graph.passes.graph.propagate_fake_values import Recorder
+from amp_graph.passes.torch_compat.dispatch import ModesOfThread, enter_autocast, exit_autocast
 from amp_graph.passes.torch_compat.fake import FakeTensor, tracing_fake
-
-Own = TypeVar("Own", bound="Regions")
-
-
-class Regions(Sink):
-    """Leaves the autocast regions that a graph has entered: by a node of the graph, or at the end."""
-
-    def __init__(self) -> None:
-        """None is open yet."""
-        self.entered: list[Any] = []
-
-    def __enter__(self: Own) -> Own:
-        """Return it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the regions that are open."""
-        for region in reversed(self.entered):
-            exit_autocast(region)
-
-    def called(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """Forget a region that is left."""
-        if target is exit_autocast:
-            self.entered.remove(args[0])
-        return target, args, kwargs
-
-    def value(self, node: Node, result: Any) -> None:
-        """Note a region that was entered."""
-        if node.target is enter_autocast:
-            self.entered.append(result)
 
 
 def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, *, keep_outputs: bool = True) -> None:
@@ -102,25 +72,15 @@ def _record(gm: GraphModule) -> None:
     mode = fake_mode_of(gm)
     if mode is None:
         return
-    with _Recorder(mode) as recorder, tracing_fake(mode), torch.no_grad():
-        Observer(gm, recorder).run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
+    with Undo(ModesOfThread().restore), tracing_fake(mode), torch.no_grad():
+        Observer(gm, _NewValues(mode)).run(*(value(n) for n in gm.graph.nodes if n.op == "placeholder"))
 
 
-class _Recorder(Regions):
+class _NewValues(Recorder):
     """Records the new value of each node of a graph that runs on its fake inputs."""
-
-    def __init__(self, mode: Any) -> None:
-        super().__init__()
-        self.mode = mode
-
-    def given(self, node: Node, value: Any) -> Any:
-        """Return a fake of an attribute."""
-        is_real = node.op == "get_attr" and isinstance(value, torch.Tensor)
-        return self.mode.from_tensor(value) if is_real else value
 
     def value(self, node: Node, result: Any) -> None:
         """Record a value."""
-        super().value(node, result)
         found = tensors(result)
         if found and node.op != "placeholder" and all(isinstance(t, FakeTensor) for t in found):
             keep_trained(result, node.meta.get(CAPTURED))

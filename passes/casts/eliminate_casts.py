@@ -6,6 +6,7 @@ Before: ``y = x.float(); z = y.bfloat16()`` with ``x`` in bf16. After: ``z`` is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.casts.user_copies import is_returned_copy
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import set_value
@@ -45,29 +46,26 @@ class EliminateCasts(Pass):
 
     name: ClassVar[str] = "eliminate-casts"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Walk the graph once, in order."""
         memory = observe(gm, marks(gm))
-        changes: list[Change] = []
-        skips: list[Skip] = []
         for node in list(gm.graph.nodes):
             if not _is_conversion(node):
                 continue
             if _create_converted(node):
-                changes.append(Change(self.name, "removed", node.name, f"created as {value(node.args[0]).dtype}"))
+                yield Change(self.name, "removed", node.name, f"created as {value(node.args[0]).dtype}")
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
                 continue
             found = _redundant(node, memory)
             if isinstance(found, str):
                 if found:
-                    skips.append(Skip(node.name, found))
+                    yield Skip(node.name, found)
                 continue
             source, reason = found
             node.replace_all_uses_with(source)
-            changes.append(Change(self.name, "removed", node.name, reason))
+            yield Change(self.name, "removed", node.name, reason)
             _erase_unread(gm, node)
-        return PassResult(gm, tuple(changes), tuple(skips))
 
 
 def _erase_unread(gm: GraphModule, node: Node) -> None:

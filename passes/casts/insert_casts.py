@@ -7,18 +7,19 @@ once, read by both linears; the cast of each weight comes just before its first 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassError, PassResult
+from amp_graph.passes.base import Change, Pass, PassError
 from amp_graph.passes.casts.saturation import is_added, out_of_range, within_range
 from amp_graph.passes.casts.user_copies import keep_copy
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import OWN, set_value, take_over
+from amp_graph.passes.graph.edit import OWN, place_like, set_value, take_over
 from amp_graph.passes.graph.fake_values import (
     captured,
     fake_mode_of,
@@ -30,13 +31,12 @@ from amp_graph.passes.graph.fake_values import (
 )
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import is_part
-from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MARK, MODULE, TRANSFORM
+from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, MARK, TRANSFORM
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
 
-KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
 
 
@@ -58,11 +58,11 @@ class InsertCasts(Pass):
         """Whether outputs keep the precision in which they are computed."""
         return not self.options.keep_outputs
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Walk the graph once, in order: cast the inputs, then recompute the value."""
         mode = fake_mode_of(gm)
         if mode is None:
-            return PassResult(gm)
+            return
         dtype, saturates = self.options.dtype, self.options.lists.unlisted == "opaque"  # torch.autocast never does
         large = out_of_range(gm, dtype) if saturates else set[Node]()
         work = _Insertion(gm, mode, dtype, observe(gm, marks(gm)), large)
@@ -72,7 +72,7 @@ class InsertCasts(Pass):
                     work.restore_outputs(node)
             elif node.op not in ("placeholder", "get_attr"):
                 work.visit(node)
-        return PassResult(gm, tuple(work.changes))
+        yield from work.changes
 
 
 @dataclass
@@ -162,14 +162,10 @@ class _Insertion:
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
             new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
         keep_trained(new, captured(source))
-        origin = source if before is None else reader
-        cast.meta = {k: origin.meta[k] for k in KEPT if k in origin.meta}
+        place_like(cast, source if before is None else reader, new, (CHECKPOINT,))
+        cast.meta[CAPTURED] = captured(source)  # the value that the readers read before
         if before not in (None, reader):
             cast.meta[GRAD] = True
-        if "example_value" in source.meta:
-            cast.meta["example_value"] = new
-        cast.meta["val"] = new
-        cast.meta[CAPTURED] = captured(source)  # the value that the readers read before
         mark: Mark | None = reader.meta.get(MARK)
         ops = ", ".join(mark.ops) if mark else str(reader.op)
         takes = "low" if dtype == self.dtype else "full"

@@ -7,6 +7,7 @@ Before: ``c = h.bfloat16()`` is read by q, k and v, whose gradients are summed i
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,12 +15,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import give_value, take_over
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import CAST, GRAD
+from amp_graph.passes.graph.node_info import nodes_inside
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.registry import own_functions
@@ -80,23 +82,21 @@ class ShareCasts(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "share-casts"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every inserted cast to low precision."""
         memory = observe(gm, marks(gm))
-        changes = []
         for node in list(gm.graph.nodes):
             if CAST in node.meta and node.op == "call_method" and _is_trained(node, memory):
                 full = [u for u in node.args[0].users if node < u and u.op != "output" and CAST not in u.meta]
-                reads = sum(_times(user, node) for user in node.users)
+                reads = sum(nodes_inside((user.args, user.kwargs)).count(node) for user in node.users)
                 if reads + bool(full) > 1 and all(u.op != "output" for u in node.users):
                     readers = f"{reads} low and {len(full)} full readers"
                     if self._is_profitable(node):
                         _share(gm, node, reads, full)
-                        changes.append(Change(self.name, "shared", node.name, readers))
+                        yield Change(self.name, "shared", node.name, readers)
                     elif reads > 1:
                         _part(gm, node)
-                        changes.append(Change(self.name, "one cast per reader", node.name, readers))
-        return PassResult(gm, tuple(changes))
+                        yield Change(self.name, "one cast per reader", node.name, readers)
 
     def _is_profitable(self, cast: Node) -> bool:
         low, how = value(cast), self.options
@@ -111,13 +111,6 @@ def _is_trained(cast: Node, memory: Memory) -> bool:
         return False
     trained = is_trained(source) and cast.meta.get(GRAD, True)
     return trained and value(cast).dtype.itemsize < value(source).dtype.itemsize
-
-
-def _times(user: Node, node: Node) -> int:
-    """Return how many times ``user`` reads ``node``."""
-    found: list[Node] = []
-    map_arg((user.args, user.kwargs), found.append)
-    return found.count(node)
 
 
 def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:

@@ -6,13 +6,14 @@ After: ``layer_norm(x_fp16 -> fp32, weight_fp32, bias_fp32) -> fp16``, which rou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import set_identity
@@ -34,17 +35,17 @@ class UniformOperands(Pass):
     name: ClassVar[str] = "uniform-operands"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every operator."""
         mode = fake_mode_of(gm)
         if mode is None:
-            return PassResult(gm)
+            return
         work = _Widening(gm, mode, shares=not any(_is_mutable(n) for n in gm.graph.nodes))
         for node in list(gm.graph.nodes):
             if is_tensor_call(node) and isinstance(node.target, OpOverload):
                 if len({t.dtype for t in float_operands(node)}) > 1:
                     work.widen(node)
-        return PassResult(gm, tuple(work.changes))
+        yield from work.changes
 
 
 def _is_mutable(node: Node) -> bool:

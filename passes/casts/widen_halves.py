@@ -6,6 +6,7 @@ in fp32 and can be planned. Under a list of autocast's own: ``mse_loss(x: f16, y
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass, OpList
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import give_value, set_identity
@@ -46,12 +47,11 @@ class WidenHalves(Pass):
         """A product that has the dtype of its half operand at capture is fp32."""
         return True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every node; recompute the values behind a widened one."""
         mode = fake_mode_of(gm)
         if mode is None or not any(t.dtype in HALVES for n in gm.graph.nodes for t in tensors(value(n))):
-            return PassResult(gm)
-        changes: list[Change] = []
+            return
         captured: dict[Node, torch.dtype] = {}  # of the values that are fp32 now
         restored: set[Node] = set()  # those that ran in half precision as captured
         lists = self.options.lists
@@ -62,7 +62,8 @@ class WidenHalves(Pass):
                 halves = _to_widen(node, mode, lists)
                 for source in halves:
                     node.replace_input_with(source, put_cast(node, source, torch.float32, mode))
-                    changes.append(Change(self.name, "widened", source.name, f"{node.name} reads it beside fp32"))
+                    gm.meta[WIDENED] = True
+                    yield Change(self.name, "widened", source.name, f"{node.name} reads it beside fp32")
                 if halves or narrowed:
                     _recompute(node, mode, captured)
                 if self.options.keep_outputs and node in captured and (not beside or restored.intersection(narrowed)):
@@ -75,9 +76,6 @@ class WidenHalves(Pass):
                     if node.op == "output" and INSIDE not in gm.meta and source not in restored:
                         continue
                     node.replace_input_with(source, put_cast(node, source, captured[source], mode))
-        if changes:
-            gm.meta[WIDENED] = True
-        return PassResult(gm, tuple(changes))
 
 
 def _to_widen(node: Node, mode: FakeTensorMode, lists: OpList) -> list[Node]:
@@ -100,7 +98,7 @@ def _is_upcast(node: Node, mode: FakeTensorMode, lists: OpList) -> bool:
     found = identify(node, mode)
     if isinstance(found, str):
         return False
-    rules = [lists.lookup(o.op, o.arguments) for o in found.operations if not _only_shows(o.op)]
+    rules = [lists.lookup(o.op, o.arguments) for o in found if not _only_shows(o.op)]
     return bool(rules) and all(rule is not None and rule.cls is OpClass.DENY for rule in rules)
 
 
@@ -123,7 +121,7 @@ def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
         return composite and not node_info.is_view(o.op) and not has_rule(o)
 
     found, _ = taken_apart(partial(identify, node, mode), is_composite)
-    return isinstance(found, str) or any(map(has_rule, found.operations))
+    return isinstance(found, str) or any(map(has_rule, found))
 
 
 def _recompute(node: Node, mode: FakeTensorMode, captured: dict[Node, torch.dtype]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import Operation, is_tensor_call, operations_of, tensor_inputs
 from amp_graph.passes.graph.node_info import HALVES, calls_torch
@@ -195,20 +195,19 @@ class EmulateCuda(Pass):
     name: ClassVar[str] = "emulate-cuda"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every node that computes in low precision; those that are several operations are taken apart."""
-        changes, skips, mode = [], [], fake_mode_of(gm)
+        mode = fake_mode_of(gm)
         left = [node for node in gm.graph.nodes if self._rounds_otherwise(node)]
         while left and mode is not None:
             node = left.pop()
             if _is_composite(node) and (parts := expand(gm, node, frozenset(), mode)) is not None:
                 left += filter(self._rounds_otherwise, parts)
             elif why := _why_not(node):
-                skips.append(Skip(node.name, f"the CPU's own kernel runs: {why}"))
+                yield Skip(node.name, f"the CPU's own kernel runs: {why}")
             else:
                 node.op, node.target = "call_function", _replacement(node)
-                changes.append(Change(self.name, "emulated", node.name, "sums in fp32, and rounds its result once"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+                yield Change(self.name, "emulated", node.name, "sums in fp32, and rounds its result once")
 
     def _rounds_otherwise(self, node: Node) -> bool:
         """Say whether the GPU's kernel for ``node`` may round otherwise than the CPU's."""

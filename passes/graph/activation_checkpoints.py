@@ -15,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import inline
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.identify_ops import Identity
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, INPUT, MARK, REGION
 
 
@@ -87,8 +86,8 @@ def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:
 
 def _may_draw(nodes: list[Node]) -> bool:
     """Say whether ``nodes`` may draw random numbers; nodes without identity, which passes inserted, do not."""
-    known = [n.meta[IDENTITY] for n in nodes if isinstance(n.meta.get(IDENTITY), Identity)]
-    return not known or any(node_info.draws(o.op, o.arguments) for i in known for o in i.operations)
+    known = [n.meta[IDENTITY] for n in nodes if IDENTITY in n.meta]
+    return not known or any(node_info.draws(o.op, o.arguments) for operations in known for o in operations)
 
 
 def tag_checkpoints(gm: GraphModule) -> None:

@@ -14,13 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from amp_graph.passes.graph.fake_values import captured, keep_trained, run_node, value
-from amp_graph.passes.graph.identify_ops import Identity, identify
+from amp_graph.passes.graph.identify_ops import identify
 from amp_graph.passes.graph.match import PLACE, Formula
-from amp_graph.passes.graph.meta_keys import CAPTURED, IDENTITY, MARK
+from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, IDENTITY, MARK, MODULE
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
+# Meta keys about where a node is in the user's code.
+PLACE_IN_CODE = ("stack_trace", "nn_module_stack", "example_value", MODULE, GRAD)
 # Meta keys about a node's own operation and value, which a replacement does not inherit.
-OWN = (IDENTITY, MARK, "val", "example_value", CAPTURED)
+OWN = (IDENTITY, MARK, "val", CAPTURED)
 
 
 def set_value(node: Node, new: Any) -> None:
@@ -43,18 +45,21 @@ def give_value(node: Node, val: Any) -> None:
 
 def set_identity(node: Node, mode: FakeTensorMode) -> None:
     """Identify ``node`` after a pass created or changed it; a node that cannot be traced alone gets no identity."""
-    identity = identify(node, mode)
-    if isinstance(identity, Identity):
-        node.meta[IDENTITY] = identity
-    else:
-        node.meta.pop(IDENTITY, None)
+    node.meta.pop(IDENTITY, None)
+    if not isinstance(operations := identify(node, mode), str):
+        node.meta[IDENTITY] = operations
 
 
 def take_over(made: Node, like: Node, val: Any, without: Collection[str] = OWN) -> Node:
     """Give ``made`` the value ``val`` and the meta of ``like``, except the keys ``without``; return it."""
     made.meta = {k: v for k, v in like.meta.items() if k not in without}
-    if "example_value" in like.meta:
-        made.meta["example_value"] = val
+    give_value(made, val)
+    return made
+
+
+def place_like(made: Node, like: Node, val: Any, more: Collection[str] = ()) -> Node:
+    """Give ``made`` the value ``val``, and of ``like`` the place in the user's code, and ``more`` keys; return it."""
+    made.meta = {k: v for k, v in like.meta.items() if k in PLACE_IN_CODE or k in more}
     give_value(made, val)
     return made
 

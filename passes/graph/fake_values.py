@@ -107,11 +107,15 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     # Empty tensors too: the fake of upsample_nearest2d rejects them, its Python decomposition does not (torch 2.13).
     symbolic = any(isinstance(n, torch.SymInt) or (type(n) is int and n == 0) for n in numbers)
     with tracing_fake(mode, symbolic=symbolic), torch.no_grad():
-        if node.op == "call_method":
-            made = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            made = fake_result(node.target, args, kwargs)
+        made = call_node(node, args, kwargs) if node.op == "call_method" else fake_result(node.target, args, kwargs)
         return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
+
+
+def call_node(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function or the method of ``node``."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def fake_result(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,13 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.meta_keys import GRAD, REGION, TRANSFORM
 
-_SWITCHES = frozenset({"_enter_autocast", "_set_grad_enabled", "_enter_inference_mode", "_saved_tensors_hooks_disable"})
+ENABLES = {"_set_grad_enabled": True, "_enter_inference_mode": False}  # with these arguments, gradients are recorded
+_SWITCHES = frozenset({*ENABLES, "_enter_autocast", "_saved_tensors_hooks_disable"})
+
+
+def _called(node: Node) -> str:
+    """Return the name of the function that ``node`` calls, "" for other nodes."""
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
 
 
 def mark_regions(gm: GraphModule) -> None:
@@ -20,7 +26,7 @@ def mark_regions(gm: GraphModule) -> None:
     open_regions: list[Any] = []
     grad, depth = True, 0
     for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        name = _called(node)
         if name == "_enter_autocast":
             open_regions.append(node.args)
         elif name == "_exit_autocast" and open_regions:
@@ -40,12 +46,8 @@ def mark_regions(gm: GraphModule) -> None:
 
 def switches_modes(gm: GraphModule) -> bool:
     """Say whether ``gm``, or a graph inside it, has nodes that enter or leave a region."""
-    for part in gm.modules():
-        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
-            name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-            if name in _SWITCHES or name.endswith("_increment_nesting"):
-                return True
-    return False
+    names = (_called(n) for part in gm.modules() if isinstance(part, GraphModule) for n in part.graph.nodes)
+    return any(name in _SWITCHES or name.endswith("_increment_nesting") for name in names)
 
 
 def is_trained(node: Node) -> bool:
@@ -55,8 +57,4 @@ def is_trained(node: Node) -> bool:
 
 def may_record_gradients(gm: GraphModule) -> bool:
     """Say whether a graph that was captured without gradients enables them for some of its nodes."""
-    for node in gm.graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if (name == "_set_grad_enabled" and node.args[0]) or (name == "_enter_inference_mode" and not node.args[0]):
-            return True
-    return False
+    return any(bool(n.args[0]) is ENABLES[name] for n in gm.graph.nodes if (name := _called(n)) in ENABLES)

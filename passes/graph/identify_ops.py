@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.fake_values import argument_values, fake_result, tensors, value
+from amp_graph.passes.graph.fake_values import argument_values, call_node, fake_result, tensors, value
 from amp_graph.passes.graph.meta_keys import IDENTITY, TRANSFORM
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves, call_node
+from amp_graph.passes.graph.trace_node import DECOMPOSITIONS, argument_leaves
 from amp_graph.passes.torch_compat.autograd import below_autograd
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
 from amp_graph.passes.torch_compat.fake import (
@@ -69,16 +69,7 @@ class Operation:
         return [item.index for item in items if isinstance(item, Operand)]
 
 
-@dataclass(frozen=True)
-class Identity:
-    """The operations of a node, in order; ``inputs`` are the tensor arguments that ``Operand`` counts."""
-
-    operations: tuple[Operation, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The operations as ``aten.linear`` (packets, without repeats)."""
-        return tuple(dict.fromkeys(o.packet for o in self.operations))
+Operations = tuple[Operation, ...]  # of a node, in order
 
 
 @dataclass(frozen=True)
@@ -92,11 +83,11 @@ class IdentifyOps(NodePass):
         """Fill ``node.meta["amp_ops"]``; a node that cannot be traced alone is skipped with the reason."""
         if not is_tensor_call(node) or IDENTITY in node.meta:
             return None
-        identity = identify(node, mode)
-        if isinstance(identity, str):
-            return Skip(node.name, identity)
-        node.meta[IDENTITY] = identity
-        return Change(self.name, "identified", node.name, ", ".join(identity.names))
+        operations = identify(node, mode)
+        if isinstance(operations, str):
+            return Skip(node.name, operations)
+        node.meta[IDENTITY] = operations
+        return Change(self.name, "identified", node.name, ", ".join(names_of(node)))
 
 
 def is_part(node: Node) -> bool:
@@ -115,10 +106,10 @@ def is_tensor_call(node: Node) -> bool:
     return any(tensors(value(source)) for source in node.all_input_nodes) or bool(tensors(value(node)))
 
 
-def operations_of(node: Node) -> tuple[Operation, ...]:
+def operations_of(node: Node) -> Operations:
     """Return the operations of ``node``, in order; () if it was not identified, or calls none."""
-    identity = node.meta.get(IDENTITY)
-    return identity.operations if isinstance(identity, Identity) else ()
+    found: Operations = node.meta.get(IDENTITY, ())
+    return found
 
 
 def only_views(node: Node) -> bool:
@@ -129,21 +120,25 @@ def only_views(node: Node) -> bool:
 
 def names_of(node: Node) -> tuple[str, ...]:
     """Return the names of the operations of ``node``, without repeats; () if it was not identified."""
-    identity = node.meta.get(IDENTITY)
-    return identity.names if isinstance(identity, Identity) else ()
+    return packets(operations_of(node))
 
 
-def tensor_inputs(node: Node) -> list[Node]:
-    """Return the nodes of the tensor arguments, in the order of ``Operand.index``.
+def packets(operations: Operations) -> tuple[str, ...]:
+    """Return ``operations`` as ``aten.linear``, without overloads and repeats."""
+    return tuple(dict.fromkeys(o.packet for o in operations))
+
+
+def tensor_inputs(node: Node, *others: type) -> list[Node]:
+    """Return the nodes of the tensor arguments, in the order of ``Operand.index``; and of arguments of ``others``.
 
     A tensor that is passed twice counts once: some functions check whether two arguments are the same object.
     """
-    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
-    found = {id(t): leaf for leaf in flat if isinstance(leaf, Node) for t in tensors(value(leaf))}
-    return list(found.values())
+    read = node_info.nodes_inside((node.args, node.kwargs))
+    given = ((n, [value(n)] if others and isinstance(value(n), others) else tensors(value(n))) for n in read)
+    return list({id(one): n for n, ones in given for one in ones}.values())
 
 
-def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Identity | str:
+def identify(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload] = frozenset()) -> Operations | str:
     """Return the operations of ``node``, or the reason why they are unknown.
 
     Nodes of equal calls, as in equal layers, share one identity. Operations in ``decompose`` are replaced by their
@@ -189,17 +184,17 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def taken_apart(
-    look: Callable[[frozenset[OpOverload]], Identity | str],
+    look: Callable[[frozenset[OpOverload]], Operations | str],
     further: Callable[[Operation], bool],
     apart: frozenset[OpOverload] = frozenset(),
-) -> tuple[Identity | str, frozenset[OpOverload]]:
+) -> tuple[Operations | str, frozenset[OpOverload]]:
     """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
 
     ``look`` is ``identify`` for one node; it takes the operations to decompose.
     """
     while True:
         found = look(apart)
-        more = () if isinstance(found, str) else {o.op for o in found.operations if o.op not in apart and further(o)}
+        more = () if isinstance(found, str) else {o.op for o in found if o.op not in apart and further(o)}
         if not more:
             return found, apart
         apart |= frozenset(more)
@@ -223,25 +218,23 @@ def arguments_of(node: Node) -> dict[str, Any] | None:
     return {name: map_aggregate(argument, of) for name, argument in given.items()}
 
 
-_CACHE: dict[Any, Identity | str] = {}
+_CACHE: dict[Any, Operations | str] = {}
 ABOUT_TENSORS = ("prim::", "aten::sym_")  # ask for a device or a size: no list speaks of them
 
 
-def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Identity | str:
+def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -> Operations | str:
     """Call ``node``; return the reason as text if that fails (data-dependent Python, foreign code)."""
     with Attempt() as tried:  # a node may run any code: its error is the reason
-        return Identity(_operations(node, mode, decompose, symbolic=False))
+        return _operations(node, mode, decompose, symbolic=False)
     reason = f"cannot be traced alone: {tried.reason}"
     if not any(depends_on_data(value(source)) for source in node.all_input_nodes):
         return reason
     with Attempt():  # concrete numbers for data-dependent sizes may not match each other
-        return Identity(_operations(node, mode, decompose, symbolic=True))
+        return _operations(node, mode, decompose, symbolic=True)
     return reason
 
 
-def _operations(
-    node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool
-) -> tuple[Operation, ...]:
+def _operations(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool) -> Operations:
     """Call ``node`` on its fake tensors and return the operations that it calls."""
     flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
     with tracing_fake(mode, symbolic=symbolic):

@@ -14,14 +14,11 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.identify_ops import Identity, is_part
+from amp_graph.passes.graph.identify_ops import is_part
 from amp_graph.passes.graph.meta_keys import IDENTITY
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import numel
 from amp_graph.passes.torch_compat.operators import UNSAFE_VIEW
-
-# Returns an alias of its argument, which its schema does not declare.
-UNSAID = (UNSAFE_VIEW,)
 
 
 @dataclass
@@ -46,7 +43,7 @@ class Lifetimes:
             for source in (node, *node.all_input_nodes):
                 for root in found.roots[source]:
                     found.reads.setdefault(root, []).append(place)
-            for root in found._of_all(_written(node)):
+            for root in found.memory_written_by(node):
                 found.writes.setdefault(root, []).append(place)
         return found
 
@@ -63,7 +60,7 @@ class Lifetimes:
 
     def memory_written_by(self, node: Node) -> frozenset[Node]:
         """Return the nodes that allocated the memory to which ``node`` writes."""
-        return self._of_all(_written(node))
+        return self._of_all(node_info.written_by_name(node) if isinstance(node.target, OpOverload) else ())
 
     def _of_all(self, nodes: Iterable[Node]) -> frozenset[Node]:
         return frozenset().union(*(self.roots[n] for n in nodes))
@@ -78,34 +75,10 @@ class Lifetimes:
             return own if source == {node.all_input_nodes[0]} else source
         if not isinstance(node.target, OpOverload):
             return own | self._of_all(node.all_input_nodes)
-        return self._of_all(_aliased(node, node.target)) or own
-
-
-def _aliased(node: Node, op: OpOverload) -> list[Node]:
-    """Return the inputs that the result of ``node`` aliases."""
-    if op in UNSAID:
-        return node.all_input_nodes
-    returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
-    if not returned:
-        return []
-    names = [a.name for a in op._schema.arguments if a.alias_info and returned & set(a.alias_info.before_set)]
-    return _nodes(node, op, names or [a.name for a in op._schema.arguments])
-
-
-def _written(node: Node) -> list[Node]:
-    """Return the inputs that ``node`` writes to."""
-    op = node.target
-    if not isinstance(op, OpOverload) or not node_info.is_mutable(op):
-        return []
-    return _nodes(node, op, node_info.written_arguments(op))
-
-
-def _nodes(node: Node, op: OpOverload, names: Iterable[str]) -> list[Node]:
-    """Return the nodes in the arguments ``names`` (by the schema of ``op``) of ``node``."""
-    given = node_info.schema_arguments(op, node.args, dict(node.kwargs))
-    found: list[Node] = []
-    torch.fx.node.map_arg([given.get(name) for name in names], found.append)
-    return found
+        if node.target is UNSAFE_VIEW:  # its schema does not declare the alias
+            return self._of_all(node.all_input_nodes)
+        aliased = node_info.nodes_named(node, node.target, node_info.returned_arguments(node.target))
+        return self._of_all(aliased) or own
 
 
 # -- the memory that a node allocates -----------------------------------------------------------------
@@ -121,10 +94,8 @@ def writes_memory(node: Node) -> bool:
     """Say whether ``node`` allocates tensors: it is no view, no in-place write and no part of a result."""
     if node.op not in ("call_function", "call_method") or is_part(node) or node_info.is_higher_order(node):
         return False
-    identity = node.meta.get(IDENTITY)
-    if not isinstance(identity, Identity):
-        return True
-    return not all(node_info.is_view(o.op) or node_info.is_mutable(o.op) for o in identity.operations)
+    operations = node.meta.get(IDENTITY)
+    return operations is None or not all(node_info.is_view(o.op) or node_info.is_mutable(o.op) for o in operations)
 
 
 def size_of(tensor: torch.Tensor) -> int:

@@ -8,64 +8,62 @@ from __future__ import annotations
 
 # -- of a node as it was captured -------------------------------------------------------------------------
 
+# The value as captured, before any pass. Written by ``adopt_values``, and for new nodes; read by ``captured``.
 CAPTURED = "amp_captured"
-"""The value as captured, before any pass. Written by ``adopt_values``, and for new nodes; read by ``captured``."""
+# Its module's path, as the user wrote it. Written by name_nodes, propagate_fake_values; read by ``module_path``.
 MODULE = "amp_module"
-"""Its module's path, as the user wrote it. Written by name_nodes, propagate_fake_values; read by ``module_path``."""
+# The name of an input, as the user wrote it. Written by name_nodes, step_graph; read by graph_text and reports.
 INPUT = "amp_input"
-"""The name of an input, as the user wrote it. Written by name_nodes, step_graph; read by graph_text and reports."""
+# The precision that ``amp_graph.precision`` asks for, and why. Written by name_nodes; read by the planners.
 WISH = "amp_wish"
-"""The precision that ``amp_graph.precision`` asks for, and why. Written by name_nodes; read by the planners."""
+# Why a node inside a region of the user runs as captured. Written by ``mark_regions``; read by most passes.
 REGION = "amp_region"
-"""Why a node inside a region of the user runs as captured. Written by ``mark_regions``; read by most passes."""
+# Whether it runs with gradients enabled. Written by ``mark_regions``; read by ``is_trained``.
 GRAD = "amp_grad"
-"""Whether it runs with gradients enabled. Written by ``mark_regions``; read by ``is_trained``."""
+# It is inside a ``torch.func`` transform, and its value is invalid outside. Written by ``mark_regions``.
 TRANSFORM = "amp_transform"
-"""It is inside a ``torch.func`` transform, and its value is invalid outside. Written by ``mark_regions``."""
+# The number of its activation checkpoint. Written by ``inline_checkpoints``; read by passes that move nodes.
 CHECKPOINT = "amp_checkpoint"
-"""The number of its activation checkpoint. Written by ``inline_checkpoints``; read by passes that move nodes."""
+# Storages of fake copies that are the value itself at run time. Written by no_op_dropout; read by aliasing.
 RETURNED = "amp_returned"
-"""Storages of fake copies that are the value itself at run time. Written by no_op_dropout; read by aliasing."""
 
 # -- of a node, by the passes -----------------------------------------------------------------------------
 
+# The ATen operations that it calls, by ``Operation``. Written by identify_ops, and for new nodes by edit; read by
+# ``names_of`` and ``operations_of``.
 IDENTITY = "amp_ops"
-"""The ATen operations that it calls, an ``Identity``. Written by identify_ops, and for new nodes by edit.
-
-Read by ``names_of`` and ``operations_of``.
-"""
+# (lists, inputs, classification), a cache. Written and read by ``classify.classified``.
 CLASSIFIED = "amp_classified"
-"""(lists, inputs, classification), a cache. Written and read by ``classify.classified``."""
+# The planned precision and its reason, a ``Mark``. Written by plan_precision; read by insert_casts and reports.
 MARK = "amp"
-"""The planned precision and its reason, a ``Mark``. Written by plan_precision; read by insert_casts and reports."""
+# Why the cast was inserted. Written by insert_casts; read by passes that remove or move casts, and by reports.
 CAST = "amp_cast"
-"""Why the cast was inserted. Written by insert_casts; read by passes that remove or move casts, and by reports."""
+# This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass.
 WRITTEN_OUT = "amp_written_out"
-"""This attention call was a formula. Written by fuse_attention; read by the CPU's attention pass."""
+# The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports.
 SPARED = "amp_spared"
-"""The bytes of the value that are not saved for backward. Written by recompute_activations; read by reports."""
+# What a collective sends for which unit, a ``Sent``. Written by the passes of sharding; read by reports.
 SENT = "amp_sent"
-"""What a collective sends for which unit, a ``Sent``. Written by the passes of sharding; read by reports."""
 
 # -- of a graph -------------------------------------------------------------------------------------------
 
+# The low dtype of the plan. Written by plan_precision; read by the step, for weights that are looked up.
 LOW_DTYPE = "amp_low"
-"""The low dtype of the plan. Written by plan_precision; read by the step, for weights that are looked up."""
+# Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports.
 UNPLANNED = "amp_unplanned"
-"""Why the graph has no plan, and how it runs. Written by autocast_fallback; read by reports."""
+# Its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step.
 JOINT = "amp_joint"
-"""Its loss, gradients and added inputs, a ``JointGraph``. Written and read by the passes of a step."""
+# Whether it runs in fp32 only because half operands were widened. Written by widen_halves; read by conversion.
 WIDENED = "amp_widened"
-"""Whether it runs in fp32 only because half operands were widened. Written by widen_halves; read by conversion."""
+# The ``Budget`` of the plan: allowed and predicted error. Written by plan_precision; read by reports.
 BUDGET = "amp_budget"
-"""The ``Budget`` of the plan: allowed and predicted error. Written by plan_precision; read by reports."""
+# The predicted times of the plan. Written by plan_precision; read by reports.
 PREDICTED = "amp_predicted"
-"""The predicted times of the plan. Written by plan_precision; read by reports."""
+# Where a body is in the graph around it, such as ``mixer.cond/0/``. Written by bodies; read by node_keys.
 INSIDE = "amp_inside"
-"""Where a body is in the graph around it, such as ``mixer.cond/0/``. Written by bodies; read by node_keys."""
+# A warning of operations that a calibration lacks, or "". Written by plan_precision; read by rewrite.
 UNCALIBRATED = "amp_uncalibrated"
-"""A warning of operations that a calibration lacks, or "". Written by plan_precision; read by rewrite."""
+# The keys of ``keep_ops`` that no operation has, with the operations of their modules. Written by plan_precision.
 UNKEPT = "amp_unkept"
-"""The keys of ``keep_ops`` that no operation has, with the operations of their modules. Written by plan_precision."""
+# The prediction for which the whole graph stays fp32. Written by plan_precision; read by captures and reports.
 LEFT_ALONE = "amp_left_alone"
-"""The prediction for which the whole graph stays fp32. Written by plan_precision; read by captures and reports."""

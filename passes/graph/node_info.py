@@ -6,6 +6,7 @@ Before: ``if target in {torch.relu_, ...}``. After: ``is_mutable(op)``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,9 +35,24 @@ def written_arguments(op: OpOverload) -> tuple[str, ...]:
 
 
 def returned_arguments(op: OpOverload) -> tuple[str, ...]:
-    """Return the names of the arguments that the result of ``op`` may alias, by its schema."""
+    """Return the names of the arguments that the result of ``op`` may alias, by its schema: all, if it names none."""
     returned = {name for r in op._schema.returns if r.alias_info for name in r.alias_info.before_set}
-    return tuple(a.name for a in op._schema.arguments if a.alias_info and returned & set(a.alias_info.before_set))
+    given = op._schema.arguments if returned else ()
+    named = tuple(a.name for a in given if a.alias_info and returned & set(a.alias_info.before_set))
+    return named or tuple(a.name for a in given)
+
+
+def nodes_inside(argument: Any) -> list[Node]:
+    """Return the nodes inside an argument of a node, once for each place."""
+    found: list[Node] = []
+    torch.fx.node.map_arg(argument, found.append)
+    return found
+
+
+def nodes_named(node: Node, op: OpOverload, names: Iterable[str]) -> list[Node]:
+    """Return the nodes inside the arguments ``names`` of ``node``, a call of ``op``."""
+    given = schema_arguments(op, node.args, dict(node.kwargs))
+    return nodes_inside([given.get(name) for name in names])
 
 
 def written_by_name(node: Node) -> list[Node]:
@@ -47,17 +63,13 @@ def written_by_name(node: Node) -> list[Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     if isinstance(node.target, OpOverload):
-        given = schema_arguments(node.target, node.args, dict(node.kwargs))
-        written: Any = [given.get(name) for name in written_arguments(node.target)]
-    else:
-        name = getattr(node.target, "__name__", str(node.target))
-        module = getattr(node.target, "__module__", None) or "torch"
-        known = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator", "builtins", "math")
-        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace")
-        written = [node.kwargs.get("out"), node.args[:1] if in_place else None] if known else node.all_input_nodes
-    found: list[Node] = []
-    torch.fx.node.map_arg(written, found.append)
-    return found
+        return nodes_named(node, node.target, written_arguments(node.target))
+    name = getattr(node.target, "__name__", str(node.target))
+    module = getattr(node.target, "__module__", None) or "torch"
+    known = node.op == "call_method" or module.split(".")[0] in ("torch", "_operator", "builtins", "math")
+    by_name = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    first = node.args[:1] if by_name or node.kwargs.get("inplace") else ()
+    return nodes_inside((node.kwargs.get("out"), first)) if known else node.all_input_nodes
 
 
 def is_random(op: OpOverload) -> bool:
@@ -189,7 +201,4 @@ def is_collective(node: Node) -> bool:
 
 def is_view(op: OpOverload) -> bool:
     """Say whether ``op`` returns an alias of an argument without writing to it."""
-    schema = op._schema
-    if schema.is_mutable:
-        return False
-    return any(r.alias_info is not None for r in schema.returns)
+    return not op._schema.is_mutable and any(r.alias_info is not None for r in op._schema.returns)

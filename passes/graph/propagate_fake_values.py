@@ -26,14 +26,14 @@ def record_values(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
     fakes = tree_map_only(torch.Tensor, mode.from_tensor, tuple(example_inputs))
     try:
         with mode, torch.enable_grad():  # records also which values require gradients
-            made = Observer(gm, _Recorder(mode)).run(*fakes)
+            made = Observer(gm, Recorder(mode)).run(*fakes)
     except RuntimeError:  # a write to a parameter, which the user makes under no_grad
         with mode, torch.no_grad():
-            made = Observer(gm, _Recorder(mode)).run(*fakes)
+            made = Observer(gm, Recorder(mode)).run(*fakes)
     gm.graph.output_node().meta["val"] = made
 
 
-class _Recorder(Sink):
+class Recorder(Sink):
     """Records the value of each node of a graph that runs on fake tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from amp_graph.passes.graph.fake_values import argument_values, tensors, value
+from amp_graph.passes.graph.fake_values import argument_values, call_node
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import (
     SYMBOLIC,
@@ -135,13 +135,6 @@ def argument_leaves(node: Node, mode: FakeTensorMode, *, symbolic: bool) -> tupl
     return flat, spec, mode
 
 
-def call_node(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the function or the method of ``node``."""
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
 def _is_symbolic(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in (*leaf.shape, *leaf.stride()))
@@ -160,14 +153,3 @@ def _concrete(leaf: Any, mode: FakeTensorMode) -> Any:
         return leaf
     with mode:
         return empty_of_numbers(leaf)
-
-
-def traced_inputs(node: Node) -> list[Node]:
-    """Return the nodes for the placeholders of ``trace_node``, in order."""
-    flat, _ = tree_flatten((node.args, dict(node.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Node))
-    found: dict[int, Node] = {}
-    for leaf in flat:
-        if isinstance(leaf, Node):
-            given = [value(leaf)] if isinstance(value(leaf), torch.SymInt) else tensors(value(leaf))
-            found.update((id(one), leaf) for one in given)
-    return list(found.values())

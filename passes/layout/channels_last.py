@@ -6,17 +6,18 @@ operations keep that layout. Operations that depend on the layout get a contiguo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.aliasing import Memory, observe
-from amp_graph.passes.graph.edit import give_value, set_value
+from amp_graph.passes.graph.edit import place_like, set_value
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, keep_trained, run_node, value
-from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, MARK, MODULE, REGION
+from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.layout.memory_format import (
     CONVOLUTIONS,
@@ -32,7 +33,6 @@ from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 FORMATS = {True: torch.channels_last, False: torch.contiguous_format}
-KEPT = ("stack_trace", "nn_module_stack", MODULE, CHECKPOINT, GRAD)
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,25 @@ class ChannelsLast(Pass):
 
     name: ClassVar[str] = "channels-last"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Walk the graph once, in order: convert the inputs of convolutions, and convert back for other readers."""
         mode = fake_mode_of(gm)
         convolutions = [n for n in gm.graph.nodes if _is_convolution(n)]
         if mode is None or not convolutions:
-            return PassResult(gm)
+            return
         first = value(convolutions[0])
         if any(is_channels_last(value(source)) for n in convolutions for source in n.all_input_nodes[:1]):
-            return PassResult(gm, (), (Skip(convolutions[0].name, "the model has channels_last images already"),))
+            yield Skip(convolutions[0].name, "the model has channels_last images already")
+            return
         if not channels_last_is_profitable(first.device.type, first.dtype, len(convolutions)):
-            return PassResult(gm, (), (Skip(convolutions[0].name, f"not profitable for {first.dtype} here"),))
+            yield Skip(convolutions[0].name, f"not profitable for {first.dtype} here")
+            return
         memory = observe(gm, marks(gm))
         work = _Conversion(gm, mode, memory, Layouts.of(gm, memory))
         for node in list(gm.graph.nodes):
             if node.op != "placeholder":
                 work.visit(node)
-        return PassResult(gm, tuple(work.changes))
+        yield from work.changes
 
 
 @dataclass
@@ -149,13 +151,9 @@ class _Conversion:
             return source
         with self.gm.graph.inserting_before(node):
             made = self.gm.graph.call_method("contiguous", (source,), options)
-        made.meta = {k: source.meta[k] for k in KEPT if k in source.meta}
-        if "example_value" in source.meta:
-            made.meta["example_value"] = None
         found = run_node(made, self.mode)
         keep_trained(found, captured(source))
-        give_value(made, found)
-        return made
+        return place_like(made, source, found, (CHECKPOINT,))
 
 
 def _is_convolution(node: Node) -> bool:

@@ -7,13 +7,14 @@ After: ``linear(h.transpose(0, 1).contiguous(), w, b)``: one matmul that adds th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.graph.edit import describe
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, value
 from amp_graph.passes.graph.grad_regions import is_trained
@@ -37,11 +38,10 @@ class ContiguousLinearInput(Pass):
 
     name: ClassVar[str] = "contiguous-linear-input"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every linear; all linears that read a value share one copy of it."""
         mode = fake_mode_of(gm)
         copies: dict[Node, Node] = {}
-        changes = []
         for node in list(gm.graph.nodes):
             if mode is None or not _is_slow_in_torch(node):
                 continue
@@ -52,8 +52,7 @@ class ContiguousLinearInput(Pass):
                     copies[source] = copy = gm.graph.call_method("contiguous", (source,))
                 describe(copy, node, mode)
             node.replace_input_with(source, copies[source])
-            changes.append(Change(self.name, "made contiguous", node.name, f"the rows of {source.name} are strided"))
-        return PassResult(gm, tuple(changes))
+            yield Change(self.name, "made contiguous", node.name, f"the rows of {source.name} are strided")
 
 
 def _is_slow_in_torch(node: Node) -> bool:

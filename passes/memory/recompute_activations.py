@@ -6,6 +6,7 @@ After: ``h = gelu_computed_again(a); y = linear_computing_again(h, w, b)``, whic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.casts.low_layer_norm import layer_norm_low
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.aliasing import Memory, observe
@@ -85,15 +86,14 @@ class RecomputeActivations(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "recompute-activations"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every activation and norm, in order."""
         work = _Work(self.options, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
             if _is_recomputed_relu(node):
                 work.note(node)
             elif kind := _kind(node):
-                work.visit(node, kind)
-        return PassResult(gm, tuple(work.changes), tuple(work.skips))
+                yield from work.visit(node, kind)
 
 
 @dataclass
@@ -103,10 +103,8 @@ class _Work:
     options: PipelineOptions
     memory: Memory
     depths: dict[Node, int] = field(default_factory=dict)
-    changes: list[Change] = field(default_factory=list)
-    skips: list[Skip] = field(default_factory=list)
 
-    def visit(self, node: Node, kind: str) -> None:
+    def visit(self, node: Node, kind: str) -> Iterator[Change | Skip]:
         """Make one value recomputable if the law allows it and it is profitable."""
         made = self._makers(_before(node)) if kind == "relu" and not traits_of(node.target).norm else ()
         if made is None:
@@ -116,7 +114,7 @@ class _Work:
             return
         reason = self._why_not(node, kind, found)
         if reason:
-            self.skips.append(Skip(node.name, reason))
+            yield Skip(node.name, reason)
             return
         for one in made:
             _replace(one, relu_kept)
@@ -128,9 +126,7 @@ class _Work:
             self.note(node)
         node.meta[SPARED] = numel(value(node)) * value(found.readers[0]).dtype.itemsize
         names = ", ".join(r.name for r in found.readers)
-        self.changes.append(
-            Change(RecomputeActivations.name, "recomputes", node.name, f"{kind} is not saved for {names}")
-        )
+        yield Change(RecomputeActivations.name, "recomputes", node.name, f"{kind} is not saved for {names}")
 
     def note(self, relu: Node) -> None:
         """Record that a relu is recomputed: others may be computed from it."""

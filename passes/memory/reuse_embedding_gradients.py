@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.meta_keys import REGION, TRANSFORM
@@ -48,26 +49,27 @@ class ReuseEmbeddingGradients(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "reuse-embedding-gradients"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every embedding, once the size of all tables is known."""
         found = [(node, plain_arguments(node)) for node in gm.graph.nodes if _reads_table(node)]
         given = {node: arguments for node, arguments in found if arguments is not None}
-        skips = [Skip(node.name, "its gradient is not a plain sum of rows") for node, a in found if a is None]
+        skipped = {node: "its gradient is not a plain sum of rows" for node, a in found if a is None}
         tables = _bytes(arguments["weight"] for arguments in given.values())
         computed = _bytes(n for n in gm.graph.nodes if n.op != "placeholder")
-        large = reusing_gradients_is_profitable("cpu", tables, computed)
-        if not large:
-            return PassResult(gm, (), (*skips, *(Skip(node.name, FEW) for node in given)))
-        skips += [Skip(node.name, SHARED) for node, a in given.items() if _is_read_elsewhere(a["weight"])]
-        kept = {node: a for node, a in given.items() if not _is_read_elsewhere(a["weight"])}
-        POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in kept.values()), self.options.user)
-        changes = []
+        if not reusing_gradients_is_profitable("cpu", tables, computed):
+            skipped |= dict.fromkeys(given, FEW)
+        else:
+            skipped |= {node: SHARED for node, a in given.items() if _is_read_elsewhere(a["weight"])}
+        for node, reason in skipped.items():
+            yield Skip(node.name, reason)
+        kept = {node: a for node, a in given.items() if node not in skipped}
+        if kept:
+            POOL.reserve(Counter(tuple(value(a["weight"]).shape) for a in kept.values()), self.options.user)
         for node, arguments in kept.items():
             bags = node.target is F.embedding_bag
             node.args = (arguments["weight"], arguments["input"], arguments["padding_idx"], bags)
             node.target, node.kwargs = table_rows, {}
-            changes.append(Change(self.name, "reused memory", node.name, "its table's gradient is large"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+            yield Change(self.name, "reused memory", node.name, "its table's gradient is large")
 
 
 def _is_read_elsewhere(table: Node) -> bool:

@@ -15,7 +15,14 @@ from torch.fx import Node
 from amp_graph.lists import OpClass, OpList, Rule
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, taken_apart, tensor_inputs
+from amp_graph.passes.graph.identify_ops import (
+    Operation,
+    Operations,
+    identify,
+    packets,
+    taken_apart,
+    tensor_inputs,
+)
 from amp_graph.passes.graph.meta_keys import CLASSIFIED
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS
 from amp_graph.passes.precision.composite_matmuls import defaults, without_false_products
@@ -105,9 +112,9 @@ def classify(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:
     if isinstance(found, str):
         written = frozenset(node_info.written_by_name(node)) & frozenset(inputs)
         return Classification(OpClass.OPAQUE, found, "", (), written=written, listed=False)
-    operations = [o for o in found.operations if o.floating]
-    written = frozenset(inputs[i] for o in found.operations for i in _written(o))
-    names = found.names
+    operations = [o for o in found if o.floating]
+    written = frozenset(inputs[i] for o in found for i in _written(o))
+    names = packets(found)
     if conversion or (names and set(names) <= CONVERSIONS):
         return _conversion(node, names)
     if not operations:
@@ -202,7 +209,7 @@ def is_conversion_target(node: Node) -> bool:
     return node.op == "call_method" and node.target in CONVERSION_METHODS
 
 
-def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Identity | str, frozenset[OpOverload]]:
+def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[Operations | str, frozenset[OpOverload]]:
     """Identify ``node``; decompose composites that no list names until the list names their operations."""
     whole = identify(node, mode)
 
@@ -215,7 +222,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[I
     found, apart = taken_apart(partial(identify, node, mode), is_composite)
     if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
         return whole, frozenset()
-    rules = [lists.lookup(o.op, o.arguments) for o in found.operations if o.floating]
+    rules = [lists.lookup(o.op, o.arguments) for o in found if o.floating]
     told = any(rule is not None and rule.cls in (OpClass.ALLOW, OpClass.DENY) for rule in rules)
     if told or isinstance(whole, str):
         return without_false_products(node, lists, mode, found, apart)

@@ -12,24 +12,24 @@ from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, load
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.identify_ops import Identity, Operation, identify, taken_apart
+from amp_graph.passes.graph.identify_ops import Operation, Operations, identify, taken_apart
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
 def without_false_products(
-    node: Node, lists: OpList, mode: FakeTensorMode, found: Identity, apart: frozenset[OpOverload]
-) -> tuple[Identity, frozenset[OpOverload]]:
+    node: Node, lists: OpList, mode: FakeTensorMode, found: Operations, apart: frozenset[OpOverload]
+) -> tuple[Operations, frozenset[OpOverload]]:
     """Decompose a composite that the default list classes as a matmul if this call contains no matmul.
 
     ``inner`` of two vectors is a ``dot``, and ``einsum("i,i->i")`` a ``mul``: ``torch.autocast`` sees only those.
     """
-    left = [o for o in found.operations if _is_product_by_its_parts(o, lists)]
-    if not left or len(left) < sum(_is_allowed(o, lists) for o in found.operations):
+    left = [o for o in found if _is_product_by_its_parts(o, lists)]
+    if not left or len(left) < sum(_is_allowed(o, lists) for o in found):
         return found, apart
     look = partial(identify, node, mode)
     parts, more = taken_apart(look, lambda o: _is_decomposed(o, lists), apart)
-    if isinstance(parts, str) or any(_is_allowed(o, lists) for o in parts.operations):
+    if isinstance(parts, str) or any(_is_allowed(o, lists) for o in parts):
         return found, apart
     return parts, more
 

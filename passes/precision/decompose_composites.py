@@ -7,6 +7,7 @@ inside it. Exactness: bit-exact (the same ATen operations run, in the same order
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,14 +17,14 @@ from torch.fx.node import map_arg
 
 from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
-from amp_graph.passes.graph.edit import inline, set_identity
-from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors
+from amp_graph.passes.base import Change, Pass, Skip
+from amp_graph.passes.graph.edit import give_value, inline, place_like, set_identity
+from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of, only_views, tensor_inputs
-from amp_graph.passes.graph.meta_keys import CAPTURED, GRAD, MARK, MODULE, WISH
-from amp_graph.passes.graph.trace_node import ADDING, trace_node, traced_inputs
+from amp_graph.passes.graph.meta_keys import GRAD, MARK, WISH
+from amp_graph.passes.graph.trace_node import ADDING, trace_node
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.classify import classified
 from amp_graph.passes.precision.conditioning import leads_to_softmax
@@ -31,7 +32,6 @@ from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 ADDS = frozenset({"aten.baddbmm", "aten.addmm"})
-KEPT = ("stack_trace", "nn_module_stack", "source_fn_stack", MODULE, WISH, GRAD)
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,9 @@ class DecomposeComposites(Pass):
     options: PipelineOptions
     name: ClassVar[str] = "decompose-composites"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Expand what can be expanded; report the others, which run as captured."""
         mode = fake_mode_of(gm)
-        changes: list[Change] = []
-        skips: list[Skip] = []
         for node in list(gm.graph.nodes):
             if mode is None or not is_tensor_call(node):
                 continue
@@ -58,15 +56,13 @@ class DecomposeComposites(Pass):
                 continue
             parts = expand(gm, node, found.decomposed, mode)
             if parts is None:
-                skips.append(Skip(node.name, "its operations have different classes; not expandable: runs as captured"))
+                yield Skip(node.name, "its operations have different classes; not expandable: runs as captured")
             else:
-                what = f"into {len(parts)} operations of different classes"
-                changes.append(Change(self.name, "expanded", node.name, what))
+                yield Change(self.name, "expanded", node.name, f"into {len(parts)} operations of different classes")
         if mode is not None and self.options.lists.unlisted == "opaque":
             for node in _masked_products(gm, self.options.lists, mode):
                 if expand(gm, node, frozenset(ADDING), mode) is not None:
-                    changes.append(Change(self.name, "expanded", node.name, "its sum is for a softmax"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+                    yield Change(self.name, "expanded", node.name, "its sum is for a softmax")
 
 
 def _masked_products(gm: GraphModule, lists: OpList, mode: FakeTensorMode) -> list[Node]:
@@ -96,14 +92,17 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
     if not isinstance(result, Node) and not taken_apart:
         return None
     held = lambda part: _constant(gm, getattr(small, str(part.target)), part)  # noqa: E731
-    replacement, made = inline(gm, small.graph, traced_inputs(node), node, held)
+    replacement, made = inline(gm, small.graph, tensor_inputs(node, torch.SymInt), node, held)
     for part in made:
-        _describe(part, node)
+        place_like(part, node, part.meta.get("val"), ("source_fn_stack", WISH))
+        if part.meta.get(GRAD, True) and any(map(is_trained, part.all_input_nodes)):
+            for tensor in filter(torch.is_floating_point, tensors(value(part))):  # the trace was of detached inputs
+                tensor.requires_grad_()
     _replace(gm, node, replacement)
     mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
-        if mark is not None and tensors(part.meta["val"]) and not only_views(part):  # planned as the whole was
+        if mark is not None and tensors(value(part)) and not only_views(part):  # planned as the whole was
             why = mark.reason.removeprefix(f"{', '.join(mark.ops)}: ")
             part.meta[MARK] = replace(mark, ops=names_of(part), reason=f"in {target_text(node)}: {why}")
     return made
@@ -116,21 +115,8 @@ def _constant(gm: GraphModule, tensor: torch.Tensor, part: Node) -> Node:
         index += 1
     gm.register_buffer(f"_amp_constant{index}", tensor, persistent=False)
     made = gm.graph.get_attr(f"_amp_constant{index}")
-    made.meta["val"] = part.meta.get("val", tensor)
-    made.meta[CAPTURED] = made.meta["val"]
+    give_value(made, part.meta.get("val", tensor))
     return made
-
-
-def _describe(made: Node, origin: Node) -> None:
-    val = made.meta.get("val")
-    made.meta = {key: origin.meta[key] for key in KEPT if key in origin.meta}
-    made.meta["val"] = made.meta[CAPTURED] = val
-    if "example_value" in origin.meta:
-        made.meta["example_value"] = val
-    if made.meta.get(GRAD, True) and any(map(is_trained, made.all_input_nodes)):
-        for tensor in tensors(made.meta["val"]):  # the trace was of detached inputs
-            if tensor.is_floating_point():
-                tensor.requires_grad_()
 
 
 def _replace(gm: GraphModule, node: Node, result: Any) -> None:

@@ -6,7 +6,7 @@ Before: a captured graph. After: ``node.meta[MARK]`` is a ``Mark`` on every node
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.calibration.calibration import kept_full, unmatched
 from amp_graph.passes.calibration.node_keys import node_keys, unmatched_keys
 from amp_graph.passes.graph import aliasing, node_info
@@ -79,27 +79,22 @@ class PlanPrecision(Pass):
     name: ClassVar[str] = "plan-precision"
     required: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Fill ``node.meta[MARK]``."""
         if fake_mode_of(gm) is None:
-            return PassResult(gm)
+            return
         problem = self.problem(gm)
         gm.meta[LOW_DTYPE] = self.options.dtype
-        changes: list[Change] = []
         keys = node_keys(gm)
         gm.meta[UNKEPT] = unmatched_keys(self.options.keep_ops, list(keys.values()))
         for node, choice in self._worth_it(problem, self._choices(problem)).items():
             node.meta[MARK] = _mark(node, keys[node], choice, problem)
-            changes.append(Change(self.name, choice.precision, node.name, choice.reason))
-        return PassResult(gm, tuple(changes), tuple(self._uncalibrated(gm)))
-
-    def _uncalibrated(self, gm: GraphModule) -> list[Skip]:
-        """Return the operations that are low without a record of their range; leave a warning of them."""
-        if self.options.calibration is None:
-            return []
-        low = {node: mark.key for node, mark in marks(gm).items() if mark.precision == LOW}
-        nodes, gm.meta[UNCALIBRATED] = unmatched(low, self.options.calibration)
-        return [Skip(node.name, "the calibration has no record of it: planned without one") for node in nodes]
+            yield Change(self.name, choice.precision, node.name, choice.reason)
+        if self.options.calibration is not None:  # what is low without a record of its range
+            low = {node: mark.key for node, mark in marks(gm).items() if mark.precision == LOW}
+            nodes, gm.meta[UNCALIBRATED] = unmatched(low, self.options.calibration)
+            for node in nodes:
+                yield Skip(node.name, "the calibration has no record of it: planned without one")
 
     def problem(self, gm: GraphModule) -> Problem:
         """Return the planning problem of a graph that contains tensors."""

@@ -19,7 +19,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.call_arguments import given_to
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
-from amp_graph.passes.graph.identify_ops import Identity, arguments_of, names_of, operations_of
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of, operations_of
 from amp_graph.passes.graph.match import (
     Formula,
     constant_beside,
@@ -151,8 +151,7 @@ def _is_any_drawn(dropout: Node, last: Node) -> bool:
     """Say whether a node between the two draws random numbers: moving ``dropout`` after it would change the draws."""
     node = dropout.next
     while node is not last:
-        identity = node.meta.get(IDENTITY)
-        if not isinstance(identity, Identity) or any(node_info.draws(o.op, o.arguments) for o in identity.operations):
+        if IDENTITY not in node.meta or any(node_info.draws(o.op, o.arguments) for o in operations_of(node)):
             return True
         node = node.next
     return False

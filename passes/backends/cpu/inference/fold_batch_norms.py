@@ -7,6 +7,7 @@ After: ``y = convolution_with_norm(x, w, ..., other=s)``.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.inference.folded_conv import Shape, convolution_with_norm_of
-from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.base import Change, Pass, Writes
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, batch_norm_arguments
 from amp_graph.passes.graph.fake_values import value
@@ -67,21 +68,20 @@ class FoldBatchNorms(Pass):
     name: ClassVar[str] = "fold-batch-norms"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every batch norm."""
         if may_record_gradients(gm):
-            return PassResult(gm)
-        memory, changes = observe(gm, marks(gm)), []
+            return
+        memory = observe(gm, marks(gm))
         call = convolution_with_norm_of(self.options.frozen)
         for node in list(gm.graph.nodes):
             found = self._chain(node, memory)
             if found is not None:
-                changes.append(_replace(gm, found, call))
+                yield _replace(gm, found, call)
         for node in gm.graph.find_nodes(op="call_function", target=call):
             if len(node.args) == 5 and _is_last_reader(node, node.args[4]):
                 node.args = (*node.args, True)
-                changes.append(Change(self.name, "sum in place", node.name, "nothing else reads what it adds to"))
-        return PassResult(gm, tuple(changes))
+                yield Change(self.name, "sum in place", node.name, "nothing else reads what it adds to")
 
     def _chain(self, norm: Node, memory: Memory) -> Chain | None:
         found = self._folded(norm)

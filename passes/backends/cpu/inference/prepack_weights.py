@@ -6,7 +6,7 @@ After: ``w = packed_weight(weight); y = linear_of_packed(x, w, b, "gelu")``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from amp_graph.passes.backends.cpu.inference.activations import activated, relu_in_place
 from amp_graph.passes.backends.cpu.linear.panel_gemm import dense_of, library, linear_by_panels, panels_of
-from amp_graph.passes.base import Change, Pass, PassResult, Writes
+from amp_graph.passes.base import Change, Pass, Writes
 from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
@@ -127,13 +127,12 @@ class PrepackWeights(Pass):
     name: ClassVar[str] = "prepack-weights"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every frozen weight that only matmuls read."""
         if may_record_gradients(gm):
-            return PassResult(gm)
+            return
         weights, either = self.options.frozen, (False, True)
         readers = {(turned, few): packed_reader(weights, turned, few) for turned in either for few in either}
-        changes = []
         for node in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
             found = {user: product for user in node.users if (product := _product(user, node)) is not None}
             forms = {product.transposed for product in found.values()}
@@ -146,8 +145,7 @@ class PrepackWeights(Pass):
             for user, product in found.items():
                 _rewrite(gm, user, product, few)
             how = "in panels" if few else "packed"
-            changes.append(Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found)))
-        return PassResult(gm, tuple(changes))
+            yield Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found))
 
 
 def _product(node: Node, weight: Node) -> Product | None:

@@ -109,12 +109,10 @@ def _state(node: Node) -> tuple[Any, ...]:
 
 
 def _is_as_checked(node: Node, checked: Checked) -> bool:
-    known = checked.get(node)
-    if known is None:
+    if node not in checked:
         return False
-    *same, told = _state(node)
-    *as_known, known_told = known
-    return same == as_known and all(map(operator.is_, told, known_told))
+    (*now, values), (*then, known) = _state(node), checked[node]
+    return now == then and all(map(operator.is_, values, known))
 
 
 def _same(what: str, before: Any, after: Any) -> None:

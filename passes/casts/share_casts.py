@@ -95,7 +95,7 @@ class ShareCasts(Pass):
                         _share(gm, node, reads, full)
                         yield Change(self.name, "shared", node.name, readers)
                     elif reads > 1:
-                        _part(gm, node)
+                        _hand_out(node, _copies(gm, node))
                         yield Change(self.name, "one cast per reader", node.name, readers)
 
     def _is_profitable(self, cast: Node) -> bool:
@@ -125,38 +125,33 @@ def _share(gm: GraphModule, cast: Node, reads: int, full: list[Node]) -> None:
         alias = next(parts)
         for user in full:
             user.replace_input_with(source, alias)
-    for user in list(cast.users):
-        pick = lambda n: next(parts) if n is cast else n  # noqa: E731
-        user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
+    _hand_out(cast, parts)
     gm.graph.erase_node(cast)
 
 
-def _part(gm: GraphModule, cast: Node) -> None:
-    """Give each further read of ``cast`` a cast of its own, beside it: autograd then sums their gradients in fp32."""
-    first = True
+def _hand_out(cast: Node, parts: Iterator[Node]) -> None:
+    """Let each read of ``cast`` read the next of ``parts``."""
+    pick = lambda n: next(parts) if n is cast else n  # noqa: E731
+    for user in list(cast.users):
+        user.args, user.kwargs = map_arg(user.args, pick), map_arg(user.kwargs, pick)
 
-    def own(node: Node) -> Node:
-        nonlocal first
-        if node is not cast or first:
-            first = first and node is not cast
-            return node
+
+def _copies(gm: GraphModule, cast: Node) -> Iterator[Node]:
+    """Yield ``cast``, and then more casts beside it: autograd sums the gradients of one for each reader in fp32."""
+    yield cast
+    while True:
         with gm.graph.inserting_after(cast):
             made = gm.graph.node_copy(cast)
-        take_over(made, cast, value(cast), ())
-        return made
-
-    for user in list(cast.users):
-        user.args, user.kwargs = map_arg(user.args, own), map_arg(user.kwargs, own)
+        yield take_over(made, cast, value(cast), ())
 
 
-def _parts(gm: GraphModule, shared: Node, cast: Node) -> Any:
+def _parts(gm: GraphModule, shared: Node, cast: Node) -> Iterator[Node]:
     """Yield one node per part of ``shared``, in order."""
     last = shared
     for index, val in enumerate(value(shared)):
         with gm.graph.inserting_after(last):
             last = gm.graph.call_function(operator.getitem, (shared, index))
-        take_over(last, cast, val, (CAST,))
-        yield last
+        yield take_over(last, cast, val, (CAST,))
 
 
 # Elements of a value below which one cast per reader is faster than one that all readers share.

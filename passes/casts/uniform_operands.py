@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.edit import set_identity
-from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
+from amp_graph.passes.graph.edit import give_value, recompute
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.torch_compat.dispatch import OpOverload
@@ -81,17 +81,13 @@ class _Widening:
 
     def _restore(self, node: Node) -> None:
         """Recompute the value of ``node`` and cast its results to the dtypes that they had."""
-        before = value(node)
-        made = run_node(node, self.mode)
-        keep_trained(made, before)
-        node.meta["val"] = made
-        set_identity(node, self.mode)
+        before = recompute(node, self.mode)
         if isinstance(before, torch.Tensor):
             self._give_back(node, before)
             return
         for part in [user for user in node.users if is_part(user)]:
             old = value(part)
-            part.meta["val"] = made[part.args[1]]
+            give_value(part, value(node)[part.args[1]])
             if isinstance(old, torch.Tensor):
                 self._give_back(part, old)
 

@@ -18,8 +18,8 @@ from amp_graph.lists import OpClass, OpList
 from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.casts.portable_ops import float_operands, put_cast
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.edit import give_value, set_identity
-from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, run_node, tensors, value
+from amp_graph.passes.graph.edit import give_value, recompute
+from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import Operation, identify, is_part, is_tensor_call, taken_apart
 from amp_graph.passes.graph.meta_keys import INSIDE, REGION, WIDENED
 from amp_graph.passes.graph.node_info import HALVES
@@ -64,8 +64,9 @@ class WidenHalves(Pass):
                     node.replace_input_with(source, put_cast(node, source, torch.float32, mode))
                     gm.meta[WIDENED] = True
                     yield Change(self.name, "widened", source.name, f"{node.name} reads it beside fp32")
-                if halves or narrowed:
-                    _recompute(node, mode, captured)
+                before = recompute(node, mode) if halves or narrowed else None
+                if isinstance(before, torch.Tensor) and before.dtype != value(node).dtype:
+                    captured[node] = before.dtype
                 if self.options.keep_outputs and node in captured and (not beside or restored.intersection(narrowed)):
                     restored.add(node)
             elif is_part(node) and narrowed:
@@ -122,13 +123,3 @@ def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
 
     found, _ = taken_apart(partial(identify, node, mode), is_composite)
     return isinstance(found, str) or any(map(has_rule, found))
-
-
-def _recompute(node: Node, mode: FakeTensorMode, captured: dict[Node, torch.dtype]) -> None:
-    before = value(node)
-    new = run_node(node, mode)
-    keep_trained(new, before)
-    if isinstance(before, torch.Tensor) and before.dtype != new.dtype:
-        captured[node] = before.dtype
-    give_value(node, new)
-    set_identity(node, mode)

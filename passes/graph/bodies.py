@@ -93,19 +93,12 @@ def _stacked(rows: Sequence[Any]) -> Any:
     return None if rows[0] is None else torch.stack(tuple(rows))
 
 
-def _called(body: Runs, *operands: Any) -> Any:
-    return body(*operands)
-
-
-def _invoked(body: Runs, identifier: object, *operands: Any) -> Any:
-    return body(*operands)
-
-
 # Run as Python, so that each run of a body can be observed and differentiated: ``scan(body, (init,), (xs,), (w,))`` is
 # ``body(init, xs[0], w)``, ``body(carry, xs[1], w)``, and so on, with the same results.
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "cond": _cond, "while_loop": _while_loop, "scan": _scan, "map_impl": _map,
-    "wrap": _called, "tag_activation_checkpoint": _called, "invoke_subgraph": _invoked,
+    **dict.fromkeys(("wrap", "tag_activation_checkpoint"), lambda body, *operands: body(*operands)),
+    "invoke_subgraph": lambda body, identifier, *operands: body(*operands),
 }  # fmt: skip
 REWRITTEN = frozenset(OPERATORS)  # the bodies of these operators are rewritten; those of others stay as captured
 # All but the one that calls its body in the open, and in backward again.

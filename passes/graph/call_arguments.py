@@ -14,6 +14,7 @@ from torch.fx import Node
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured
 from amp_graph.passes.graph.identify_ops import arguments_of, names_of
+from amp_graph.passes.graph.match import one_reader
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
 from amp_graph.passes.torch_compat.fake import same
 
@@ -59,10 +60,8 @@ def batch_norm_arguments(node: Node) -> dict[str, Any]:
 
 def has_norm(node: Node) -> bool:
     """Say whether the only reader of ``node`` is a batch norm in eval mode."""
-    user = next(iter(node.users), None)
-    if len(node.users) != 1 or user is None or user.target is not F.batch_norm:
-        return False
-    return batch_norm_arguments(user)["training"] is False
+    user = one_reader(node)
+    return user is not None and user.target is F.batch_norm and batch_norm_arguments(user)["training"] is False
 
 
 # -- dropout ------------------------------------------------------------------------------------------

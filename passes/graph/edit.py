@@ -50,6 +50,15 @@ def set_identity(node: Node, mode: FakeTensorMode) -> None:
         node.meta[IDENTITY] = operations
 
 
+def recompute(node: Node, mode: FakeTensorMode) -> Any:
+    """Give ``node`` the value and the identity that it has with its operands now; return the value before."""
+    before, new = value(node), run_node(node, mode)
+    keep_trained(new, before)
+    give_value(node, new)
+    set_identity(node, mode)
+    return before
+
+
 def take_over(made: Node, like: Node, val: Any, without: Collection[str] = OWN) -> Node:
     """Give ``made`` the value ``val`` and the meta of ``like``, except the keys ``without``; return it."""
     made.meta = {k: v for k, v in like.meta.items() if k not in without}

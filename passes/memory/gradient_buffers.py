@@ -91,13 +91,6 @@ def is_free(own: Tensor) -> bool:
     return whole and storage_holders(own) == _SOLE and not storage_of(own).is_shared()
 
 
-def has_own_backward(weight: Tensor, ids: Tensor) -> bool:
-    """Say whether ``weight`` gets its gradient by ``add_rows``; transforms need torch's own operations."""
-    if not torch.is_grad_enabled() or not weight.requires_grad:
-        return False
-    return not leaves_to_torch(weight, ids)
-
-
 def plain_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
     """Return the same by torch's own functions."""
     if bags:
@@ -132,7 +125,7 @@ def add_rows(table: Tensor, grad: Tensor, ids: Tensor, padding: int) -> Tensor:
 
 def table_rows(weight: Tensor, ids: Tensor, padding: int | None, bags: bool) -> Tensor:
     """Return ``F.embedding(ids, weight, padding)``, or the sum of each bag ``ids[i]`` of its rows."""
-    if not has_own_backward(weight, ids):
+    if not (torch.is_grad_enabled() and weight.requires_grad) or leaves_to_torch(weight, ids):
         return plain_rows(weight, ids, padding, bags)
     found: Tensor = _Rows.apply(weight, ids, padding, bags)
     return found

@@ -61,7 +61,7 @@ def readers_of(node: Node) -> Readers:
 
 
 def _passes_on(user: Node, whole: bool) -> bool:
-    return not _is_apart(user) and (_is_view(user) or _is_low_copy(user, whole))
+    return not _is_apart(user) and (is_part(user) or only_views(user) or (whole and _is_low_copy(user)))
 
 
 def _could_do_without(user: Node) -> bool:
@@ -84,15 +84,8 @@ def _is_apart(user: Node) -> bool:
     return CHECKPOINT in user.meta or REGION in user.meta
 
 
-def _is_view(user: Node) -> bool:
-    """Say whether ``user`` only makes a view of existing memory."""
-    return is_part(user) or only_views(user)
-
-
-def _is_low_copy(user: Node, whole: bool) -> bool:
-    """Say whether ``user`` rounds a whole value, which can be repeated."""
-    if not whole:
-        return False
+def _is_low_copy(user: Node) -> bool:
+    """Say whether ``user`` rounds the value that it reads, which can be repeated if it is a whole one."""
     if user.target is shared_cast:
         return True
     names, made = names_of(user), value(user)

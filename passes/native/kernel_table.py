@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import FIX, refusal
 from amp_graph.passes.native.jit_compiler import CompilerError, load_if_possible
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
@@ -55,6 +56,15 @@ def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
         return loader is not None and loader(dtype) is not None
     except CompilerError:
         return False
+
+
+def why_missing(load: Callable[[torch.dtype], object], dtype: torch.dtype) -> str:
+    """Return why a kernel's loader raises CompilerError for ``dtype``; "" if it does not."""
+    try:
+        load(dtype)
+    except CompilerError as error:
+        return first_line(error)
+    return ""
 
 
 def required(compiled: ctypes.CDLL | None) -> ctypes.CDLL:

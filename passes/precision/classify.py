@@ -80,16 +80,13 @@ def register_function(function: type, cls: OpClass) -> None:
 
 def _registered(node: Node) -> Classification | None:
     cells = getattr(node.target, "__closure__", None) or ()
-    function = next((c.cell_contents for c in cells if _is_function(c.cell_contents)), None) if _FUNCTIONS else None
+    held = (c.cell_contents for c in cells if isinstance(c.cell_contents, type)) if _FUNCTIONS else ()
+    function = next((content for content in held if content in _FUNCTIONS), None)
     if function is None:
         return None
     why = "its owner decided so with amp_graph.precision"
     inputs = frozenset(tensor_inputs(node))
     return Classification(_FUNCTIONS[function], why, "amp_graph.precision", (function.__name__,), inputs)
-
-
-def _is_function(content: object) -> bool:
-    return isinstance(content, type) and content in _FUNCTIONS
 
 
 def classified(node: Node, lists: OpList, mode: FakeTensorMode) -> Classification:

@@ -73,7 +73,8 @@ def work_of(node: Node, kind: Classification) -> Work:
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
     if family in COUNTED:
-        factors = sum(is_trained(s) for s in node.all_input_nodes if s in kind.applies and _is_matrix(s))
+        matrices = [s for s in node.all_input_nodes if any(t.dim() > 1 for t in tensors(captured(s)))]
+        factors = sum(is_trained(s) for s in matrices if s in kind.applies)
         backward = float(factors) if is_trained(node) else 0.0
         keeps, calls = "inputs" if backward else "", _calls(kind, given)
         return Work(family, _flops(kind, given, made), elements, backward, keeps, sums, calls, _sizes(kind, node))
@@ -150,10 +151,6 @@ def _is_view(node: Node, kind: Classification) -> bool:
     made = {storage_key(t) for t in tensors(captured(node))}
     given = {storage_key(t) for s in node.all_input_nodes for t in tensors(captured(s))}
     return made <= given and None not in made and not kind.written
-
-
-def _is_matrix(node: Node) -> bool:
-    return any(t.dim() > 1 for t in tensors(captured(node)))
 
 
 def _summed(node: Node) -> int:

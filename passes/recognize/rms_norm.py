@@ -18,7 +18,15 @@ from amp_graph.passes.base import Change
 from amp_graph.passes.graph.edit import put_call
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.match import Formula, constant_beside, converts_nothing, is_closed, only_reader, operation
+from amp_graph.passes.graph.match import (
+    Formula,
+    constant_beside,
+    converts_nothing,
+    is_closed,
+    one_reader,
+    only_reader,
+    operation,
+)
 from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, is_number, same
 
@@ -103,8 +111,8 @@ def _normed(plus: Node, x: Node) -> tuple[Node, Node] | None:
 def _weighted(normed: Node, like: torch.Tensor) -> Iterator[tuple[Node, Node, tuple[Node, ...]]]:
     """Yield the product of a norm and a weight per column, the weight, and the nodes up to the product."""
     last, between = normed, []
-    while len(last.users) == 1 and converts_nothing(next(iter(last.users))):
-        last = next(iter(last.users))
+    while (reader := one_reader(last)) is not None and converts_nothing(reader):
+        last = reader
         between.append(last)
     product = only_reader(last, "aten.mul")
     others = [a for a in operation(product)[1] if a is not last] if product is not None else []

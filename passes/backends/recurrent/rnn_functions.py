@@ -177,7 +177,7 @@ def _recurrent_fake(kind: str, x: Tensor, hidden: list[Tensor], params: list[Ten
     return (out, *states) if len(states) == 2 else (out, *states, x.new_empty(0))
 
 
-def _gradients(
+def _backward(
     grads: list[Tensor],
     needed: list[bool],
     kind: str,
@@ -195,11 +195,7 @@ def _gradients(
         outs = _run(kind, given[0], given[1:count], given[count:], *how, train=x.device.type == "cuda")
         wanted = [t for t, need in zip(given, needed, strict=True) if need]
         found = torch.autograd.grad(outs, wanted, grads, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
-
-
-def _backward(grads: list[Tensor], needed: list[bool], *given: Any) -> list[Tensor]:
-    return [g.contiguous() for g in _gradients(grads, needed, *given)]
+    return [(torch.zeros_like(t) if g is None else g).contiguous() for t, g in zip(wanted, found, strict=True)]
 
 
 def _backward_fake(

@@ -20,9 +20,9 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.layout.conv_args import ConvolutionCall, calls_convolution, depthwise_call, padding_of
+from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, depthwise_call, padding_of, pair
 from amp_graph.passes.layout.memory_format import is_channels_last
-from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.native.kernel_table import why_missing
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
@@ -49,7 +49,7 @@ class Depthwise(NodePass):
         call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
         if isinstance(call, str):
             return None
-        weight, images = _is_profitable(call)
+        weight, images = _are_profitable(call.input, call.weight, call.kernel, call.stride)
         reason = _why_not(call) if weight or images else "torch's kernel has optimized gradients for this form"
         if reason:
             return Skip(node.name, reason)
@@ -59,26 +59,18 @@ class Depthwise(NodePass):
         return Change(self.name, what, node.name, "compiled C instead of the kernel's plain loop")
 
 
-def _is_profitable(call: ConvolutionCall) -> tuple[bool, bool]:
-    """Say whether our gradients of weight and of input are faster."""
-    x, wanted = call.image, is_trained(call.input)
-    weight = call.trains and depthwise_weight_gradient_is_profitable(x.device.type, x.dtype, call.kernel)
-    return weight, wanted and depthwise_input_gradient_is_profitable(x.device.type, x.dtype, call.stride)
+def _are_profitable(x: Node, weight: Node, kernel: tuple[int, int], stride: tuple[int, int]) -> tuple[bool, bool]:
+    """Say whether our gradients of weight and of input are wanted, and faster."""
+    device, dtype = value(x).device.type, value(x).dtype
+    of_weight = is_trained(weight) and depthwise_weight_gradient_is_profitable(device, dtype, kernel)
+    return of_weight, is_trained(x) and depthwise_input_gradient_is_profitable(device, dtype, stride)
 
 
 def _why_not(call: ConvolutionCall) -> str:
     """Return why a call stays as it is, or ""."""
     if not is_channels_last(call.image):
         return "its images are not channels_last"
-    return _not_compiled(call.image.dtype)
-
-
-def _not_compiled(low: torch.dtype) -> str:
-    try:
-        library(low)
-    except CompilerError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    return why_missing(library, call.image.dtype)
 
 
 def _of_sequences(node: Node) -> tuple[Any, ...] | None:
@@ -89,27 +81,18 @@ def _of_sequences(node: Node) -> tuple[Any, ...] | None:
         return None
     given = node_info.schema_arguments(SEQUENCES, node.args, dict(node.kwargs))
     x, weight = given["input"], given["weight"]
-    if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 3 or _one(given["dilation"]) != 1:
+    if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 3 or pair(given["dilation"]) != ONE:
         return None
     out, inner, kernel = (concrete_size(n) for n in value(weight).shape)
-    stride, padding = _one(given["stride"]), padding_of(given["padding"], (1, kernel))
+    stride, padding = pair(given["stride"])[0], padding_of(given["padding"], (1, kernel))
     device, dtype = value(x).device.type, value(x).dtype
-    if padding is None or inner != 1 or out != given["groups"] or out == 1 or _not_compiled_for(device, dtype):
+    compiled = device == "cpu" and dtype == torch.bfloat16 and not why_missing(library, dtype)
+    if padding is None or inner != 1 or out != given["groups"] or out == 1 or not compiled:
         return None
-    trains = is_trained(node)
-    own_weight = trains and is_trained(weight) and depthwise_weight_gradient_is_profitable(device, dtype, (1, kernel))
-    own_input = trains and is_trained(x) and depthwise_input_gradient_is_profitable(device, dtype, (1, stride))
-    if not own_weight and not own_input and not depthwise_by_images_is_profitable(device, dtype, kernel):
+    own = _are_profitable(x, weight, (1, kernel), (1, stride)) if is_trained(node) else (False, False)
+    if not any(own) and not depthwise_by_images_is_profitable(device, dtype, kernel):
         return None
-    return x, weight, given["bias"], (stride,), padding[-1:], own_weight, own_input
-
-
-def _one(given: Any) -> int:
-    return concrete_size(given if isinstance(given, int) else next(iter(given)))
-
-
-def _not_compiled_for(device: str, dtype: torch.dtype) -> bool:
-    return device != "cpu" or dtype != torch.bfloat16 or bool(_not_compiled(dtype))
+    return x, weight, given["bias"], (stride,), padding[-1:], *own
 
 
 # Kernel side up to which oneDNN JIT-compiles the weight gradient of a depthwise convolution.

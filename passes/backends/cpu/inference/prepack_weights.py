@@ -22,6 +22,7 @@ from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.match import one_reader
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.native.gemm_thresholds import packing_is_profitable, panels_are_profitable
 from amp_graph.passes.native.operator_library import called
@@ -203,7 +204,7 @@ def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
 
 def _activation(node: Node) -> tuple[str, ...] | None:
     """Return ``linear_of_packed``'s name of the activation that is the only reader of ``node``; None without one."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
+    user = one_reader(node)
     name = names_of(user)[0] if user is not None and len(names_of(user)) == 1 else ""
     if user is None or name not in ACTIVATIONS or REGION in user.meta or value(user).dtype != value(node).dtype:
         return None

@@ -22,12 +22,12 @@ from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, RELUS, b
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.match import Formula, is_written_meanwhile, operation
+from amp_graph.passes.graph.match import Formula, is_written_meanwhile, one_reader, operation
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.memory_format import is_channels_last
-from amp_graph.passes.native.jit_compiler import CompilerError
+from amp_graph.passes.native.kernel_table import why_missing
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, numel, same
 
 SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
@@ -80,11 +80,7 @@ def _why_not(node: Node, given: dict[str, Any]) -> str:
         return "its images are not channels_last in low precision"
     if not batch_norm_in_one_pass_is_profitable(x.device.type, numel(x)):
         return f"torch's operations are as fast for {tuple(x.shape)} on {x.device.type}"
-    try:
-        library(x.dtype)
-    except CompilerError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    return why_missing(library, x.dtype)
 
 
 Behind = tuple[Node, Node | None, Node | None]  # what follows a norm: a relu, and before it perhaps a sum with the last
@@ -111,11 +107,10 @@ def _relu_behind(node: Node) -> Behind | None:
 
 def _only_reader(node: Node) -> Node | None:
     """Return the only reader of ``node``, if it trains in the same place and precision."""
-    user = next(iter(node.users), None)
-    if len(node.users) != 1 or user is None or user.op == "output" or REGION in user.meta:
+    user = one_reader(node)
+    if user is None or user.op == "output" or REGION in user.meta:
         return None
-    made = value(user)
-    if not isinstance(made, torch.Tensor) or made.dtype != value(node).dtype:
+    if not isinstance(value(user), torch.Tensor) or value(user).dtype != value(node).dtype:
         return None
     return user if place_of(user) == place_of(node) and is_trained(user) else None
 

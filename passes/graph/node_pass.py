@@ -26,6 +26,6 @@ class NodePass(Pass, abc.ABC):
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every node that the graph has now, in order; a graph without tensors has none to rewrite."""
         mode = fake_mode_of(gm)
-        for node in list(gm.graph.nodes) if mode is not None else ():
-            if (told := self.visit(gm, node, mode)) is not None:
+        for node in list(gm.graph.nodes):
+            if mode is not None and (told := self.visit(gm, node, mode)) is not None:
                 yield told

@@ -32,10 +32,8 @@ def test_the_diagram_names_every_pass(generate):
 
 def test_the_page_says_what_each_word_of_the_table_means():
     text = (DOCS / "internals/passes.md").read_text()
-    for phase in Phase:
-        assert f"| `{phase.value}` |" in text
-    for word in {need.word for row in EVERY for need in row.needs}:
-        assert f"| {word} |" in text
+    assert all(f"| `{phase.value}` |" in text for phase in Phase)
+    assert all(f"| {word} |" in text for word in {need.word for row in EVERY for need in row.needs})
 
 
 def test_a_stale_page_is_named_and_written(generate, tmp_path, monkeypatch, capsys):

@@ -369,8 +369,7 @@ def test_a_nested_tensor_whose_strides_no_guard_can_read_is_not_captured_and_doe
         assert torch.empty(1).is_meta, "torch functions are off"
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == BF16):
         expected = F.linear(ragged, model.weight, model.bias)
-    for one, other in zip(found.unbind(), expected.unbind(), strict=True):
-        assert torch.equal(one, other.float())
+    assert all(torch.equal(one, other.float()) for one, other in zip(found.unbind(), expected.unbind(), strict=True))
     assert_runs_low(model, x)
 
 

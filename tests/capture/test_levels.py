@@ -400,16 +400,14 @@ def test_a_model_of_a_train_step_at_o2_can_be_called_and_reverted():
     go(plain, given[:3])
     assert equal(saved(model), saved(other))
     amp_graph.revert(model)
-    for x, y in given[3:]:
-        assert step(x, y) == plain(x, y)
+    assert all(step(x, y) == plain(x, y) for x, y in given[3:])
 
 
 def test_a_converted_model_in_a_train_step_keeps_its_policy():
     model, optimizer = build()
     step = amp_graph.TrainStep(amp_graph.convert(model, "fp16"), F.cross_entropy, optimizer)
     *_, plain = with_step(build(), "fp16")
-    for x, y in batches(3):
-        assert step(x, y) == plain(x, y)
+    assert all(step(x, y) == plain(x, y) for x, y in batches(3))
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(CaptureError, match="hooks of Net"):
         amp_graph.TrainStep(model, F.cross_entropy, optimizer)(*next(batches(1)))

@@ -69,8 +69,7 @@ def test_calls_of_two_kinds_are_each_told_again(alone):
     model, x, asked = alone
     with torch.no_grad():
         for _ in range(2):
-            for given in (x, torch.randn(64, 2).t()):
-                assert torch.equal(model(given), model(given))
+            assert all(torch.equal(model(given), model(given)) for given in (x, torch.randn(64, 2).t()))
     assert len(asked) == 3  # the second of each pair was told at a look, and the first of all
     assert len(conversion_of(model)._alone.kinds) == 1
 

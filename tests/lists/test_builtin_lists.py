@@ -26,8 +26,7 @@ def test_every_entry_is_of_an_existing_operator_and_says_why(name):
 @pytest.mark.parametrize("name", builtin_names())
 def test_origins_point_at_the_line_of_the_operator(name):
     lines = find(name).read_text().splitlines()
-    for rule in read(find(name)).rules:
-        assert f'"{rule.op}"' in lines[int(rule.origin.rsplit(":", 1)[1]) - 1]
+    assert all(f'"{rule.op}"' in lines[int(rule.origin.rsplit(":", 1)[1]) - 1] for rule in read(find(name)).rules)
 
 
 @pytest.mark.parametrize(("dtype", "device"), DEFAULTS)

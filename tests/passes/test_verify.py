@@ -1,6 +1,7 @@
 """Each clause of the contract has a broken graph that fails it."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -53,8 +54,7 @@ def test_a_graph_as_it_was_is_fine(graph):
 
 def test_what_lint_refuses(graph):
     before = Contract.of(graph)
-    exp = find(graph, "exp")
-    find(graph, "matmul").prepend(exp)  # reads what comes later
+    find(graph, "matmul").prepend(find(graph, "exp"))  # reads what comes later
     with pytest.raises(RuntimeError):
         verify(graph, before)
 
@@ -133,14 +133,12 @@ def a_write_moved_before_a_random_draw(gm):
 
 @breach("its metadata says bf16.* it computes f32", "matmul")
 def metadata_with_a_wrong_dtype(gm):
-    matmul = find(gm, "matmul")
-    set_value(matmul, value(matmul).to(BF16))
+    set_value(find(gm, "matmul"), value(find(gm, "matmul")).to(BF16))
 
 
 @breach("its metadata says")
 def metadata_with_a_wrong_shape(gm):
-    matmul = find(gm, "matmul")
-    set_value(matmul, value(matmul)[:1])
+    set_value(find(gm, "matmul"), value(find(gm, "matmul"))[:1])
 
 
 @breach("verify: matmul = matmul", "which dropout reads")
@@ -281,8 +279,5 @@ NOT_OWN = {"an input": lambda x, y: x + y, "a view of an input": lambda x, y: x.
 @pytest.mark.parametrize("name", [*OWN, *NOT_OWN])
 def test_a_pass_may_write_to_memory_of_the_graph_and_not_to_that_of_the_caller(name):
     gm = make_fx((OWN | NOT_OWN)[name], tracing_mode="fake")(X, X)
-    if name in OWN:
-        run_passes(gm, [_SumsInPlace()], checked=True)
-        return
-    with pytest.raises(VerifyError, match="writes"):
+    with nullcontext() if name in OWN else pytest.raises(VerifyError, match="writes"):
         run_passes(gm, [_SumsInPlace()], checked=True)

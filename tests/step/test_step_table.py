@@ -93,8 +93,7 @@ def test_so_does_a_step_over_two_ranks(options, appended):
 
 
 def _says_what_is_appended(graphs, holds):
-    for names in graphs:
-        assert names == [name for name in ROWS if name in names]
+    assert all(names == [name for name in ROWS if name in names] for names in graphs)
     assert {name for names in graphs for name in names} == {name for name, row in ROWS.items() if {*row.needs} <= holds}
 
 

@@ -69,12 +69,10 @@ def _one_cast_a_reader(gm):
         for reader in list(node.users):
             seen = []
             torch.fx.node.map_arg((reader.args, reader.kwargs), seen.append)
-
-            def own(n, node=node):
-                return _twin(gm, node) if n is node else n
-
             if seen.count(node) + len(node.users) > 2:
-                reader.args = torch.fx.node.map_arg(reader.args, own)
+                reader.args = torch.fx.node.map_arg(
+                    reader.args, lambda n, node=node: _twin(gm, node) if n is node else n
+                )
     gm.graph.lint()
     gm.recompile()
 

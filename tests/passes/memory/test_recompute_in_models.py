@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.passes.backends.cpu.norm import fuse_batch_norm_relu
 from amp_graph.passes.memory import recompute_activations
-from tests.by_hand import descend
+from tests.by_hand import descend, step_of
 from tests.corpus.vision import Bottleneck
 from tests.layers import layers
 from tests.measure import saved_bytes
@@ -85,11 +85,7 @@ def made(name):
 def autocast_saves(name):
     model = made(name)
 
-    def forward():
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(IMAGES)
-
-    return saved_bytes(forward, model, weight_copies=False)
+    return saved_bytes(lambda: torch.autocast("cpu", torch.bfloat16)(model)(IMAGES), model, weight_copies=False)
 
 
 @pytest.mark.sampled(3)
@@ -121,10 +117,8 @@ def test_the_report_says_what_is_not_saved(name):
 def test_evaluation_with_gradients_leaves_statistics_alone(name):
     results = []
     for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
-        model = amp_graph.convert(made(name).eval(), policy)
-        x = IMAGES.clone().requires_grad_()
-        model(x).sum().backward()
-        results.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+        model, x = amp_graph.convert(made(name).eval(), policy), IMAGES.clone().requires_grad_()
+        results.append([*step_of(model, x, loss=torch.sum), x.grad, *model.buffers()])
     assert all(map(torch.equal, *results))
     assert all(map(torch.equal, made(name).buffers(), model.buffers()))
 

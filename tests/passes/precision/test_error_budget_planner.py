@@ -48,8 +48,7 @@ def keeps_its_promises(made):
     assert found[1.0].cost <= painted.cost
     assert cut.harm > painted.harm or found[1.0].cost <= cut.cost
     assert found[1000.0].cost <= min(made.painted("fast").cost, made.cut("fast").cost)
-    for p in found.values():
-        assert low_of(made.choices(p), made.made) == p.low
+    assert all(low_of(made.choices(p), made.made) == p.low for p in found.values())
     return len({p.low for p in found.values()})
 
 

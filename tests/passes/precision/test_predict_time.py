@@ -236,8 +236,7 @@ def test_a_whole_step_is_left_alone(on):
     assert len(own(said)) == 1, "of the first capture alone"
     assert len(step.captured) == 2
     optimizer = torch.optim.SGD(exact.parameters(), lr=0.1)
-    for loss in losses:
-        assert torch.equal(loss, descend(optimizer, F.mse_loss(exact(x), x)))
+    assert all(torch.equal(loss, descend(optimizer, F.mse_loss(exact(x), x))) for loss in losses)
 
 
 @by_profit

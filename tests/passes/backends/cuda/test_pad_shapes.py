@@ -14,10 +14,10 @@ from amp_graph.passes.backends.cuda.pad_shapes import PadChannels, PadShapes, al
 from amp_graph.passes.base import PassResult
 from amp_graph.passes.manager import run_passes
 from tests.layers import layers, words_and_head
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import capture_function, differences, options, run_step, standard_passes
 from tests.passes.whole_steps import stepped
-from tests.relative_error import error
+from tests.relative_error import assert_as_exact, error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ON_CUDA = options(device="cuda")
@@ -28,11 +28,7 @@ def _however_small(monkeypatch):
     monkeypatch.setattr(pad_shapes, "LEAST_ALIGNED", 1)
 
 
-def gradients(function, given, dtype):
-    given = [t.to(dtype).requires_grad_() for t in given]
-    out = function(*given)
-    grad = drawn(*out.shape, seed=9).to(given[0].dtype)
-    return [out.detach(), *torch.autograd.grad(out, given, grad.to(out.dtype))]
+gradients = partial(differentiated, seed=9)
 
 
 LINEARS = [(13, 21), (16, 21), (13, 16), (16, 24), (1, 1)]
@@ -46,9 +42,7 @@ def test_a_padded_linear_is_the_linear(dtype, sizes, dense):
     given = [t.to(dtype) for t in (drawn(3, 5, inside), drawn(outside, inside, seed=1), drawn(outside, seed=2))]
     ours = gradients(lambda x, w, b: aligned_linear(x, w, b, dense), given, dtype)
     plain, exact = gradients(F.linear, given, dtype), gradients(F.linear, given, torch.float64)
-    for a, b, e in zip(ours, plain, exact, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert error(a, e) <= 1.1 * error(b, e) + (1e-6 if dtype == FP32 else 0)
+    assert_as_exact(ours, plain, exact, 1.1, 1e-6 if dtype == FP32 else 0.0)
     assert ours[0].stride() == plain[0].stride() or not dense
 
 
@@ -61,9 +55,7 @@ def test_a_padded_convolution_is_the_convolution(dtype, channels, layout):
     geometry = ([2, 1], [1, 0], [1, 2])
     ours = gradients(lambda x, w, b: aligned_conv2d(x, w, b, *geometry), given, dtype)
     plain, exact = (gradients(lambda *g: F.conv2d(*g, *geometry), given, d) for d in (dtype, torch.float64))
-    for a, b, e in zip(ours, plain, exact, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert error(a, e) <= 1.1 * error(b, e) + (1e-6 if dtype == FP32 else 0)
+    assert_as_exact(ours, plain, exact, 1.1, 1e-6 if dtype == FP32 else 0.0)
     assert ours[0].stride() == plain[0].stride()
 
 
@@ -130,15 +122,19 @@ def Odd(self, x):
 X = drawn(2, 3, 6, 6, seed=4).contiguous(memory_format=torch.channels_last)
 
 
+def step(model, x=X):
+    loss, logits = model(x)
+    (loss + logits.square().sum()).backward()
+    return [loss.detach(), logits.detach(), *(p.grad for p in model.parameters())]
+
+
 def trained(policy):
     model = Odd()
     keys = [(k, v.shape, v.dtype) for k, v in model.state_dict().items()]
-    amp_graph.convert(model, policy)
-    loss, logits = model(X)
-    (loss + logits.square().sum()).backward()
+    found = step(amp_graph.convert(model, policy))
     assert [(k, v.shape, v.dtype) for k, v in model.state_dict().items()] == keys
     assert all(p.grad.shape == p.shape for p in model.parameters())
-    return model, [loss.detach(), logits.detach(), *(p.grad for p in model.parameters())]
+    return model, found
 
 
 def found_in(model):
@@ -161,10 +157,7 @@ def found_in(model):
 def test_where_it_runs_and_that_a_model_trains_as_without_it(policy, count):
     model, ours = trained(policy)
     assert len(found_in(model)) == count
-    exact = Odd().double()
-    loss, logits = exact(X.double())
-    (loss + logits.square().sum()).backward()
-    want = [loss.detach(), logits.detach(), *(p.grad for p in exact.parameters())]
+    want = step(Odd().double(), X.double())
     _, plain = trained(policy + ("" if "skip" in policy else ",skip=pad_shapes"))
     assert all(a.stride() == b.stride() for a, b in zip(ours, plain, strict=True))
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
@@ -185,16 +178,14 @@ def test_a_whole_step_updates_as_without_it():
         ("aot_eager", {}, ["aligned_conv2d", "aligned_linear", "aligned_linear"]),
     ],
 )
-@pytest.mark.parametrize("step", [False, True])
-def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, step, monkeypatch):
-    def as_it_is(gm, inputs, **how):
-        return gm.forward
-
+@pytest.mark.parametrize("whole", [False, True])
+def test_matmuls_that_inductor_pads_are_left_to_it(compile, options, padded, whole, monkeypatch):
+    as_it_is = lambda gm, inputs, **how: gm.forward  # noqa: E731
     monkeypatch.setattr("amp_graph.capture.dynamo_backend.compile_with_inductor", as_it_is)
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: as_it_is)
     model, policy = Odd(), "bf16,device=cuda"
     how = {"compile": compile, "options": options}
-    if step:
+    if whole:
         step = amp_graph.TrainStep(model, lambda out: out[0], torch.optim.SGD(model.parameters()), policy, **how)
         step(X)
         gm = step.captured[0].rewritten.gm

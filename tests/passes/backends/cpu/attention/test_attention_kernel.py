@@ -1,5 +1,6 @@
 """Attention in compiled C: every size, layout and mask against fp64, and what is no number stays where it belongs."""
 
+import functools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from amp_graph.passes.backends.cpu.attention.attention_functions import attentio
 from amp_graph.passes.native.jit_compiler import PARTS
 from amp_graph.passes.native.kernel_table import typed
 from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import BF16
 from tests.relative_error import errors
 
@@ -70,9 +71,8 @@ def ours(given, mask=None, causal=False):
 
 
 def through(function, given, mask=None, causal=False):
-    query, key, value = (t.detach().requires_grad_() for t in given[:3])
-    out = function(query, key, value, mask, is_causal=causal, enable_gqa=True)
-    return [out.detach(), *torch.autograd.grad(out, (query, key, value), given[3])]
+    called = functools.partial(function, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return differentiated(called, given[:3], grad=given[3])
 
 
 def exact(given, mask=None, causal=False):

@@ -13,8 +13,9 @@ from amp_graph.passes.backends.cpu.attention.lower_attention import Attention
 from amp_graph.passes.graph import call_arguments
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.torch_compat import autograd
+from tests.by_hand import step_of
 from tests.layers import layers
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import (
     BF16,
     assert_left_alone,
@@ -54,13 +55,14 @@ def operands(name, size=1.0):
     return [drawn(*shape, seed=i) * (size if i < 2 else 1) for i, shape in enumerate(shapes)]
 
 
+def in_fp64(options):
+    """The options with a mask of fp64 where it is one of numbers."""
+    return {k: v.double() if k == "attn_mask" and v.is_floating_point() else v for k, v in options.items()}
+
+
 def step(function, given, dtype, **options):
-    mask = options.get("attn_mask")
-    if dtype == torch.float64 and mask is not None and mask.is_floating_point():
-        options["attn_mask"] = mask.double()
-    given = [t.to(dtype).requires_grad_() for t in given]
-    out = function(*given, **options)
-    return [out.detach(), *torch.autograd.grad(out, given, drawn(*out.shape, seed=5).to(dtype))]
+    options = in_fp64(options) if dtype == torch.float64 else options
+    return differentiated(functools.partial(function, **options), given, dtype, like=torch.float32)
 
 
 def compared(name, size=1.0):
@@ -150,10 +152,9 @@ def test_an_added_mask_that_no_kernel_of_ours_takes_trains_by_the_formula(monkey
     monkeypatch.setattr(kernel, "takes", lambda *given: False)
     mask = torch.zeros(LENGTH, KEYS).masked_fill(drawn(LENGTH, 1) > 0, torch.finfo(BF16).min)
 
-    def formula(q, k, v, attn_mask):
-        return (q @ k.mT * WIDTH**-0.5 + attn_mask).softmax(-1) @ v
-
-    exact = step(formula, operands("plain"), torch.float64, attn_mask=mask)
+    exact = step(
+        lambda q, k, v: (q @ k.mT * WIDTH**-0.5 + mask.double()).softmax(-1) @ v, operands("plain"), torch.float64
+    )
     torchs = step(F.scaled_dot_product_attention, operands("plain"), BF16, attn_mask=mask.to(BF16))
     ours = step(attention_low, operands("plain"), BF16, attn_mask=mask.to(BF16))
     assert max(errors(ours, exact)) < 0.01
@@ -164,22 +165,15 @@ def test_an_added_mask_that_no_kernel_of_ours_takes_trains_by_the_formula(monkey
 @pytest.mark.parametrize("p", [0.0, 0.2])
 def test_second_derivatives(name, p):
     def penalty(function, dtype):
-        function = functools.partial(seeded(function), dropout_p=p)
         given = [t.to(dtype).requires_grad_() for t in operands(name)]
-        mask = FORMS[name].get("attn_mask")
-        options = dict(FORMS[name])
-        if dtype == torch.float64 and mask is not None and mask.is_floating_point():
-            options["attn_mask"] = mask.double()
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH) if dtype == torch.float64 else _as_is():
-            first = torch.autograd.grad(function(*given, **options).sin().sum(), given, create_graph=True)
+        options = in_fp64(FORMS[name]) if dtype == torch.float64 else FORMS[name]
+        out = seeded(function)(*given, **options, dropout_p=p)
+        first = torch.autograd.grad(out.sin().sum(), given, create_graph=True)
         return torch.autograd.grad(sum(g.double().square().sum() for g in first), given)
 
-    ours, exact = penalty(attention_low, BF16), penalty(F.scaled_dot_product_attention, torch.float64)
-    assert max(errors(ours, exact)) < 0.03
-
-
-def _as_is():
-    return torch.enable_grad()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = penalty(F.scaled_dot_product_attention, torch.float64)
+    assert max(errors(penalty(attention_low, BF16), exact)) < 0.03
 
 
 def attend(s, x, **options):
@@ -227,8 +221,7 @@ def Biased(self, x):
 
 
 def gradients_of(model):
-    model(X.to(model.bias.dtype)).square().sum().backward()
-    return [p.grad for p in model.parameters()]
+    return step_of(model, X.to(model.bias.dtype), loss=lambda out: out.square().sum())[1:]
 
 
 def test_models_whose_bias_is_learned():

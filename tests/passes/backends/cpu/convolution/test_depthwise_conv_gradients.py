@@ -12,12 +12,13 @@ from amp_graph.passes.backends.cpu.convolution.conv_functions import OPS, depthw
 from amp_graph.passes.backends.cpu.convolution.depthwise_conv_gradients import (
     Depthwise,
 )
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.builds import no_compiler  # noqa: F401
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import BF16, Function, assert_near, capture_function, multiply_bf16, run_step, with_and_without
 from tests.passes.whole_steps import stepped
-from tests.relative_error import error, errors
+from tests.relative_error import assert_as_exact, error, errors
 
 LAST = torch.channels_last
 
@@ -55,10 +56,7 @@ def given_of(form, dtype, images=2):
 def step(function, form, dtype, like=None):
     """Result, and gradients of input, weight and bias, from numbers of precision ``like``."""
     given, how = given_of(form, like or dtype)
-    given = [t.detach().to(dtype).requires_grad_() for t in given]
-    out = function(*given, *how)
-    grad = drawn(*out.shape, seed=5).to(like or dtype).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, given, grad)]
+    return differentiated(lambda *leaves: function(*leaves, *how), given, dtype, like=like)
 
 
 @pytest.mark.parametrize("low", [BF16, torch.float16])
@@ -68,9 +66,7 @@ def test_forward_is_torchs_and_gradients_are_as_exact(form, low):
     mine, other, exact = step(ours, form, low), step(torchs, form, low), step(torchs, form, torch.float64, low)
     assert torch.equal(mine[0], other[0])
     assert mine[1].is_contiguous(memory_format=LAST)
-    for got, torch_got, true in zip(mine[1:], other[1:], exact[1:], strict=True):
-        assert (got.dtype, got.shape) == (torch_got.dtype, torch_got.shape)
-        assert error(got, true) <= 1.05 * error(torch_got, true) + 1e-6
+    assert_as_exact(mine[1:], other[1:], exact[1:])
 
 
 @pytest.mark.parametrize("broken", ["padding", "stride"])
@@ -253,9 +249,8 @@ def test_a_converted_model_trains_as_without(compile, policy):
 
     def grads(policy):
         model = amp_graph.convert(Mixer(), policy, compile=compile)
-        model(x).square().mean().backward()
-        text = conversion_of(model).graphs[0].rewritten.gm.code if compile == "eager" else ""
-        return [p.grad for p in model.parameters()], text
+        _, *found = step_of(model, x, loss=lambda out: out.square().mean())
+        return found, conversion_of(model).graphs[0].rewritten.gm.code if compile == "eager" else ""
 
     mine, text = grads(policy)
     plain, without = grads(f"{policy},skip=depthwise")

@@ -9,11 +9,12 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.backends.cpu.convolution import lower_pointwise_conv
 from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import multiply_bf16
 from tests.passes.whole_steps import stepped
-from tests.relative_error import error
+from tests.relative_error import assert_as_exact, error
 
 BF16, LAST = torch.bfloat16, torch.channels_last
 
@@ -40,9 +41,7 @@ def run(conv, dtype, stride, size=6, bias=True, exact=False):
 def test_it_is_the_convolution(few, dtype, stride, size, bias):
     ours = run(lambda *a: pointwise_conv(*a, few), dtype, stride, size, bias)
     torchs = run(F.conv2d, dtype, stride, size, bias)
-    for a, b, e in zip(ours, torchs, run(F.conv2d, dtype, stride, size, bias, exact=True), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert error(a, e) <= 1.1 * error(b, e) + 1e-6
+    assert_as_exact(ours, torchs, run(F.conv2d, dtype, stride, size, bias, exact=True), times=1.1)
     assert ours[0].is_contiguous(memory_format=LAST)
     assert ours[1].is_contiguous(memory_format=LAST)
 
@@ -93,9 +92,7 @@ def products(model):
 
 def trained(policy, compile="eager"):
     model = amp_graph.convert(Bottleneck(), policy, compile=compile)
-    out = model(X)
-    out.square().sum().backward()
-    return model, [out.detach(), *(p.grad for p in model.parameters())]
+    return model, step_of(model, X)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +119,7 @@ def test_strides_are_each_calls_own():
 @pytest.mark.parametrize("few", [512, 0])
 def test_a_block_trains_as_without_it(monkeypatch, few):
     monkeypatch.setattr("amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv.FEW_PLACES", few)
-    exact = Bottleneck().double()
-    out = exact(X.double())
-    out.square().sum().backward()
-    want = [out.detach(), *(p.grad for p in exact.parameters())]
+    want = step_of(Bottleneck().double(), X.double(), loss=lambda out: out.square().sum())
     (_, ours), (_, plain) = trained("bf16"), trained("bf16,skip=lower_pointwise_conv")
     assert sum(map(error, ours, want)) <= 1.05 * sum(map(error, plain, want))
 

@@ -14,9 +14,10 @@ from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.backends.cpu.linear.lower_linears import LowerLinears, linear_low
 from amp_graph.passes.casts.low_layer_norm import Fp32NormGradients
 from amp_graph.passes.manager import run_passes
-from tests.by_hand import descend
+from tests.by_hand import descend, step_of
 from tests.layers import layers
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
+from tests.passes.drawn import differentiated
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16, capture_function, passes_until
 
@@ -31,16 +32,10 @@ def operands(shape, outputs, biased=True):
     return [t.requires_grad_() for t in given], drawn(*shape[:-1], outputs, seed=3)
 
 
-def gradients(function, given, grad, **options):
-    out = function(*given)
-    return [out, *torch.autograd.grad(out, given, grad, **options)]
-
-
 def check(found, given, grad):
     """Each within a rounding to bf16 of what fp64 gives, and what fp32 sums of so many may be off."""
-    wide = [t.detach().double().requires_grad_() for t in given]
-    exact = gradients(F.linear, wide, grad.double())
-    sizes = gradients(F.linear, [t.detach().abs().requires_grad_() for t in wide], grad.double().abs())
+    exact = differentiated(F.linear, given, torch.float64, grad=grad)
+    sizes = differentiated(F.linear, [t.abs() for t in given], torch.float64, grad=grad.abs())
     for one, true, size in zip(found, exact, sizes, strict=True):
         assert one.dtype == BF16
         assert one.shape == true.shape
@@ -52,7 +47,7 @@ def check(found, given, grad):
 @pytest.mark.parametrize(("shape", "outputs"), SHAPES, ids=str)
 def test_results_and_gradients_are_rounded_once(shape, outputs, biased):
     given, grad = operands(shape, outputs, biased)
-    check(gradients(linear_low, given, grad), given, grad)
+    check(differentiated(linear_low, given, grad=grad), given, grad)
 
 
 @pytest.mark.parametrize("wrong", ["the weight turned", "rows rolled", "rounded twice"])
@@ -70,7 +65,7 @@ def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
     monkeypatch.setattr(low, "product_low", broken)
     given, grad = operands((64, 64), 64)
     with pytest.raises(AssertionError):
-        check(gradients(linear_low, given, grad), given, grad)
+        check(differentiated(linear_low, given, grad=grad), given, grad)
 
 
 @pytest.mark.usefixtures("every_build")
@@ -79,7 +74,7 @@ def test_gradients_of_any_layout(layout):
     given, _ = operands((16, 64), 48)
     grad = drawn(48, 16).t() if layout == "transposed" else drawn(16, 96)[:, ::2]
     grad = drawn(1, 48).expand(16, 48) if layout == "expanded" else grad
-    check(gradients(linear_low, given, grad), given, grad)
+    check(differentiated(linear_low, given, grad=grad), given, grad)
 
 
 def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
@@ -139,11 +134,6 @@ BIASES = {
 }
 
 
-def train(model, x):
-    out = model(x)
-    return [out, *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))]
-
-
 @layers(
     lambda function: dict(w=nn.Parameter(torch.randn(64, 64) / 8), b=nn.Parameter(torch.randn(64)), function=function),
     seed=0,
@@ -153,8 +143,8 @@ def Called(self, x):
 
 
 def check_like_torchs_kernels(function, x):
-    exact = train(Called(function), x)
-    given = [train(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_linears")]
+    exact = step_of(Called(function), x)
+    given = [step_of(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_linears")]
     for true, one, theirs in zip(exact, *given, strict=True):
         assert one.shape == true.shape
         assert (one - true).norm() <= 1.1 * (theirs - true).norm()

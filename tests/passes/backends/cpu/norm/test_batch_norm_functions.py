@@ -26,8 +26,9 @@ from amp_graph.policy import Policy
 from tests.by_hand import descend
 from tests.layers import layers
 from tests.passes.builds import no_compiler  # noqa: F401
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import assert_near, capture, differences, multiply_bf16, passes_for, run_step
+from tests.relative_error import assert_as_exact, error
 
 pytestmark = pytest.mark.compiled
 
@@ -73,17 +74,6 @@ def step(function, given, relu=True, dtype=None, momentum=0.2):
     return [out.detach(), *grads, *copies[1:3]]
 
 
-def error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-
-
-def assert_as_exact(mine, other, exact):
-    """Each tensor is of torch's dtype and shape, and no farther from fp64."""
-    for got, torch_got, true in zip(mine, other, exact, strict=True):
-        assert (got.dtype, got.shape) == (torch_got.dtype, torch_got.shape)
-        assert error(got, true) <= 1.05 * error(torch_got, true) + 1e-6, (error(got, true), error(torch_got, true))
-
-
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("low", [BF16, FP16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -98,9 +88,8 @@ def sum_step(function, given, dtype=None):
     """Result, and gradients of x, what is added, weight and bias."""
     x, *_, weight, bias = given
     other = drawn(*x.shape, seed=8, dtype=x.dtype).contiguous(memory_format=LAST)
-    leaves = [t.clone().to(dtype or t.dtype).requires_grad_() for t in (x, other, weight, bias)]
-    out = function(*leaves[:2], None, None, *leaves[2:], 0.1, EPS)
-    return [out.detach(), *torch.autograd.grad(out, leaves, drawn(*x.shape, seed=9, dtype=x.dtype).to(out.dtype))]
+    called = lambda x, other, *affine: function(x, other, None, None, *affine, 0.1, EPS)  # noqa: E731
+    return differentiated(called, (x, other, weight, bias), dtype, seed=9, like=x.dtype)
 
 
 def torchs_sum(x, other, mean, var, weight, bias, momentum, eps):

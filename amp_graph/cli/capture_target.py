@@ -110,8 +110,7 @@ def any_loss(out: Any) -> torch.Tensor:
 
 def loss_or_mixture(out: Any) -> torch.Tensor:
     """Return the model's loss, or a random mixture of its outputs: the mean of a norm's output has no gradient."""
-    loss = _own_loss(out)
-    found = projected(out) if loss is None else loss
+    found = projected(out) if (loss := _own_loss(out)) is None else loss
     return torch.zeros(()) if found is None else found
 
 

@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> Told:
         "threads": torch.get_num_threads(), "machine": summary["machine"], "rows": rows, "verdict": verdict(rows, low),
     }  # fmt: skip
     head = ", ".join(f"{key} {told[key]}" for key in ("model", "policy", "device", "threads", "gradients", "machine"))
+    cells = [
+        (row["name"], f"{1e3 * row['seconds']:.3g} ms",
+         *("-" if row[key] is None else f"{row[key]:.2f}" for key in ("measured", "predicted")))
+        for row in rows
+    ]  # fmt: skip
     how = f"medians of {ROUNDS} turns; speed over fp32's, above 1 is faster"
-    return Told(told, [head, how, *aligned([COLUMNS, *map(_cells, rows)]), told["verdict"]])
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    speeds = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("measured", "predicted"))
-    return row["name"], f"{1e3 * row['seconds']:.3g} ms", *speeds
+    return Told(told, [head, how, *aligned([COLUMNS, *cells]), told["verdict"]])
 
 
 def verdict(rows: list[dict[str, Any]], low: str) -> str:

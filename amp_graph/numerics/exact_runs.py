@@ -57,7 +57,10 @@ class Widened(Restoring):
             torch.set_default_dtype(before)
         for node in self.graph.nodes:
             if str(node.target) in self._widened and node.op in OUTSIDE and self.memory.is_written(node):
-                _write(*self._widened[str(node.target)])
+                given, values = self._widened[str(node.target)]
+                # With its gradients, unless it is a parameter.
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not (given.is_leaf and given.requires_grad)):
+                    given.copy_(values)
         return result
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -81,13 +84,6 @@ class Widened(Restoring):
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call with float64 in the place of float32."""
         return super().call_method("double" if target == "float" else target, *wide_dtypes(args, kwargs))
-
-
-def _write(given: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``values`` to ``given``, with their gradients unless it is a parameter, which is written without."""
-    is_parameter = given.is_leaf and given.requires_grad
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
-        given.copy_(values)
 
 
 class Checked(Restoring):

@@ -91,11 +91,11 @@ def _held(model: torch.nn.Module, graphs: Iterable[Rewritten], copies: int) -> I
 def _on_host(found: dict[str, Value]) -> dict[str, float]:
     """Return the values as numbers, with one copy from each device."""
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    read: dict[str, float] = {}
+    read: dict[str, Value] = {}
     for device in {value.device for value in tensors.values()}:
         here = {name: value for name, value in tensors.items() if value.device == device}
         read |= dict(zip(here, torch.stack([value.double() for value in here.values()]).tolist(), strict=True))
-    return {name: read[name] if name in read else float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in (found | read).items()}
 
 
 # -- memory in training -------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ styles and scripts of ``assets`` inside, and the nodes as a block of JSON (``pag
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
 import re
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,8 @@ def html_page(report: Report) -> str:
             data=page_data(report),
             styles="\n".join(map(asset, STYLES)),
             scripts=scripts,
-            hashes=" ".join(map(_hash, scripts)),
+            # The words of a content security policy that permits these scripts and no others.
+            hashes=" ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts),
         )
     )
 
@@ -75,11 +76,6 @@ def asset(name: str) -> str:
     """Return a style or script, without the mark of a source map that the page does not have."""
     lines = (HERE / "assets" / name).read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if not line.startswith("//# sourceMappingURL="))
-
-
-def _hash(script: str) -> str:
-    """Return the word of a content security policy that permits ``script`` and no other."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @cache

@@ -64,7 +64,9 @@ def collective_lines(report: Report) -> Iterator[str]:
     for name, found in units.items():
         alike.setdefault(tuple(replace(one, unit="") for one in found), []).append(name)
     for both, names in alike.items():
-        sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{_often(one.times)}" for one in both]
+        often = {1: "", 2: " twice"}
+        sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{often.get(one.times, f' {one.times} times')}"
+                for one in both]  # fmt: skip
         count = f" x{len(names)}" if len(names) > 1 else ""
         yield f"{folded_paths(names)}{count}: {', '.join(sent)}: {'; '.join(one.reason for one in both)}"
 
@@ -153,10 +155,6 @@ def folded_paths(paths: Iterable[str]) -> str:
         exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
     shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
     return ", ".join(name or "(root)" for name in shown)
-
-
-def _often(times: int) -> str:
-    return {1: "", 2: " twice"}.get(times, f" {times} times")
 
 
 def _many(count: int, what: str) -> str:

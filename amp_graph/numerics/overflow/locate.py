@@ -96,8 +96,7 @@ def first_of(ran: Ran) -> Event | None:
 def _told_in_fp32(found: Located, event: Event | None) -> Located:
     """Return what is told where a run in fp32 is not finite either, first by ``event``."""
     facts = Located() if event is None else event.facts
-    module = f"module {facts.module}" if facts.module else ""
-    first = facts.given or facts.line or module or facts.operator or "the loss"
+    first = facts.given or facts.line or f"module {facts.module}" * bool(facts.module) or facts.operator or "the loss"
     if facts.dtype in LOW and facts.is_finite_in_fp32:  # the code casts to low precision itself
         fix = f"the code itself casts to {found.dtype}, under any policy: change that before {first}"
         return replace(found, kind="overflow", fix=(fix,))
@@ -111,11 +110,10 @@ def fixes(found: Located, task: Task, try_fix: bool) -> list[str]:
     if found.lower_scale is not None:
         told.append(f"a loss scale of at most {found.lower_scale:g}: only the scaled gradient overflows")
     kept = keeping(task.policy, found)
-    works = tried(task, kept) if try_fix and kept is not None else None
+    works = tried(task, kept) if try_fix and kept is not None else kept
     if works is not None:
-        told.append(f"policy {str(works)!r}, which keeps it in fp32: with it, loss and gradients are finite")
-    elif kept is not None and not try_fix:
-        told.append(f"policy {str(kept)!r}, which keeps it in fp32")
+        so = ": with it, loss and gradients are finite" if try_fix else ""
+        told.append(f"policy {str(works)!r}, which keeps it in fp32{so}")
     if found.dtype == "f16" and not (found.in_fp32 or 0.0) > torch.finfo(torch.bfloat16).max:
         told.append(f"policy {str(replace(task.policy, dtype='bf16'))!r}: bf16 ends where fp32 does")
     return told
@@ -148,8 +146,9 @@ def keeping(policy: Policy, found: Located) -> Policy | None:
     """Return ``policy`` with the module of ``found`` kept in fp32, else its operation; None where that is no change."""
     module, operation = found.keep
     if module:
-        own = policy.keep_fp32.split("|") if policy.keep_fp32 else []
-        made = replace(policy, keep_fp32="|".join(dict.fromkeys((*own, _pattern(module)))))
+        # An expression without backslashes, which quotes around a policy would double.
+        pattern = re.sub(r"[^\w-]", lambda m: "." if m[0] in "^\\" else f"[{m[0]}]", module)
+        made = replace(policy, keep_fp32="|".join(dict.fromkeys(filter(None, (*policy.keep_fp32.split("|"), pattern)))))
     else:
         name = operation.removeprefix(".").removeprefix("aten.").partition(".")[0]
         try:
@@ -157,11 +156,6 @@ def keeping(policy: Policy, found: Located) -> Policy | None:
         except PolicyError:  # a function that no list can name
             return None
     return None if made == policy else made
-
-
-def _pattern(path: str) -> str:
-    """Return an expression for ``path`` without backslashes, which quotes around a policy would double."""
-    return re.sub(r"[^\w-]", lambda m: "." if m[0] in "^\\" else f"[{m[0]}]", path)
 
 
 # -- arguments ------------------------------------------------------------------------------------------------

@@ -47,14 +47,14 @@ class ScaleHistory:
 
     def text(self, last: int = 20) -> str:
         """Return a table of the ``last`` steps at which the scale changed or a step was skipped."""
-        shown = [row for row, before in zip(self.rows, (None, *self.rows), strict=False) if _tells(row, before)]
+        pairs = zip(self.rows, ({"scale": None}, *self.rows), strict=False)
+        shown = [row for row, before in pairs if row["skipped"] or row["scale"] != before["scale"]]
         head = f"loss scale: {self.steps} steps, {len(self.skipped)} of the last {len(self.rows)} skipped"
-        lines = [head]
-        for row in shown[-last:]:
-            lines.append(f"  {row['step']:>7}  {row['scale']:<12g} {'skipped' * row['skipped']}".rstrip())
-        if len(shown) > last:
-            lines.insert(1, f"  {len(shown) - last} earlier changes are not shown")
-        return "\n".join(lines) + "\n"
+        hidden = [f"  {len(shown) - last} earlier changes are not shown"] if len(shown) > last else []
+        told = (
+            f"  {row['step']:>7}  {row['scale']:<12g} {'skipped' * row['skipped']}".rstrip() for row in shown[-last:]
+        )
+        return "\n".join([head, *hidden, *told, ""])
 
     def __str__(self) -> str:
         """Return the table."""
@@ -90,7 +90,3 @@ def scale_behind(source: Any) -> Any:
         return source.loss_scale
     scaler = source.scaler if isinstance(source, MixedPrecisionOptimizer) else source
     return scaler._loss_scale if isinstance(scaler, GradScaler) else scaler
-
-
-def _tells(row: dict[str, Any], before: dict[str, Any] | None) -> bool:
-    return bool(before is None or row["skipped"] or row["scale"] != before["scale"])

@@ -161,15 +161,12 @@ def read(path: Path) -> ListFile:
 def _parsed(path: Path, mtime: int) -> ListFile:
     is_ours = path.parent == FOLDER
     file = parse(read_text(path, 'lists = "default"'), path.name if is_ours else str(path))
-    file = replace(file, rules=tuple(rule for rule in file.rules if _is_current(rule)))
+    here = _version(torch.__version__)
+    since = (rule for rule in file.rules if _version(rule.since or "0.0") <= here)
+    file = replace(file, rules=tuple(rule for rule in since if not rule.until or here <= _version(rule.until)))
     if not is_ours:
         check_rules(file.rules)
     return file
-
-
-def _is_current(rule: Rule) -> bool:
-    here = _version(torch.__version__)
-    return _version(rule.since or "0.0") <= here and (not rule.until or here <= _version(rule.until))
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -17,12 +17,10 @@ DTYPES = ("bfloat16", "float16", "any")
 DEVICES = ("cpu", "cuda", "any")
 
 
-def _are_names(value: object) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(one, str) and one.strip() for one in values)
-
-
-NAMES: Takes = (_are_names, "a name, or a list of names")
+NAMES: Takes = (
+    lambda value: all(isinstance(one, str) and one.strip() for one in _names(value)),
+    "a name, or a list of names",
+)
 WHY: Takes = (lambda value: isinstance(value, str) and value.strip(), "one sentence a user can read")
 VERSION: Takes = (
     lambda value: isinstance(value, str) and re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", value),
@@ -67,9 +65,8 @@ def parse(text: str, file: str) -> ListFile:
     head: Any = check_table(data.get("list", {}), LIST, "[list]", partial(lines.at, "list", 0), _LIST_SNIPPET)
     rules = tuple(_rules(data.get("op", []), lines))
     _check_duplicates(rules)
-    stem = re.sub(r"\.toml$", "", file.replace("\\", "/").rsplit("/", 1)[-1])
     return ListFile(
-        name=head.get("name", stem),
+        name=head.get("name", re.sub(r"\.toml$", "", file.replace("\\", "/").rsplit("/", 1)[-1])),
         dtype=head.get("dtype", "any"),
         device=head.get("device", "any"),
         unlisted=head.get("unlisted", ""),

@@ -45,10 +45,11 @@ class InputSpec(NamedTuple):
 
     def make(self, generator: torch.Generator) -> torch.Tensor:
         """Return a random tensor: normal, or uniform in ``low..high`` or over booleans."""
-        dtype = DTYPES[self.dtype]
         if self.dtype in (*INTEGERS, "bool"):
-            return torch.randint(self.low, self.high + 1, self.sizes, generator=generator).to(dtype)
-        return torch.randn(self.sizes, generator=generator).to(dtype)
+            made = torch.randint(self.low, self.high + 1, self.sizes, generator=generator)
+        else:
+            made = torch.randn(self.sizes, generator=generator)
+        return made.to(DTYPES[self.dtype])
 
 
 def make_inputs(

@@ -47,16 +47,9 @@ FIX = "amp-graph search model.py:build --batch batch.pt --loss losses.py:loss"
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that an earlier call returned, by its identity then."""
+    """A tensor that an earlier call returned, by its identity then; or a parameter of the model, by its name."""
 
-    key: int
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the model."""
-
-    name: str
+    key: int | str
 
 
 @dataclass(frozen=True)
@@ -78,10 +71,10 @@ class Step:
 
     def __call__(self, model: Module, *, as_written: bool = False) -> Tensor:
         """Return the loss; ``as_written``: under the script's own autocast."""
-        known: dict[Any, Any] = {Weight(name): p for name, p in model.named_parameters()}
+        known: dict[Any, Any] = {Made(name): p for name, p in model.named_parameters()}
 
         def given(told: Any) -> Any:
-            return tree_map(lambda one: known[one] if isinstance(one, (Made, Weight)) else one, told)
+            return tree_map(lambda one: known[one] if isinstance(one, Made) else one, told)
 
         for call in self._calls:
             args, kwargs = given(call.given)
@@ -225,7 +218,7 @@ class _Constants:
     """Makes what calls were given independent of the step: results by their keys, weights by names, the rest copied."""
 
     def __init__(self, model: Module) -> None:
-        self._known: dict[int, Any] = {id(p): Weight(name) for name, p in model.named_parameters()}
+        self._known: dict[int, Any] = {id(p): Made(name) for name, p in model.named_parameters()}
 
     def call(self, call: Call, *, is_model: bool) -> Call:
         """Return ``call`` with such arguments, and None in the place of the model."""

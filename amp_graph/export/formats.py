@@ -80,8 +80,8 @@ def refuse_missing_types(model: Any) -> None:
         for dtype in sorted(dtypes & NAMES.keys()):
             if node.domain or _takes(defs, node, opset, dtype):
                 continue
-            newest = range(opset + 1, defs.onnx_opset_version() + 1)
-            first = next((later for later in newest if _takes(defs, node, later, dtype)), None)
+            later = range(opset + 1, defs.onnx_opset_version() + 1)
+            first = next((one for one in later if _takes(defs, node, one, dtype)), None)
             fix = f"opset={first}" if first else "policy='fp16', or policy='bf16,opaque=...' of that operator"
             raise CaptureError(
                 f"export: {node.op_type} of ONNX opset {opset} takes no {dtype.lower()} ({node.name})\n"
@@ -95,10 +95,6 @@ def _takes(defs: Any, node: Any, opset: int, dtype: str) -> bool:
         schema = defs.get_schema(node.op_type, opset, node.domain)
     except defs.SchemaError:
         return True
-    for place, given in enumerate(node.inputs):
-        if given is None or given.dtype is None or given.dtype.name != dtype:
-            continue
-        formal = schema.inputs[min(place, len(schema.inputs) - 1)]
-        if NAMES[dtype] not in {str(t) for t in formal.types}:
-            return False
-    return True
+    typed = ((place, given.dtype) for place, given in enumerate(node.inputs) if given is not None)
+    formal = (schema.inputs[min(place, len(schema.inputs) - 1)] for place, of in typed if of and of.name == dtype)
+    return all(NAMES[dtype] in map(str, one.types) for one in formal)

@@ -130,10 +130,7 @@ def _is_view(node: Node) -> bool:
 
 def _readers(node: Node) -> list[Node]:
     """Return the readers of ``node`` and of views of it; a view that nothing reads is a reader itself."""
-    found: list[Node] = []
-    for user in node.users:
-        found += _readers(user) if _is_view(user) and user.users else [user]
-    return found
+    return [one for user in node.users for one in (_readers(user) if _is_view(user) and user.users else [user])]
 
 
 def _fold(gm: GraphModule, nodes: list[Node], dtype: torch.dtype) -> None:

@@ -153,7 +153,7 @@ def folded_paths(paths: Iterable[str]) -> str:
     exact: dict[str, set[str]] = {}
     for path in paths:
         exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
-    shown = [next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items()]
+    shown = (next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items())
     return ", ".join(name or "(root)" for name in shown)
 
 

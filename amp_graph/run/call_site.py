@@ -93,9 +93,9 @@ def site_of_call() -> str:
 
 def called_by_script() -> bool:
     """Return whether the nearest caller outside of torch and of this room is the script, or a library that it uses."""
-    names = (frame.f_globals.get("__name__", "") for frame in _frames())
-    others = (name for name in names if name.partition(".")[0] != "torch" and not name.startswith("amp_graph.run."))
-    return next(others, "amp_graph").partition(".")[0] != "amp_graph"
+    here = __name__.rpartition(".")[0]
+    outside = (_package_of(frame) for frame in _frames() if frame.f_globals.get("__package__") != here)
+    return next((name for name in outside if name != "torch"), "amp_graph") != "amp_graph"
 
 
 def _relative(file: str) -> str:

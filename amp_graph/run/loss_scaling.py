@@ -179,16 +179,17 @@ def _is_inner(tensor: Tensor, *args: Any, **kwargs: Any) -> bool:
     return not tensor.is_leaf  # hooks of leaves are looked for at each backward
 
 
-def _is_strict(*args: Any, **kwargs: Any) -> bool:
-    return bool(kwargs.get("error_if_nonfinite", len(args) > 3 and args[3]))
-
-
 REFUSED: tuple[tuple[Any, str, str, Callable[..., bool]], ...] = (
     (torch.autograd, "grad", why.AUTOGRAD_GRAD, lambda *args, **kwargs: True),
     (torch.Tensor, "register_hook", why.HOOKS, _is_inner),
     (torch.Tensor, "retain_grad", why.HOOKS, _is_inner),
     (torch.amp.GradScaler, "scale", why.OWN_SCALER, lambda scaler, *args, **kwargs: scaler.is_enabled()),
-    (torch.nn.utils, "clip_grad_norm_", why.STRICT, _is_strict),
+    (
+        torch.nn.utils,
+        "clip_grad_norm_",
+        why.STRICT,
+        lambda *args, **kwargs: bool(kwargs.get("error_if_nonfinite", len(args) > 3 and args[3])),
+    ),
 )
 
 

@@ -84,8 +84,8 @@ def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: b
 
 def _of_other_accuracies(policy: Policy, device: str) -> list[Policy]:
     """Return ``policy``, and if it leaves the accuracy open, those of all others."""
-    planned = policy.planner == "mincut" and policy.op_list(device).unlisted == "opaque"
-    if not planned or (policy.accuracy, policy.skip_unprofitable) != ("autocast", ""):
+    is_planned = policy.planner == "mincut" and policy.op_list(device).unlisted == "opaque"
+    if not is_planned or (policy.accuracy, policy.skip_unprofitable) != ("autocast", ""):
         return [policy]
     named = [replace(policy, accuracy=one, skip_unprofitable=skip) for one in ACCURACIES for skip in ("", "true")]
     return [*named, *(replace(policy, accuracy=one) for one in MULTIPLES)]

@@ -50,7 +50,7 @@ def test_a_portable_graph_is_close_to_fp32_and_to_the_graph_that_is_not_portable
         assert error(gm(x), want) <= max(bound, 1.1 * error(other(x), want))
 
 
-def test_the_default_is_portable_for_graphs_of_torch_export_alone():
+def test_the_default_is_portable_for_graphs_of_torch_export_alone_and_others_are_on_request():
     model, x = made(Mlp)
     exported = torch.export.export(model, (x,)).module()
     traced = torch.fx.symbolic_trace(model)
@@ -59,10 +59,6 @@ def test_the_default_is_portable_for_graphs_of_torch_export_alone():
     assert_portable(amp_graph.rewrite(exported, "bf16"))
     methods = [n.op for n in amp_graph.rewrite(traced, "bf16", (x,)).graph.nodes]
     assert "call_method" in methods
-
-
-def test_a_traced_graph_becomes_portable_on_request():
-    model, x = made(Mlp)
     with torch.no_grad():
         gm = amp_graph.rewrite(torch.fx.symbolic_trace(model), "fp16", (x,), portable=True)
         assert_portable(gm)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from functools import cache, lru_cache
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from amp_graph.lists import OpList, Rule
 from amp_graph.lists.operators import overloads_of
@@ -86,17 +86,20 @@ def full_count(sample: Sample) -> int:
     return sum(map(is_full, tree_flatten(sample)[0]))
 
 
+def fresh(sample: Sample) -> tuple[Sample, list[torch.Tensor]]:
+    """Return the sample with copies of its floating-point tensors, and these."""
+    flat, spec = tree_flatten(sample)
+    floats = [isinstance(one, torch.Tensor) and one.is_floating_point() for one in flat]
+    flat = [
+        one.detach().clone().requires_grad_(one.requires_grad) if is_float else one
+        for one, is_float in zip(flat, floats, strict=True)
+    ]
+    return tree_unflatten(flat, spec), [one for one, is_float in zip(flat, floats, strict=True) if is_float]
+
+
 def failure(op: str, sample: Sample) -> str:
     """Run forward and backward on fresh leaves; return what went wrong, or nothing."""
-    leaves = []
-
-    def leaf(value):
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        leaves.append(value.detach().clone().requires_grad_(value.requires_grad))
-        return leaves[-1]
-
-    args, kwargs = tree_map(leaf, sample)
+    (args, kwargs), leaves = fresh(sample)
     try:
         result = target(op)(*args, **kwargs)
         outputs = [o for o in tree_flatten(result)[0] if isinstance(o, torch.Tensor) and o.requires_grad]
@@ -136,15 +139,7 @@ def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:
     """Compare, bit by bit, a cast before the operator with a cast after it, in forward and gradient."""
     results, gradients = [], []
     for before in (True, False):
-        leaves: list[torch.Tensor] = []
-
-        def leaf(value, leaves=leaves):
-            if not is_full(value):
-                return value
-            leaves.append(value.detach().clone().requires_grad_(value.requires_grad))
-            return leaves[-1]
-
-        args, kwargs = tree_map(leaf, sample)
+        (args, kwargs), leaves = fresh(sample)
         if before:
             args, kwargs = lowered((args, kwargs), rule, dtype)
         torch.manual_seed(0)

@@ -328,12 +328,6 @@ def test_the_dict_is_json_and_the_same_for_two_fresh_conversions():
     assert sum(node["kind"] == "cast" for node in back["graphs"][0]["nodes"]) > 0
 
 
-def test_rows_fold_by_operation_precision_and_reason():
-    (graph,) = report_of_net().graphs
-    (row,) = [row for row in fold(graph.operations) if row[0] == "linear"]
-    assert row[:4] == ("linear", "x3", "low", "layers.*")
-
-
 def test_operations_of_one_reason_are_one_line():
     @layers(lambda width: dict(up=nn.Linear(width, 4 * width), down=nn.Linear(4 * width, width)))
     def Block(self, x):

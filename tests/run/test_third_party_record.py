@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.run.third_party_record import Ran, Record, table
+from tests.run.third_party_record import Record, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "scripts.json"
 
@@ -16,7 +16,10 @@ def test_a_run_that_is_there_is_not_repeated(tmp_path):
     for _ in range(2):
         record = Record(path)
         for seed, way in ((1, "fp32"), (1, "amp-graph fp16"), (2, "fp32")):
-            record.ran("mnist", seed, way, lambda: runs.append(0) or Ran(0, [2.0, 1.0 + len(runs) / 4], "told", 3.0))
+            record.ran(
+                "mnist", seed, way,
+                lambda: runs.append(0) or dict(status=0, losses=[2.0, 1 + len(runs) / 4], told="told", seconds=3.0),
+            )  # fmt: skip
     assert len(runs) == 3
     page = path.with_suffix(".md").read_text()
     assert "| mnist | 1 | 2 | 1.2500 |  |  | 1.5000 |  |  | 0.0769 | 0.1333 |" in page

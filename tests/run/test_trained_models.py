@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+import weakref
 from collections import Counter
 
 import pytest
@@ -198,13 +199,6 @@ def test_what_convert_refuses_is_left_with_its_reason(watch):
     assert lines(models).startswith("nothing was converted")
 
 
-def test_a_dry_run_converts_nothing_and_says_what_it_would(watch):
-    models, model = watch(dry_run=True), Net()
-    train(model, torch.randn(4, 8), 3)
-    assert conversion_of(model) is None
-    assert lines(models).startswith("would convert 1 model")
-
-
 def test_an_error_of_ours_does_not_stop_the_script(watch, monkeypatch):
     models, model, told = watch(), Net(), []
     models.note = told.append
@@ -247,15 +241,15 @@ def test_a_copy_is_a_model_of_its_own(watch):
 
 
 def test_a_model_that_the_script_dropped_is_reported_and_not_kept(watch):
-    import gc
-    import weakref
-
+    """Nor is what is known of it: another model may get its address."""
     models, model = watch(), Net()
     train(model, torch.randn(4, 8), 3)
     ref = weakref.ref(model)
+    assert models._by_id
     del model
     gc.collect()
     assert ref() is None
+    assert not models._by_id
     assert "Net (212 parameters)" in lines(models)
     assert "1 graph" in lines(models)
 
@@ -294,18 +288,6 @@ class Stateful(Net):
 
     def __getstate__(self):
         return self.__dict__.copy()
-
-
-def test_what_is_known_of_a_model_goes_with_it(watch):
-    """Another model may get its address."""
-    models = watch()
-    for _ in range(5):
-        model = Net()
-        step(model(torch.randn(4, 8)))
-        assert models._by_id
-        del model
-        gc.collect()
-        assert not models._by_id
 
 
 def test_the_line_of_a_call_is_the_users_or_else_a_librarys():

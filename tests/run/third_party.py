@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.run.third_party_record import Ran, Record, distance
+from tests.run.third_party_record import Record, distance
 from tests.run.third_party_scripts import EXAMPLES, SCRIPTS, Script
 
 SDISTS = ("pytorch-ignite", "torch-optimizer")
@@ -71,7 +71,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # -- running ------------------------------------------------------------------------------------------
 
 
-def run(script: Script, way: str, seed: int, path: Path, work: Path, site: Path) -> Ran:
+def run(script: Script, way: str, seed: int, path: Path, work: Path, site: Path) -> dict:
     """Run ``script`` in a fresh folder: ``way`` is "fp32", "autocast" or "amp-graph POLICY"."""
     here = Path(tempfile.mkdtemp(dir=work)) / "here"
     here.mkdir()
@@ -93,12 +93,8 @@ def run(script: Script, way: str, seed: int, path: Path, work: Path, site: Path)
     shutil.rmtree(here.parent)
     losses = [float(word) for word in re.findall(script.losses, found.stdout)]
     told = converted_by(found.stderr, path) if way.startswith("amp-graph") else ""
-    return Ran(found.returncode, losses, told or last_line(found), round(seconds, 1))
-
-
-def last_line(found: subprocess.CompletedProcess[str]) -> str:
-    """Return the last line of the errors of a run that failed."""
-    return found.stderr.strip().rpartition("\n")[2] if found.returncode else ""
+    told = told or (found.stderr.strip().rpartition("\n")[2] if found.returncode else "")
+    return {"status": found.returncode, "losses": losses, "told": told, "seconds": round(seconds, 1)}
 
 
 def fetch(work: Path) -> dict[str, Path]:
@@ -127,19 +123,19 @@ def converted_by(errors: str, path: Path) -> str:
     return re.sub(r"/\S*/site/", "", text)[:400]
 
 
-def compare(script: Script, found: dict[str, Ran], ours: str) -> bool:
+def compare(script: Script, found: dict[str, dict], ours: str) -> bool:
     """Print a script's row; return whether it is as near to fp32 as autocast is."""
     plain, cast, mine = found["fp32"], found["autocast"], found[ours]
-    last = [f"{one.losses[-1]:9.4f}" if one.losses else f"{'-':>9}" for one in (plain, cast, mine)]
-    far = distance(plain.losses, cast.losses), distance(plain.losses, mine.losses)
+    last = [f"{one['losses'][-1]:9.4f}" if one["losses"] else f"{'-':>9}" for one in (plain, cast, mine)]
+    far = distance(plain["losses"], cast["losses"]), distance(plain["losses"], mine["losses"])
     near = far[1] <= max(MOST * far[0], NEAR) if far[0] == far[0] else far[1] <= NEAR
-    good = mine.status == plain.status and (near or any(name in script.name for name in CHAOTIC))
+    good = mine["status"] == plain["status"] and (near or any(name in script.name for name in CHAOTIC))
     told = "" if good else "  <-- "
-    print(f"{script.name:36} {len(plain.losses):6} {' '.join(last)}  {far[0]:.5f} {far[1]:.5f}{told}", flush=True)
-    print(f"{'':36} {mine.told or 'no report'}", flush=True)
+    print(f"{script.name:36} {len(plain['losses']):6} {' '.join(last)}  {far[0]:.5f} {far[1]:.5f}{told}", flush=True)
+    print(f"{'':36} {mine['told'] or 'no report'}", flush=True)
     for way, one in found.items():
-        if one.status:
-            print(f"    {way}: exit status {one.status}: {one.told}", flush=True)
+        if one["status"]:
+            print(f"    {way}: exit status {one['status']}: {one['told']}", flush=True)
     return good
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -35,56 +34,27 @@ skipped: in fp16 it stays as written. dcgan (ignite) prints averages over 100 it
 WAYS = ("fp32", "autocast", "amp-graph bf16", "amp-graph fp16")
 
 
-@dataclass(frozen=True)
-class Ran:
-    """One run: exit status, the losses it printed, the report of amp-graph or the end of the errors, seconds."""
-
-    status: int
-    losses: list[float]
-    told: str
-    seconds: float
-
-
-@dataclass
 class Record:
-    """All runs, in the file ``path`` if there is one: by script, seed and way."""
+    """All runs, in the file ``path`` if there is one, by script, seed and way.
 
-    path: Path | None
-    runs: dict[str, dict[str, dict[str, Ran]]] = field(default_factory=dict)
+    Each is a dict: ``status``, the ``losses`` it printed, ``told``, the report of amp-graph or the end of the errors,
+    and ``seconds``. ``machine``: the versions that they were made with.
+    """
 
-    def __post_init__(self) -> None:
-        """Read the file."""
-        if self.path is not None and self.path.exists():
-            held = json.loads(self.path.read_text())["runs"]
-            self.runs = {
-                name: {seed: {way: Ran(**one) for way, one in ways.items()} for seed, ways in seeds.items()}
-                for name, seeds in held.items()
-            }
+    def __init__(self, path: Path | None) -> None:
+        held = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.path, self.machine, self.runs = path, held.get("machine", {}), held.get("runs", {})
 
-    def ran(self, name: str, seed: int, way: str, run: Callable[[], Ran]) -> Ran:
-        """Return the run that is there, or run and write the file."""
+    def ran(self, name: str, seed: int, way: str, run: Callable[[], dict]) -> dict:
+        """Return the run that is there, or run and write the file, and the page beside it."""
         ways = self.runs.setdefault(name, {}).setdefault(str(seed), {})
         if way not in ways:
             ways[way] = run()
-            self.write()
+            self.machine = {"torch": torch.__version__, "python": platform.python_version()}
+            if self.path is not None:
+                self.path.write_text(json.dumps({"machine": self.machine, "runs": self.runs}, indent=1) + "\n")
+                self.path.with_suffix(".md").write_text(table(self))
         return ways[way]
-
-    def write(self) -> None:
-        """Write the file and the page beside it."""
-        if self.path is None:
-            return
-        about = {"torch": torch.__version__, "python": platform.python_version()}
-        held = {
-            name: {s: {w: asdict(r) for w, r in ways.items()} for s, ways in found.items()}
-            for name, found in self.runs.items()
-        }
-        self.path.write_text(json.dumps({"machine": about, "runs": held}, indent=1) + "\n")
-        self.path.with_suffix(".md").write_text(table(self))
-
-    def machine(self) -> dict[str, str]:
-        """Return the versions that the file was made with."""
-        found: dict[str, str] = json.loads(self.path.read_text())["machine"] if self.path is not None else {}
-        return found
 
 
 def distance(one: list[float], other: list[float]) -> float:
@@ -97,33 +67,27 @@ def distance(one: list[float], other: list[float]) -> float:
 def table(record: Record) -> str:
     """Return the page: a row for each script and seed, and what amp-graph reported from the first seed."""
     columns = ["script", "seed", "losses", *(f"{way}: last" for way in WAYS), *(f"{way}: distance" for way in WAYS[1:])]
-    lines = [HEAD.format(**record.machine()), _row([*columns, "between seeds"]), "|---|" + "---:|" * len(columns)]
+    lines = [HEAD.format(**record.machine), _row([*columns, "between seeds"]), "|---|" + "---:|" * len(columns)]
     for name, seeds in record.runs.items():
-        plain = [ways["fp32"].losses for ways in seeds.values() if "fp32" in ways]
+        plain = [ways["fp32"]["losses"] for ways in seeds.values() if "fp32" in ways]
         apart = max((distance(a, b) for i, a in enumerate(plain) for b in plain[:i]), default=math.nan)
         for seed, ways in seeds.items():
             lines.append(_row([name, seed, *_cells(ways), _number(apart)]))
     lines += ["", NOTES, "What `amp-graph run` reported at exit, from the first seed:", ""]
     for name, seeds in record.runs.items():
         ways = next(iter(seeds.values()))
-        lines += [f"- {name}, {way}: {ways[way].told}" for way in WAYS[2:] if way in ways]
+        lines += [f"- {name}, {way}: {ways[way]['told']}" for way in WAYS[2:] if way in ways]
     return "\n".join(lines) + "\n"
 
 
-def _cells(ways: dict[str, Ran]) -> list[str]:
-    plain = ways["fp32"].losses if "fp32" in ways else []
-    last = [_last(ways.get(way)) for way in WAYS]
-    return [
-        str(len(plain)),
-        *last,
-        *(_number(distance(plain, ways[way].losses)) if way in ways else "" for way in WAYS[1:]),
-    ]
+def _cells(ways: dict[str, dict]) -> list[str]:
+    plain = ways["fp32"]["losses"] if "fp32" in ways else []
+    far = [_number(distance(plain, ways[way]["losses"])) if way in ways else "" for way in WAYS[1:]]
+    return [str(len(plain)), *(_last(ways[way]) if way in ways else "" for way in WAYS), *far]
 
 
-def _last(one: Ran | None) -> str:
-    if one is None:
-        return ""
-    return f"{one.losses[-1]:.4f}" if one.losses and not one.status else f"exit status {one.status}"
+def _last(one: dict) -> str:
+    return f"{one['losses'][-1]:.4f}" if one["losses"] and not one["status"] else f"exit status {one['status']}"
 
 
 def _number(value: float) -> str:

@@ -59,13 +59,6 @@ def test_control_without_corrections_a_better_plan_is_missed():
     assert propose(Space(plans, {}), missed, goal, 0.01, UNIT) is None
 
 
-def test_where_low_precision_does_not_pay_fp32_is_the_answer_after_a_few_trials():
-    plans = drawn(0)
-    trials = searched(Space(plans, {"fc:linear": 1.0}), lambda policy: (1.3, 0.001), Goal(error=1.0))
-    assert best_of(trials, Goal(error=1.0)).policy == FULL
-    assert len(trials) <= 5
-
-
 def test_the_operations_that_spoil_every_plan_are_kept_in_fp32():
     shares = {"bad:linear": 0.98, "a:linear": 0.01, "b:linear": 0.01}
     goal = Goal(error=0.01)
@@ -231,14 +224,3 @@ def test_two_searches_whose_measurements_differ_by_noise_agree_within_it():
             best = best_of(searched(Space(plans, {}), noisy, goal, noise=noise), goal, noise)
             answers.append(1.0 if best.policy == FULL else true(best.policy))
         assert abs(answers[0] / answers[1] - 1) <= 3 * noise, seed
-
-
-def test_the_same_measurements_lead_to_the_same_proposals_from_any_point_on():
-    for seed in range(20):
-        plans = drawn(seed)
-        goal, world = Goal(error=2 * UNIT), measured_by(plans, gain=0.8)
-        whole = searched(Space(plans, {}), world, goal)
-        for stop in range(len(whole)):
-            proposal = propose(Space(plans, {}), [replace(one) for one in whole[:stop]], goal, 0.01, UNIT)
-            assert proposal is not None
-            assert proposal[0] == whole[stop].policy

@@ -78,8 +78,8 @@ class Located:
             return f"{self.given} is {self.result}"
         where = f" in {self.module}" if self.module else ""
         place = f" ({self.line.split(', ')[0]})" if self.line else ""
-        of = "backward of " if self.direction == "backward" else ""
-        return f"{of}{self._what()}{where}{place}: {self._result_in_fp32()}"
+        what = f"{'backward of ' * (self.direction == 'backward')}{self._what()}"
+        return f"{what}{where}{place}: {self._result_in_fp32()}"
 
     def text(self) -> str:
         """Return the result as text, one fact a line."""
@@ -105,13 +105,11 @@ class Located:
             return f"{self.given} is not finite: it has {self.result}"
         if self.kind == "unknown":
             return f"a value that is not finite reaches {few([*self.reached])}; no watched operation made it"
-        kind = "overflow" if self.kind == "overflow" else self.kind
-        return f"{kind} in {self.direction}: {self._what()} made {self.result} of finite operands"
+        return f"{self.kind} in {self.direction}: {self._what()} made {self.result} of finite operands"
 
     def _what(self) -> str:
-        if self.cast_of:
-            return f"the cast of {self.cast_of} to {self.dtype}"
-        return self.operation or self.operator
+        call = self.operation or self.operator
+        return f"the cast of {self.cast_of} to {self.dtype}" if self.cast_of else call
 
     def _result_in_fp32(self) -> str:
         if self.in_fp32 is None:

@@ -125,8 +125,7 @@ def _modules(entries: object, lines: Lines) -> Iterator[ModuleRule]:
 
 def _removals(entry: object, lines: Lines) -> Iterator[tuple[str, str]]:
     at = partial(lines.at, "remove", 0)
-    content = check_table(entry, {"ops": NAMES}, "[remove]", at, _REMOVE_SNIPPET)
-    for name in _names(content.get("ops", [])):
+    for name in _names(check_table(entry, {"ops": NAMES}, "[remove]", at, _REMOVE_SNIPPET).get("ops", [])):
         yield normalise(name), at(f'"{name}"')
 
 

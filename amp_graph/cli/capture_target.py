@@ -68,8 +68,8 @@ def captured_step(args: argparse.Namespace) -> str:
     with users_code():
         target = plain_target(args)
         target.model.train(args.training is not False)
-        optimizer = getattr(torch.optim, args.step)(target.model.parameters(), lr=0.1)
-        step = TrainStep(target.model, any_loss, optimizer, target.policy)
+        kind = getattr(torch.optim, args.step)
+        step = TrainStep(target.model, any_loss, kind(target.model.parameters(), lr=0.1), target.policy)
         step(target.named_inputs())
     return step.graph_text()
 

@@ -74,8 +74,7 @@ def named(text: str) -> Any:
     """Return the object that TARGET names."""
     where, colon, name = text.rpartition(":")
     if not where or not name:
-        what = "no name" if colon else "no ':' before a name"
-        raise pointed("TARGET", what, text, len(text), LEGAL, EXAMPLE)
+        raise pointed("TARGET", "no name" if colon else "no ':' before a name", text, len(text), LEGAL, EXAMPLE)
     module = _from_file(where, text) if where.endswith(".py") else _from_package(where, text)
     try:
         return functools.reduce(getattr, name.split("."), module)

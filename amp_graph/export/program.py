@@ -8,6 +8,7 @@ fp32 ``weight`` becomes ``linear(x, weight)`` with an fp16 one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,36 +78,25 @@ def _exported(
     ) from tried.error
 
 
-Holder = tuple[torch.nn.Module, str]
-
-
-def store_low_weights(gm: GraphModule) -> tuple[str, ...]:
+def store_low_weights(gm: GraphModule) -> None:
     """Replace each parameter and buffer that all its readers cast to one lower dtype by its copy in that dtype.
 
-    A weight under several names is folded if this holds for all of them. Names stay. Returns the names folded, sorted.
+    A weight under several names is folded if this holds for all of them. Names stay.
     """
-    groups: dict[int, list[Node]] = {}
-    for node in gm.graph.nodes:
-        if node.op == "get_attr" and isinstance(_tensor(gm, node), torch.Tensor):
-            groups.setdefault(id(_tensor(gm, node)), []).append(node)
-    folded: list[str] = []
-    for nodes in groups.values():
+    groups: dict[int, tuple[torch.Tensor, list[Node]]] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        held = attrgetter(str(node.target))(gm)
+        if isinstance(held, torch.Tensor):
+            groups.setdefault(id(held), (held, []))[1].append(node)
+    for old, nodes in groups.values():
         dtype = _only_dtype(nodes)
         if dtype is not None:
-            _fold(gm, nodes, dtype)
-            folded += [str(node.target) for node in nodes]
-    return tuple(sorted({*folded}))
-
-
-def _tensor(gm: GraphModule, node: Node) -> torch.Tensor | None:
-    holder, name = _place(gm, str(node.target))
-    found = getattr(holder, name, None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _place(gm: GraphModule, path: str) -> Holder:
-    prefix, _, name = path.rpartition(".")
-    return gm.get_submodule(prefix), name
+            new = old.detach().to(dtype)
+            made = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
+            for node in nodes:
+                path, _, name = str(node.target).rpartition(".")
+                setattr(gm.get_submodule(path), name, made)
+                _read_low(gm, node, dtype)
 
 
 def _only_dtype(nodes: list[Node]) -> torch.dtype | None:
@@ -131,17 +121,6 @@ def _is_view(node: Node) -> bool:
 def _readers(node: Node) -> list[Node]:
     """Return the readers of ``node`` and of views of it; a view that nothing reads is a reader itself."""
     return [one for user in node.users for one in (_readers(user) if _is_view(user) and user.users else [user])]
-
-
-def _fold(gm: GraphModule, nodes: list[Node], dtype: torch.dtype) -> None:
-    old = _tensor(gm, nodes[0])
-    assert old is not None, "grouped by its tensor"
-    new = old.detach().to(dtype)
-    made = torch.nn.Parameter(new, old.requires_grad) if isinstance(old, torch.nn.Parameter) else new
-    for node in nodes:
-        holder, name = _place(gm, str(node.target))
-        setattr(holder, name, made)
-        _read_low(gm, node, dtype)
 
 
 def _read_low(gm: GraphModule, node: Node, dtype: torch.dtype) -> None:

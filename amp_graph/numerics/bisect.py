@@ -154,8 +154,7 @@ class _Trials:
         Raises PolicyError if fp32 itself misses the tolerance, CaptureError if nothing was captured.
         """
         own, saved = copy.deepcopy(self.model), Counter[str]()
-        take = partial(_take, saved, self.asked, device_of_model(own))
-        with captured_by(own, self.asked, take, caller="bisect"):
+        with captured_by(own, self.asked, partial(_take, saved, self.asked, device_of_model(own)), caller="bisect"):
             found = self._run(own)
         if not found <= self.tolerance:
             raise PolicyError(

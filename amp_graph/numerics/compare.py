@@ -273,8 +273,10 @@ def _operation(node: Node, key: str, graph: ComparedGraph, planned: tuple[str, s
         return None
     errors = [_error(graph.found[mode].values, node) for mode in (PLAN, AUTOCAST, FP32)]
     gradients = [_error(graph.found[mode].gradients, node) for mode in (PLAN, AUTOCAST, FP32)]
-    introduced = max(plan.forward[node.name], plan.backward[node.name])
-    return Operation(key, module_of(key), *planned, source_line(node), introduced, *errors, *gradients)
+    return Operation(
+        key, module_of(key), *planned, source_line(node), max(plan.forward[node.name], plan.backward[node.name]),
+        *errors, *gradients,
+    )  # fmt: skip
 
 
 def _error(found: Any, node: Node) -> float | None:

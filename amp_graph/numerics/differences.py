@@ -134,8 +134,9 @@ class Against(GradientSink):
         if exact is None:
             return
         names = [name for name, t in exact.inputs.items() if t.requires_grad]
-        given = grad.to(exact.result.dtype) / self.scale
-        found = torch.autograd.grad(exact.result, [exact.inputs[n] for n in names], given, allow_unused=True)
+        found = torch.autograd.grad(
+            exact.result, [exact.inputs[n] for n in names], grad.to(exact.result.dtype) / self.scale, allow_unused=True
+        )
         self.expected |= {(node.name, n): g.double() for n, g in zip(names, found, strict=True) if g is not None}
 
     def returned(self, reader: Node, source: Node, grad: Tensor) -> None:

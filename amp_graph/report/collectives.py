@@ -99,5 +99,5 @@ def _sent(node: Node) -> Collective:
         name: f"{SHORT[dtype]}, as all that reads it does so{ROUNDED * looked_up}" if cast else "read as it is"
         for name, dtype, cast, looked_up in sent.parts
     }
-    dtypes = _words(dtype for _, dtype, *_ in sent.parts)
-    return Collective(sent.unit, "gather", dtypes, value(node).nbytes, 1, sent.what + _grouped(why, sent.unit))
+    dtypes, reason = _words(dtype for _, dtype, *_ in sent.parts), sent.what + _grouped(why, sent.unit)
+    return Collective(sent.unit, "gather", dtypes, value(node).nbytes, 1, reason)

@@ -226,8 +226,7 @@ def _made(
                  *notes_of_scale(scaled), *notes_of_kernels(model))  # fmt: skip
     devices = sorted({p.device.type for p in model.parameters()} - {"cpu"})
     dtype = SHORT[policy.torch_dtype(devices[0] if devices else "cpu")]
-    said = tuple(dict.fromkeys(all_notes))
-    return Report(type(model).__name__, policy, dtype, compile, graphs, said, memory, **more)
+    return Report(type(model).__name__, policy, dtype, compile, graphs, tuple(dict.fromkeys(all_notes)), memory, **more)
 
 
 def _backend(compile: Compile, options: Options) -> str:

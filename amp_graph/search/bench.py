@@ -106,8 +106,8 @@ class Bench:
                 ratios = self.ratios(made, self.converted(beside.policy, policy), AGAIN if again else 1)
                 time, spread = statistics.median(ratios) * beside.time, spread_of(ratios)
                 return Trial(policy, time, error, self._metric(made), self._peak(made), why, spread, beside.policy)
-        reason = tried.reason if tried.error is not None else NOT_FINITE
-        return Trial(policy, math.inf, math.inf, math.inf, why=f"{why}{FAILS}{reason}")
+        why += FAILS + (NOT_FINITE if tried.error is None else tried.reason)
+        return Trial(policy, math.inf, math.inf, math.inf, why=why)
 
     def converted(self, policy: str, *others: str) -> torch.nn.Module:
         """Return a copy of the model, converted; frozen if the step is no training. Only ``others`` are kept beside.

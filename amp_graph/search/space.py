@@ -78,8 +78,12 @@ def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: b
         for word, other in DTYPES.items()
         if other != dtype and is_faster_in(machine, _name(other))
     ]
-    words = _words(asked, device, trains, problems)
-    return Space([*plans.values(), *others], {key: share for key, share in shares.items() if share}, words, note)
+    return Space(
+        [*plans.values(), *others],
+        {key: share for key, share in shares.items() if share},
+        _words(asked, device, trains, problems),
+        note,
+    )
 
 
 def _of_other_accuracies(policy: Policy, device: str) -> list[Policy]:

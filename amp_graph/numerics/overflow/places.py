@@ -150,8 +150,8 @@ class CodePlaces:
         """Return a place in words; that of a cast is where its value was computed."""
         module, file, number, name = source or place
         line = f"{file}:{number}, in {name}: {linecache.getline(file, number).strip()}" if file else ""
-        cast_of = "a value" if source not in (None, place) else ""
-        return Located(module=module, line=line, cast_of=cast_of, keep=(place[0], ""))
+        is_cast = source not in (None, place)
+        return Located(module=module, line=line, cast_of="a value" * is_cast, keep=(place[0], ""))
 
 
 def users_line() -> tuple[str, int, str]:

@@ -10,14 +10,13 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.diagnostics import Place, break_at, warn_of_missing_kernels
-from amp_graph.capture.dynamo_backend import Captured, lower, with_sums_in_fp32
+from amp_graph.capture.dynamo_backend import Captured, lower
 from amp_graph.capture.ladder import fast_path_of, on_ladder, rungs_below, with_fast_path
 from amp_graph.capture.name_nodes import name_nodes
 from amp_graph.capture.recapture_limits import Variants
@@ -138,9 +137,8 @@ class CapturedGraphs:
         call = on_ladder(rungs, weakly(self._warn_of_failure))
         if rewritten is None:
             return self._counted(call)
-        if self.replays is not None:
-            summing = partial(with_sums_in_fp32, policy=rewritten.policy, device=device_of(gm))
-            call = self.replays.wrap(gm, call, summing, "" if self.of.compile == "eager" else COMPILED)
+        if self.replays is not None and tried.error is None:
+            call = self.replays.wrap(gm, call, run, "" if self.of.compile == "eager" else COMPILED)
         warn_of_missing_kernels()
         checked = rewritten.dtype == torch.float16 and self.graphs[-1].grad
         return self._counted(call, left_alone=_is_all_fp32(rewritten), checked=checked)

@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from amp_graph.passes.graph.fake_values import tensors, value
-from amp_graph.passes.graph.node_info import calls_torch, is_higher_order, is_mutable, schema_arguments
+from amp_graph.passes.graph.node_info import calls_torch, draws, is_higher_order, schema_arguments, written_arguments
+from amp_graph.passes.torch_compat.autograd import nodes_behind, outer_saved_tensors_hooks
 from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload
 from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
+from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.passes.weights.batch_weight_casts import has_process_group
-from amp_graph.replay.flat_graph import Flat, is_draw
-from amp_graph.replay.recorder import RECORDERS
+from amp_graph.replay.recorder import RECORDERS, CannotRecord
 
 KNOWN = frozenset(("aten", "prims", "amp_graph", "mkldnn", "torchvision"))  # operators that only launch kernels
 COLLECTIVES = frozenset(("c10d", "_c10d_functional", "c10d_functional", "_dtensor"))
@@ -37,11 +39,10 @@ WAITS = frozenset(
     "repeat_interleave histc bincount".split()
 )
 CHANGES_MEMORY = frozenset("set_ resize_ resize_as_ record_stream".split())
-Rule = Callable[[Node, torch.device], str]
 
 
 def why_not_captured(gm: GraphModule, args: Sequence[Any]) -> str:
-    """Return why a captured graph cannot be recorded, read off it before it is traced; "" if nothing says so."""
+    """Return why a captured graph cannot be recorded, read off it before it is recorded; "" if nothing says so."""
     kinds = {a.device.type for a in args if isinstance(a, Tensor)}
     for kind in sorted(kinds - set(RECORDERS)):
         return f"there are no CUDA graphs on {kind}"
@@ -57,84 +58,77 @@ def why_not_captured(gm: GraphModule, args: Sequence[Any]) -> str:
                 return f"it calls {name}, Python code that would not run again"
             if node.op == "call_method" and str(node.target).startswith("register_"):
                 return f"it calls {node.target}: the hook would not run again"
-            if node.op == "get_attr" and _is_trained(part, str(node.target)):
-                return f"it holds {node.target}, which has a gradient, as a constant"
     return ""
 
 
-def _is_trained(gm: GraphModule, path: str) -> bool:
-    found: Any = gm
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return isinstance(found, Tensor) and found.requires_grad
+class Watch(TorchDispatchMode):
+    """Refuses what must not be recorded on ``device``, operation by operation; ``written``: the memory that is written.
+
+    draws: whether random numbers may be drawn: not in backward, nor inside of a checkpoint, which runs again there.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device, *, draws: bool) -> None:
+        super().__init__()
+        self._device, self._draws = device, draws
+        self.written = set[int | None]()  # storages, by their identity
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``run``, watched."""
+
+        def watched(*args: Any) -> Any:
+            with self:
+                return run(*args)
+
+        return watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation. Raises CannotRecord, before it runs where that can be told."""
+        kwargs = kwargs or {}
+        if why := _foreign(func) or self._why_not(func, schema_arguments(func, args, kwargs)):
+            raise CannotRecord(why)
+        self._look_at(func, (args, kwargs))
+        result = func(*args, **kwargs)
+        self._look_at(func, result)
+        return result
+
+    def _why_not(self, func: OpOverload, given: dict[str, Any]) -> str:
+        name = func._schema.name.partition("::")[2]
+        if torch.Tag.data_dependent_output in func.tags or name in WAITS:
+            return f"{name} waits for a value of the device"
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return f"the shape of {name}'s result depends on data"
+        if name in CHANGES_MEMORY:
+            return f"{name} changes memory that a recording would go on using"
+        if "index_put" in name and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(given["indices"])):
+            return "a mask selects what is written"  # its elements are counted on the host
+        if draws(func, given) and not (self._draws and outer_saved_tensors_hooks() is None):
+            return "backward draws random numbers, as a checkpoint does that runs forward again"
+        self.written.update(storage_key(t) for t in _tensors([given[n] for n in written_arguments(func)]))
+        return self._elsewhere(func, given["device"]) if given.get("device") else ""
+
+    def _look_at(self, func: OpOverload, given: Any) -> None:
+        for tensor in _tensors(given):
+            if why := self._elsewhere(func, tensor.device):
+                raise CannotRecord(why)
+
+    def _elsewhere(self, func: OpOverload, device: torch.device) -> str:
+        return "" if device.type == self._device.type else f"{func} is on {device}, not on {self._device}"
 
 
-def why_not_flat(flat: Flat, args: Sequence[Any], by_copy: Sequence[int]) -> str:
-    """Return why flat graphs must not be recorded; "" if they may be. ``by_copy``: arguments that are copied."""
-    given = {args[i].device for i in flat.tensors}
-    if len(given) != 1:
-        return f"its inputs are on {' and '.join(sorted(map(str, given))) or 'no device'}"
-    if flat.written & set(by_copy):
-        return "it writes to an input that belongs to the caller"
-    (device,) = given
-    for gm, is_backward in ((flat.forward, False), (flat.backward, True)):
-        for node in gm.graph.nodes if gm is not None else ():
-            if why := next(filter(None, (rule(node, device) for rule in RULES)), ""):
-                return why
-            if is_backward and is_draw(node):
-                return "backward draws random numbers, as a checkpoint does that runs forward again"
+def _tensors(given: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+
+
+def _foreign(func: Any) -> str:
+    if not isinstance(func, OpOverload):
+        return f"it calls {func}, which holds code of its own"
+    if func.namespace in COLLECTIVES:
+        return f"it communicates between ranks: {func}"
+    if func.namespace not in KNOWN:
+        return f"it calls {func}, a custom operator, which may do more than launch kernels"
     return ""
-
-
-def _foreign(node: Node, _: torch.device) -> str:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return f"it calls {node.target}, which holds code of its own" if is_higher_order(node) else ""
-    if node.target.namespace in COLLECTIVES:
-        return f"it communicates between ranks: {node.target}"
-    if node.target.namespace not in KNOWN:
-        return f"it calls {node.target}, a custom operator, which may do more than launch kernels"
-    return ""
-
-
-def _asks_for_data(node: Node, _: torch.device) -> str:
-    if not isinstance(node.target, OpOverload):
-        return ""
-    tags, name = node.target.tags, node.target._schema.name.partition("::")[2]
-    if torch.Tag.data_dependent_output in tags or name in WAITS:
-        return f"{name} waits for a value of the device"
-    if torch.Tag.dynamic_output_shape in tags:
-        return f"the shape of {name}'s result depends on data"
-    if name in CHANGES_MEMORY:
-        return f"{name} changes memory that a recording would go on using"
-    return ""
-
-
-def _selects_by_mask(node: Node, _: torch.device) -> str:
-    """``x[mask] = y`` counts the mask's elements on the host."""
-    if not isinstance(node.target, OpOverload) or "index_put" not in node.target._schema.name:
-        return ""
-    indices: Any = schema_arguments(node.target, node.args, dict(node.kwargs)).get("indices")
-    masks = [t for n in indices if isinstance(n, Node) for t in tensors(value(n))]
-    return "a mask selects what is written" if any(t.dtype in (torch.bool, torch.uint8) for t in masks) else ""
-
-
-def _elsewhere(node: Node, device: torch.device) -> str:
-    if node.op == "output":
-        return ""
-    found = {t.device for t in tensors(value(node))} - {device}
-    return f"{node.name} is on {next(iter(found))}, not on {device}" if found else ""
-
-
-def _constant_elsewhere(node: Node, device: torch.device) -> str:
-    """Constants have no recorded value."""
-    if node.op != "get_attr":
-        return ""
-    found: Any = getattr(node.graph.owning_module, str(node.target), None)
-    wrong = isinstance(found, Tensor) and found.device != device
-    return f"a constant is on {found.device}, not on {device}" if wrong else ""
-
-
-RULES: Sequence[Rule] = (_foreign, _asks_for_data, _selects_by_mask, _elsewhere, _constant_elsewhere)
 
 
 OUTSIDE = (
@@ -165,35 +159,12 @@ def why_not_with_ranks(model: nn.Module | None) -> str:
 PARTLY = "some outputs do not lead to all trained inputs: a loss may leave these out, which must then get no gradient"
 
 
-def why_not_partly(flat: Flat) -> str:
-    """Return why a graph is not recorded some of whose outputs do not reach all arguments that others reach.
+def inputs_behind(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the ids of the leaves to which ``outputs`` lead; raises CannotRecord where not all lead to the same ones.
 
     DistributedDataParallel, hooks, and what computed an argument see which gradients come.
     """
-    count = sum(steps is not None for steps in flat.pattern)
-    if flat.backward is None or count < 2:
-        return ""
-    reached = _seeds_reached(flat.backward.graph, count)
-    found: dict[int, int] = {}
-    for i, grad in zip(flat.routes, _results(flat.backward.graph), strict=True):
-        found[i] = found.get(i, 0) | (reached[grad] if isinstance(grad, Node) else 0)
-    return "" if all(seeds in (0, 2**count - 1) for seeds in found.values()) else PARTLY
-
-
-def _seeds_reached(graph: Graph, count: int) -> dict[Node, int]:
-    """Return for each node the outputs' gradients that it depends on, as a bit mask."""
-    seeds = graph.find_nodes(op="placeholder")[-count:]
-    found = {node: 1 << n for n, node in enumerate(seeds)}
-    for node in graph.nodes:
-        if node not in found:
-            found[node] = 0
-            for given in node.all_input_nodes:
-                found[node] |= found[given]
-            if isinstance(node.target, OpOverload) and is_mutable(node.target):
-                found |= dict.fromkeys(node.all_input_nodes, found[node])
-    return found
-
-
-def _results(graph: Graph) -> Sequence[Any]:
-    results: Any = graph.output_node().args[0]
-    return results if isinstance(results, Sequence) else (results,)
+    reached = [{id(n.variable) for n in nodes_behind([out.grad_fn]) if hasattr(n, "variable")} for out in outputs]
+    if any(one != reached[0] for one in reached):
+        raise CannotRecord(PARTLY)
+    return reached[0] if reached else set()

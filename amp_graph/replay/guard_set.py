@@ -6,7 +6,6 @@ user's loop does what a recording cannot. The fourth is recorded. Two forwards m
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,10 @@ from amp_graph.lists.errors import Attempt, first_line
 from amp_graph.passes.graph.fake_values import has_symbols
 from amp_graph.passes.torch_compat.autograd import what_watches_calls
 from amp_graph.passes.torch_compat.devices import kernel_settings, stream_of
-from amp_graph.replay.eligibility import why_not_captured, why_not_flat, why_not_partly, why_not_with_ranks
+from amp_graph.replay.eligibility import why_not_captured, why_not_with_ranks
 from amp_graph.replay.recorder import RECORDERS, CannotRecord
-from amp_graph.replay.replayed_call import ReplayedCall, arranged, outputs_of
-from amp_graph.replay.slots import Slot, Wrap
-from amp_graph.replay.trace_flat import FlatGraphs, Key, key_of
+from amp_graph.replay.replayed_call import ReplayedCall
+from amp_graph.replay.slots import Slot
 
 if TYPE_CHECKING:
     from amp_graph.replay.replays import Replays
@@ -33,6 +31,7 @@ SLOTS = 2  # forwards of a kind that may wait for their backwards
 MOST = 8  # recordings of a graph
 MOVES = 3  # recordings that are made anew because parameters moved
 KINDS = 64  # kinds of arguments that are counted
+Key = tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -42,23 +41,22 @@ class Entry:
     calls: int = 0
     moves: int = 0
     why: str = ""  # why it is not recorded
-    by_copy: tuple[int, ...] = ()
-    graphs: FlatGraphs | None = None
     slots: list[Slot] = field(default_factory=list)
 
     def decline(self, why: str) -> None:
         """Run calls of this kind as they are from now on."""
         self.why = self.why or why
         self.slots = [slot for slot in self.slots if not slot.is_free]
-        self.graphs = None
 
 
 class GuardSet:
-    """One captured graph: ``run`` runs it as it is; ``wrap`` is applied to what is recorded."""
+    """One captured graph: ``run`` runs it as it is; ``recorded`` is what is recorded."""
 
-    def __init__(self, replays: Replays, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, why: str) -> None:
+    def __init__(
+        self, replays: Replays, gm: GraphModule, run: Callable[..., Any], recorded: Callable[..., Any], why: str
+    ) -> None:
         """Nothing is recorded yet, and nothing ever where ``why`` says so."""
-        self.replays, self.gm, self.run, self.wrap, self.why = replays, gm, run, wrap, why
+        self.replays, self.gm, self.run, self.recorded, self.why = replays, gm, run, recorded, why
         self.entries: dict[Key, Entry] = {}
         # The arguments that make a kind. Dynamo's guards fix those of the model, unless sizes are symbolic: None, all.
         self._keyed: list[int] | None = None
@@ -132,34 +130,33 @@ class GuardSet:
         if len(entry.slots) >= SLOTS or count >= MOST:
             return None
         with Attempt() as tried:
-            entry.slots.append(self._recorded(entry, args))
+            entry.slots.append(self._recorded(args))
             return entry.slots[-1]
         assert tried.error is not None, "else a slot was returned"
         entry.decline(first_line(tried.error) if isinstance(tried.error, CannotRecord) else tried.reason)
         return None
 
-    def _recorded(self, entry: Entry, args: Sequence[Any]) -> Slot:
-        """Trace a call, if none of its kind was, and record it; raises CannotRecord, and errors of torch."""
-        if entry.graphs is None:
-            own = self.replays.own_tensors()
-            entry.by_copy = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own)
-            if why := why_not_with_ranks(self.replays.model):
-                raise CannotRecord(why)
-            graphs = FlatGraphs(self.gm, args)
-            if why := why_not_flat(graphs.flat, args, entry.by_copy) or why_not_partly(graphs.flat):
-                raise CannotRecord(why)
-            entry.graphs = graphs
-        flat = entry.graphs.flat
-        device = args[flat.tensors[0]].device
-        with torch.no_grad():
-            return Slot.recorded(entry.graphs, args, entry.by_copy, RECORDERS[device.type](device), self.wrap)
+    def _recorded(self, args: Sequence[Any]) -> Slot:
+        """Record a call; raises CannotRecord, and errors of torch."""
+        if why := why_not_with_ranks(self.replays.model):
+            raise CannotRecord(why)
+        devices = {a.device for a in args if isinstance(a, Tensor)}
+        if len(devices) > 1:
+            raise CannotRecord(f"its inputs are on {' and '.join(sorted(map(str, devices)))}")
+        own, (device,) = self.replays.own_tensors(), devices
+        by_copy = [i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own]
+        return Slot(self.recorded, args, by_copy, RECORDERS[device.type](device))
 
     def _replay(self, entry: Entry, slot: Slot, args: Sequence[Any]) -> Any:
-        flat = slot.graphs.flat
         with torch.no_grad():
-            found = slot.forward(args)
-        if flat.backward is None:
-            return arranged(flat, found, args)
-        call = ReplayedCall(self.replays.lock, entry, slot, args)
-        slot.holder = weakref.ref(call)
-        return outputs_of(call, found, args)
+            found: Sequence[Tensor] = slot.forward(args)
+        if slot.routes:
+            found = ReplayedCall(self.replays.lock, entry, slot).connected(found, args)
+        return slot.arranged(found, args)
+
+
+def key_of(args: Sequence[Any]) -> Key:
+    """Return what a recording depends on: sizes, strides, dtypes, devices, who has a gradient, and all numbers."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *[
+        (a.shape, a.stride(), a.dtype, a.device, a.requires_grad) if isinstance(a, Tensor) else a for a in args
+    ]  # fmt: skip

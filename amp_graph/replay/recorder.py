@@ -20,7 +20,7 @@ Results = list[Any]
 
 
 class CannotRecord(Exception):
-    """A graph cannot be traced or recorded, or must not be; the text is the reason."""
+    """A graph cannot be recorded, or must not be; the text is the reason."""
 
 
 class CudaRecorder:
@@ -41,7 +41,7 @@ class CudaRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         gc.collect()
-        with Attempt() as tried, torch.cuda.device(self._device), collector_waits():
+        with Attempt(CannotRecord) as tried, torch.cuda.device(self._device), collector_waits():
             if self._pool is None:
                 self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -1,12 +1,13 @@
 """One replayed forward that waits for its backward: replays that, or runs the same operations one by one.
 
-Before: autograd asks for the gradients of a call. After: the recorded backward has run; or, where it must not (a graph
-that is kept, moved parameters), the same operations one by one.
+Before: autograd asks for the gradients of a call. After: the recorded backward has run; or, where it must not, as the
+graph is kept, the same operations one by one.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,8 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.torch_compat.autograd import is_plain, keeps_graph
-from amp_graph.replay.flat_graph import Flat
 from amp_graph.replay.recorder import CannotRecord
-from amp_graph.replay.slots import Slot
+from amp_graph.replay.slots import Gradients, Slot
 
 if TYPE_CHECKING:
     from amp_graph.replay.guard_set import Entry
@@ -35,20 +35,16 @@ DIFFERENTIATED = (
 
 
 class ReplayedCall:
-    """The arguments of one replayed forward, and the slot that has its saved values."""
+    """One replayed forward, and the slot that has its saved values."""
 
-    def __init__(self, lock: threading.RLock, entry: Entry, slot: Slot, args: Sequence[Any]) -> None:
+    def __init__(self, lock: threading.RLock, entry: Entry, slot: Slot) -> None:
         """Take the slot."""
-        self.entry, self.slot, self.args, self._lock = entry, slot, tuple(args), lock
+        self.entry, self.slot, self._lock = entry, slot, lock
+        slot.holder = weakref.ref(self)
         self._is_over = False
 
-    @property
-    def flat(self) -> Flat:
-        """The graphs of the call."""
-        return self.slot.graphs.flat
-
-    def gradients(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the gradient of each route, from the arguments that backward reads and the outputs' gradients."""
+    def gradients(self, given: Gradients) -> Gradients:
+        """Return the gradient of each route, from the outputs' gradients."""
         with self._lock:
             if not self.is_current():
                 raise RuntimeError(OVERWRITTEN)
@@ -56,12 +52,15 @@ class ReplayedCall:
                 self.entry.decline("its backward is differentiated again, or batched")
                 raise RuntimeError(DIFFERENTIATED)
             if keeps_graph():
-                return self.slot.unrecorded_backward(kept, given)
-            found = self._replayed(given)
+                return self.slot.unrecorded_backward(given)
+            found = None
+            try:
+                found = self.slot.backward(given)
+            except CannotRecord as error:
+                self.entry.decline(f"backward: {error}")
             if found is None:
-                found = self.slot.unrecorded_backward(kept, given)
-            self.slot.holder = None
-            self._is_over, self.args = True, ()
+                found = self.slot.unrecorded_backward(given)
+            self.slot.holder, self._is_over = None, True
             return found
 
     def is_current(self) -> bool:
@@ -69,30 +68,11 @@ class ReplayedCall:
         holder = self.slot.holder
         return not self._is_over and holder is not None and holder() is self
 
-    def _replayed(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
-        """Replay the recorded backward; None if there is none."""
-        if not self.slot.is_for(self.args):
-            return None
-        try:
-            return self.slot.backward(given)
-        except CannotRecord as error:
-            self.entry.decline(f"backward: {error}")
-            return None
-
-
-def outputs_of(call: ReplayedCall, results: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
-    """Return the outputs of the captured graph, from the new tensors ``results`` and its arguments."""
-    flat = call.flat
-    if flat.backward is None:
-        return arranged(flat, results, args)
-    made: Any = _Behind.apply(call, results, [args[i] for i in flat.kept], *(args[i] for i in flat.routes))
-    return arranged(flat, made, args)
-
-
-def arranged(flat: Flat, new: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
-    """Return the outputs in the captured graph's order."""
-    return [new[o.place] if o.place is not None else args[o.passed] if o.passed is not None else o.constant
-            for o in flat.outputs]  # fmt: skip
+    def connected(self, results: Sequence[Tensor], args: Sequence[Any]) -> Sequence[Tensor]:
+        """Return the new tensors ``results``, from which autograd goes on to those of ``args`` that get gradients."""
+        slot = self.slot
+        made: Any = _Behind.apply(self, results, [args[i] for i in slot.kept], *(args[i] for i in slot.routes))
+        return made
 
 
 class _Behind(torch.autograd.Function):
@@ -101,23 +81,14 @@ class _Behind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ReplayedCall, results: Sequence[Tensor], kept: Sequence[Tensor], *edges: Tensor) -> Any:
         """Return the results."""
-        differentiable = set(call.flat.with_gradient)
-        ctx.call = call
-        ctx.places = call.flat.with_gradient
-        # Autograd checks that what it saves is not modified; statistics may be updated in the meantime.
-        loose = [n for n, i in enumerate(call.flat.kept) if i in call.flat.uncounted]
-        ctx.loose = {n: kept[n] for n in loose}
-        ctx.save_for_backward(*(t for n, t in enumerate(kept) if n not in ctx.loose))
+        ctx.call, trained = call, call.slot.trained
+        ctx.save_for_backward(*kept)  # autograd checks that what was saved is not modified
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(r for place, r in enumerate(results) if place not in differentiable))
+        ctx.mark_non_differentiable(*(r for n, r in enumerate(results) if n not in trained))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients of the edges."""
-        given = [grads[place] for place in ctx.places]
-        kept = list(ctx.saved_tensors)
-        for n, tensor in ctx.loose.items():  # in order
-            kept.insert(n, tensor)
-        found = ctx.call.gradients(kept, given)
-        return None, None, None, *found
+        _ = ctx.saved_tensors
+        return None, None, None, *ctx.call.gradients([grads[n] for n in ctx.call.slot.trained])

@@ -1,6 +1,6 @@
 """All recordings of one converted model: how many there may be, which goes first, and what the report says.
 
-Before: a Conversion whose policy says ``replay=true``. After: ``replays.wrap(gm, run)`` for each captured graph.
+Before: a Conversion whose policy says ``replay=true``. After: ``replays.wrap(gm, ...)`` for each captured graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.replay.guard_set import WARM_UP, GuardSet
-from amp_graph.replay.slots import Slot, Wrap
+from amp_graph.replay.slots import Slot
 
 
 class Replays:
@@ -27,13 +27,17 @@ class Replays:
         self.lock = threading.RLock()
         self.guard_sets: list[GuardSet] = []
 
-    def wrap(self, gm: GraphModule, run: Callable[..., Any], wrap: Wrap, why: str) -> Callable[..., Any]:
-        """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is.
+    def wrap(
+        self, gm: GraphModule, run: Callable[..., Any], recorded: Callable[..., Any], why: str
+    ) -> Callable[..., Any]:
+        """Return a callable that runs, records or replays ``gm``; ``run`` runs it as it is, for ``recorded`` see below.
+
+        recorded: what is recorded: it runs the graph alone, and takes no other rung where that fails.
 
         why: a reason to record nothing, or "". What is returned holds no recording: Dynamo may keep it longer than the
         model lives.
         """
-        made = GuardSet(self, gm, run, wrap, why)
+        made = GuardSet(self, gm, run, recorded, why)
         self.guard_sets.append(made)
         known = weakref.ref(made)
 

@@ -1,27 +1,30 @@
 """One recorded forward with its backward, and the memory that both own: a slot.
 
-Before: a forward whose saved values autograd owns. After: saved values in a slot, which no other forward may use until
-the backward of this one has run, or can no longer run.
+Before: a forward whose saved values autograd owns. After: forward recorded under autograd, whose saved values are the
+slot's, so that no other forward may use it until the backward of this one has run, or can no longer run. Backward is
+autograd's, over that one graph of its own: recorded, or operation by operation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_graph.passes.torch_compat.autograd import nodes_behind, saved_by
 from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
-from amp_graph.replay.eligibility import why_not_flat
-from amp_graph.replay.flat_graph import Pattern
+from amp_graph.replay.eligibility import Watch, inputs_behind
 from amp_graph.replay.recorder import CannotRecord, CudaRecorder, Replay, Results
-from amp_graph.replay.trace_flat import FlatGraphs, pattern_of
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+# The strides of the gradient that each differentiable output receives; None for an output that receives none.
+Pattern = tuple[tuple[int, ...] | None, ...]
+Gradients = Sequence[Tensor | None]
 
 
 @dataclass(eq=False)
@@ -33,44 +36,93 @@ class RecordedBackward:
     results: Results
 
 
-@dataclass(eq=False)
-class Slot:
-    """Recordings of one captured graph, for arguments of one kind at known addresses.
+class Recording:
+    """A recorded run, and the arguments as it reads them: ``static``, and what it returned: ``results``.
 
-    static: the arguments as the recordings read them: copies of what the caller passes (``by_copy``), and the model's
-    own tensors, by address. holder: the call that waits for its backward.
+    They are copies of what the caller passes, numbered ``by_copy``, and all others by address; with version counters of
+    their own, as replays count no write.
     """
 
-    graphs: FlatGraphs
-    recorder: CudaRecorder
-    by_copy: tuple[int, ...]
-    static: list[Any]
-    addresses: tuple[tuple[int, ...], list[int]]  # the numbers of those arguments, and where they lie
-    replay: Replay
-    results: Results
-    wrap: Wrap
-    backwards: dict[Pattern, RecordedBackward | None] = field(default_factory=dict)
-    holder: weakref.ref[Any] | None = None
-
-    @staticmethod
-    def recorded(
-        graphs: FlatGraphs, args: Sequence[Any], by_copy: Sequence[int], recorder: CudaRecorder, wrap: Wrap
-    ) -> Slot:
-        """Record forward; raises CannotRecord."""
-        static = [a.detach() if isinstance(a, Tensor) else a for a in args]
-        for i in by_copy:
-            static[i] = copied(static[i])
-        flat = graphs.flat
-        replay, results = recorder.record(wrap(flat.run_forward), [static[i] for i in flat.tensors])
-        copies = set(by_copy)
-        by_address = tuple(i for i in flat.tensors if i not in copies)
-        addresses = by_address, addresses_of(args, by_address)
-        return Slot(graphs, recorder, tuple(by_copy), static, addresses, replay, results, wrap)
+    def __init__(
+        self, run: Callable[..., Any], args: Sequence[Any], by_copy: Sequence[int], recorder: CudaRecorder
+    ) -> None:
+        """Record ``run``; raises CannotRecord."""
+        self.by_copy, copies, grad = by_copy, set(by_copy), torch.is_grad_enabled()
+        self.static = [
+            (copied(a.detach()) if i in copies else a.data).requires_grad_(grad and a.requires_grad)
+            if isinstance(a, Tensor)
+            else a
+            for i, a in enumerate(args)
+        ]
+        self._by_address = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in copies]
+        self._addresses = addresses_of(args, self._by_address)
+        self.replay, self.results = recorder.record(run, self.static)
 
     def is_for(self, args: Sequence[Any]) -> bool:
-        """Say whether the model's own tensors lie where they were recorded."""
-        numbers, places = self.addresses
-        return addresses_of(args, numbers) == places
+        """Say whether the arguments that are not copied lie where they were recorded."""
+        return addresses_of(args, self._by_address) == self._addresses
+
+    def replay_on(self, args: Sequence[Any]) -> None:
+        """Replay on ``args``, which fills ``results``."""
+        for i in self.by_copy:
+            fill(self.static[i], args[i])
+        self.replay()
+
+
+class Slot(Recording):
+    """Recordings of one captured graph, for arguments of one kind; what is not copied of them are the model's tensors.
+
+    new: the new tensors among the outputs, of which ``trained``, by number, have gradients. routes: the arguments that
+    get these. kept: those that autograd has saved. written: those that forward writes to. holder: the call that waits
+    for its backward.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], args: Sequence[Any], by_copy: Sequence[int], recorder: CudaRecorder
+    ) -> None:
+        """Record forward; raises CannotRecord."""
+        tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.recorder, self.device = recorder, args[tensors[0]].device
+        watch = Watch(self.device, draws=True)
+        super().__init__(watch.around(run), args, by_copy, recorder)
+        memory = {i: storage_key(self.static[i]) for i in tensors}
+        self.written = [i for i, key in memory.items() if key in watch.written]
+        if set(by_copy).intersection(self.written):
+            raise CannotRecord("it writes to an input that belongs to the caller")
+        self._read(set(memory.values()))
+        self.trained = [n for n, t in enumerate(self.new) if t.requires_grad]
+        ends = inputs_behind([self.new[n] for n in self.trained])
+        self.routes = [i for i in tensors if id(self.static[i]) in ends]
+        if len(self.routes) < len(ends):
+            raise CannotRecord("it holds a tensor that has a gradient, as a constant")
+        self.saved = [t for node in nodes_behind(t.grad_fn for t in self.new) for t in saved_by(node)]
+        saved = set(map(storage_key, self.saved))
+        self.kept = [i for i, key in memory.items() if key in saved]
+        self.backwards: dict[Pattern, RecordedBackward | None] = {}
+        self.holder: weakref.ref[Any] | None = None
+
+    def _read(self, memory: set[int | None]) -> None:
+        """Note which outputs are new tensors, and how to find each in the new ones, or else in the arguments."""
+        own = {id(a): i for i, a in enumerate(self.static) if isinstance(a, Tensor)}
+        new: dict[int, Tensor] = {}
+        for result in self.results:
+            if isinstance(result, Tensor) and id(result) not in own and id(result) not in new:
+                key = storage_key(result)
+                if key is None:
+                    raise CannotRecord("an output is not an ordinary tensor")
+                if key in memory:
+                    raise CannotRecord("an output shares memory with an input or with another output")
+                memory.add(key)
+                new[id(result)] = result
+        self.new, numbers = list(new.values()), {key: n for n, key in enumerate(new)}
+        self._outputs = [(own.get(id(r)), numbers.get(id(r)), r) for r in self.results]
+
+    def arranged(self, new: Sequence[Tensor], args: Sequence[Any]) -> list[Any]:
+        """Return the outputs in the captured graph's order: new tensors, arguments, and constants."""
+        return [
+            args[given] if given is not None else new[made] if made is not None else constant
+            for given, made, constant in self._outputs
+        ]
 
     @property
     def is_free(self) -> bool:
@@ -79,18 +131,15 @@ class Slot:
 
     def forward(self, args: Sequence[Any]) -> list[Tensor]:
         """Replay forward on ``args``; return copies of the new tensors."""
-        flat = self.graphs.flat
-        for i in self.by_copy:
-            fill(self.static[i], args[i])
-        self.replay()
-        for i in flat.written - flat.uncounted:
+        self.replay_on(args)
+        for i in self.written:
             if not args[i].is_inference():
                 torch.autograd.graph.increment_version(args[i])
-        return copies(self.results[: flat.made])
+        return copies(self.new)
 
-    def backward(self, given: Sequence[Tensor | None]) -> Sequence[Tensor | None] | None:
+    def backward(self, given: Gradients) -> Gradients | None:
         """Replay backward; return copies of the gradients, or None if it is not recorded. Raises CannotRecord."""
-        pattern = pattern_of(given)
+        pattern = tuple(None if g is None else tuple(g.stride()) for g in given)
         if pattern not in self.backwards:
             self.backwards[pattern] = None  # if recording fails
             self.backwards[pattern] = self._record_backward(given)
@@ -102,40 +151,41 @@ class Slot:
         recorded.replay()
         return copies(recorded.results)
 
-    def _record_backward(self, given: Sequence[Tensor | None]) -> RecordedBackward | None:
-        found = self.graphs.backward(given)
-        if found is None:
-            return None
-        flat, run = found
-        if why := why_not_flat(flat, self.static, self.by_copy):
-            raise CannotRecord(why)
+    def _record_backward(self, given: Gradients) -> RecordedBackward | None:
         seeds = [twin_of(g) for g in given if g is not None]
-        kept = [self.static[i] for i in self.graphs.flat.kept]
-        replay, results = self.recorder.record(self.wrap(run), [*kept, *self.saved, *seeds])
+        if not seeds:
+            return None
+        trained = [n for n, grad in zip(self.trained, given, strict=True) if grad is not None]
+        run = Watch(self.device, draws=False).around(partial(self._differentiate, trained))
+        replay, results = self.recorder.record(run, seeds)
+        if any(grad is not None and grad.layout is not torch.strided for grad in results):
+            raise CannotRecord("a gradient is sparse")
         return RecordedBackward(replay, seeds, results)
 
-    @property
-    def saved(self) -> list[Any]:
-        """The values of forward that backward reads."""
-        return self.results[self.graphs.flat.made :]
+    def _differentiate(self, trained: Sequence[int], *seeds: Tensor) -> Sequence[Any]:
+        """Return the gradient of each route, from those of some new tensors; autograd keeps the graph."""
+        outs, wanted = [self.new[n] for n in trained], [self.static[i] for i in self.routes]
+        # A backward may run inside of a region.
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return torch.autograd.grad(outs, wanted, seeds, retain_graph=True, allow_unused=True)
 
-    def unrecorded_backward(self, kept: Sequence[Tensor], given: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Run backward on what the recorded forward saved, which stays as it is; raises CannotRecord."""
-        found = self.graphs.backward(given)
-        if found is None:
-            return [None for _ in self.graphs.flat.routes]
-        grads = found[1](*kept, *self.saved, *(g for g in given if g is not None))
-        own = {storage_key(t) for t in self.saved if isinstance(t, Tensor)}
-        return [copied(g) if g is not None and storage_key(g) in own else g for g in grads]
+    def unrecorded_backward(self, given: Gradients) -> Gradients:
+        """Run backward on what the recorded forward saved, which stays as it is."""
+        pairs = [(n, grad) for n, grad in zip(self.trained, given, strict=True) if grad is not None]
+        if not pairs:
+            return [None for _ in self.routes]
+        found = self._differentiate([n for n, _ in pairs], *(grad for _, grad in pairs))
+        own = set(map(storage_key, self.saved))
+        return [g if g is None or storage_key(g) not in own else copied(g) for g in found]
 
     @property
     def bytes(self) -> int:
         """The bytes of all memory that the slot holds and Python can see."""
-        found = [self.static[i] for i in self.by_copy] + self.results
+        found = [*(self.static[i] for i in self.by_copy), *self.new, *self.saved]
         for recorded in self.backwards.values():
             found += [*recorded.seeds, *recorded.results] if recorded else []
-        own = {storage_key(a) for i, a in enumerate(self.static) if isinstance(a, Tensor) and i not in self.by_copy}
-        sizes = {storage_key(t): bytes_of(t) for t in found if isinstance(t, Tensor)}  # shared memory once
+        own = {storage_key(self.static[i]) for i in self._by_address}
+        sizes = {storage_key(t): bytes_of(t) for t in found if t is not None}  # shared memory once
         return sum(size for key, size in sizes.items() if key not in own)
 
 
@@ -150,8 +200,8 @@ def twin_of(tensor: Tensor) -> Tensor:
 
 
 def fill(twin: Tensor, source: Tensor) -> None:
-    """Copy ``source`` into ``twin``."""
-    _unexpanded(twin).copy_(_unexpanded(source))
+    """Copy ``source`` into ``twin``, whose version counter stays."""
+    _unexpanded(twin.data).copy_(_unexpanded(source))
 
 
 def copied(tensor: Tensor) -> Tensor:

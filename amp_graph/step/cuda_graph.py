@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_compat.storage import address_of
-from amp_graph.replay.recorder import RECORDERS, CannotRecord, CudaRecorder
+from amp_graph.replay.recorder import RECORDERS, CannotRecord
+from amp_graph.replay.slots import Recording
 
 WARM_UP = 3  # warm-up steps, as in torch.cuda.make_graphed_callables: libraries allocate and choose kernels
 Run = Callable[..., Any]
@@ -35,27 +35,22 @@ class Replayed:
     returned: int
     calls: int = 0
     written: set[int] = field(default_factory=set)  # indices of batch tensors that a step writes to
-    recorder: CudaRecorder | None = None  # of the present recording; it owns the memory
-    static: list[Any] = field(default_factory=list)  # the arguments as the recording reads them
-    outputs: list[Any] = field(default_factory=list)  # as each replay fills them
-    addresses: tuple[int, ...] = ()  # of the arguments that are not copied
+    recording: Recording | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run one step."""
         if self.calls < WARM_UP:
             self.calls += 1
             return self._warm_up(args)
-        addresses = tuple(address_of(a) for i, a in enumerate(args) if isinstance(a, Tensor) and i not in self.batch)
-        if self.recorder is None or self.addresses != addresses:
-            self._record(args)
-            self.addresses = addresses
-        for i in self.batch:
-            self.static[i].copy_(args[i])
-        self.replay()
+        if self.recording is None or not self.recording.is_for(args):
+            self.recording = None  # free memory before the next recording allocates
+            self.recording = self._recorded(args)
+        self.recording.replay_on(args)
         for i in self.written:
-            args[i].copy_(self.static[i])
-        kept = [o.clone() if isinstance(o, Tensor) else o for o in self.outputs[: self.returned]]
-        return (*kept, *self.outputs[self.returned :])
+            args[i].copy_(self.recording.static[i])
+        found = self.recording.results
+        kept = [o.clone() if isinstance(o, Tensor) else o for o in found[: self.returned]]
+        return (*kept, *found[self.returned :])
 
     def _warm_up(self, args: Sequence[Any]) -> Any:
         before = [args[i]._version for i in self.batch]
@@ -63,22 +58,16 @@ class Replayed:
         self.written |= {i for i, version in zip(self.batch, before, strict=True) if args[i]._version != version}
         return found
 
-    def _record(self, args: Sequence[Any]) -> None:
-        self.recorder, self.static, self.outputs = None, [], []  # free memory before the next recording allocates
-        static = list(args)
-        for i in self.batch:
-            static[i] = torch.empty_like(args[i]).copy_(args[i])
+    def _recorded(self, args: Sequence[Any]) -> Recording:
         device = next(a.device for a in args if isinstance(a, Tensor))
-        recorder = RECORDERS[device.type](device)
         try:
-            self.replay, self.outputs = recorder.record(self.run, static)
+            return Recording(self.run, args, self.batch, RECORDERS[device.type](device))
         except CannotRecord as error:
             raise CaptureError(
                 f"TrainStep: this step cannot be recorded as a CUDA graph: {error}\n"
                 "  legal: a step without copies between host and device and without branches on tensor values\n"
                 "  fix:   cuda_graph=False"
             ) from error
-        self.recorder, self.static = recorder, static
 
 
 def on_side_stream(run: Run, args: Sequence[Any]) -> Any:

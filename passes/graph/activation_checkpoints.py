@@ -132,8 +132,10 @@ def run_checkpoint(body: GraphModule, *args: Any, keeps_random_state: bool = Tru
     """Run ``body`` without saving its activations; backward runs it again.
 
     Always non-reentrant: the reentrant kind differs only in how it enters autograd. Tensors without gradients (buffers,
-    masks) are captured by the closure, like a module's buffers: the body may write to them.
+    masks) are captured by the closure, like a module's buffers: the body may write to them. The random state cannot be
+    read while a CUDA graph is recorded; no checkpoint is that draws.
     """
+    recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     trained = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad]
 
     def run(*given: torch.Tensor) -> Any:
@@ -142,5 +144,5 @@ def run_checkpoint(body: GraphModule, *args: Any, keeps_random_state: bool = Tru
             all_args[i] = tensor
         return body(*all_args)
 
-    given = [args[i] for i in trained]
-    return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False, preserve_rng_state=keeps_random_state)
+    given, keeps = [args[i] for i in trained], keeps_random_state and not recorded
+    return torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False, preserve_rng_state=keeps)

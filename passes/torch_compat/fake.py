@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # 2.11 - 2.1
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # 2.11 - 2.13
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily  # 2.11 - 2.13
 from torch.fx import _symbolic_trace  # 2.11 - 2.13
-from torch.fx.experimental.proxy_tensor import get_proxy_mode  # 2.11 - 2.13
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # 2.11 - 2.13
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols  # 2.11 - 2.13
@@ -144,12 +143,6 @@ def empty_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
 def numel(tensor: torch.Tensor) -> int:
     """Return the number of elements of a fake tensor, with a number for each symbolic size."""
     return math.prod(map(concrete_size, tensor.shape))
-
-
-def names_traced_so_far() -> dict[str, None]:
-    """Return the names of the nodes that ``make_fx`` has recorded up to here, in order; 2.11 - 2.13."""
-    mode = get_proxy_mode()
-    return {node.name: None for node in mode.tracer.graph.nodes} if mode is not None else {}
 
 
 def refused_under_fx(error: RuntimeError) -> bool:

@@ -446,7 +446,7 @@ class AsksValue(Net):
         return out * float(extra.detach().item() > -100), extra
 
 
-@declined("shape of nonzero|DynamicOutputShape")
+@declined("shape of index's result depends on data")
 def a_shape_by_data(word):
     return plain(converted(word, Selects()))
 

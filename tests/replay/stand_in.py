@@ -1,8 +1,7 @@
 """A stand-in for CUDA graphs on the CPU, at least as unforgiving as they are.
 
-It runs a function once to learn its results, undoes what that wrote, and keeps the results' memory. A replay runs the
-function again on the memory that it was recorded with: the arguments' addresses at that time. What a recording
-may overwrite, its results, is overwritten with garbage before each replay.
+It runs a function once to learn its operations, and undoes what that wrote. A replay runs them again on the memory that
+they were recorded with: the arguments' addresses at that time. What they made is overwritten with garbage before.
 """
 
 from typing import ClassVar
@@ -10,20 +9,50 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.replay import recorder
 from amp_graph.replay.recorder import CannotRecord
 
 GARBAGE = -77_777  # as an index, out of range
 
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what waits for the device, as a stream does that is being captured."""
+class Log(TorchDispatchMode):
+    """Notes each operation with its arguments and results; refuses what waits, as a stream does that is captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise CannotRecord(f"operation not permitted when stream is capturing: {func}")
-        return func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        before = {storage_key(t) for t in tensors_in((args, kwargs))}
+        found = func(*args, **kwargs)
+        new = [t.data for t in tensors_in(found) if storage_key(t) not in before]
+        given = tree_map_only(Tensor, lambda t: t.data, (args, kwargs))
+        self.calls.append((func, given, found, new, before))
+        return found
+
+    def run_again(self):
+        """Run all operations on the memory of the first time, and write their results where those lie."""
+        for func, (args, kwargs), _, new, before in self.calls:
+            again = [t for t in tensors_in(func(*args, **kwargs)) if storage_key(t) not in before]
+            for place, result in zip(new, again, strict=True):
+                unexpanded(place).copy_(unexpanded(result))
+
+
+def tensors_in(values):
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def unexpanded(tensor):
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def poison(tensors):
@@ -31,11 +60,7 @@ def poison(tensors):
     for t in tensors:
         if not isinstance(t, Tensor) or not t.numel():
             continue
-        alias = t.detach()
-        bare = alias.data
-        for dim, step in enumerate(bare.stride()):
-            if step == 0 and bare.shape[dim] > 1:
-                bare = bare.narrow(dim, 0, 1)
+        bare = unexpanded(t.data)
         if bare.dtype == torch.bool:
             bare.logical_not_()
         else:
@@ -57,26 +82,22 @@ class StandIn:
         if StandIn.fails:
             raise CannotRecord(StandIn.fails)
         self.recorded += 1
-        held = [a.data if isinstance(a, Tensor) else a for a in args]  # the memory, without its version counter
-        before = [a.clone() if isinstance(a, Tensor) else None for a in held]
-        with torch.random.fork_rng(devices=[]), NoWaiting():
-            found = run(*held)
-        results = [f.data.clone(memory_format=torch.preserve_format) if isinstance(f, Tensor) else f for f in found]
+        held = [a.data for a in args if isinstance(a, Tensor)]  # the memory, without its version counter
+        before = [a.clone() for a in held]
+        with torch.random.fork_rng(devices=[]), Log() as log:
+            results = run(*args)
         self.seen += [r for r in results if isinstance(r, Tensor)]
         for a, old in zip(held, before, strict=True):
-            if isinstance(a, Tensor) and not torch.equal(a.nan_to_num(), old.nan_to_num()):
+            if not torch.equal(a.nan_to_num(), old.nan_to_num()):
                 a.copy_(old)
 
         def replay():
             self.replayed += 1
-            poison(results)
-            with torch.no_grad(), NoWaiting():
-                again = run(*held)
-            for place, new in zip(results, again, strict=True):
-                if isinstance(place, Tensor):
-                    place.copy_(new)
+            poison([t for call in log.calls for t in call[3]])
+            with torch.no_grad():
+                log.run_again()
 
-        return replay, results
+        return replay, list(results)
 
 
 def install(monkeypatch):

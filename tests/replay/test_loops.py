@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amp_graph
-from amp_graph.replay import guard_set, replayed_call, slots
+from amp_graph.replay import eligibility, replayed_call, slots
 from tests.replay import loops, stand_in
 from tests.replay.loops import DECLINED, LOOPS
 
@@ -92,12 +92,17 @@ def _kept_graphs_replayed(monkeypatch):
     monkeypatch.setattr(replayed_call, "keeps_graph", lambda: False)
 
 
-def _anything_recorded(monkeypatch):
-    monkeypatch.setattr(guard_set, "why_not_flat", lambda *_: "")
+def _draws_are_recorded(monkeypatch):
+    monkeypatch.setattr(eligibility, "draws", lambda *_: False)
+
+
+def _writes_are_not_seen(monkeypatch):
+    monkeypatch.setattr(eligibility, "written_arguments", lambda _: ())
 
 
 def _nobody_notices(monkeypatch):
-    monkeypatch.setattr(guard_set, "why_not_partly", lambda _: "")
+    of_one = slots.inputs_behind
+    monkeypatch.setattr(slots, "inputs_behind", lambda outputs: set().union(*(of_one([one]) for one in outputs)))
 
 
 BROKEN = {
@@ -106,9 +111,9 @@ BROKEN = {
     "addresses are not compared": ("moved_parameters", _any_address),
     "one slot serves two forwards": ("two_forwards_one_backward", _one_slot_for_all),
     "a kept graph is replayed": ("retain_graph", _kept_graphs_replayed),
-    "checkpoints draw anew": ("checkpoints_with_random_draws", _anything_recorded),
+    "checkpoints draw anew": ("checkpoints_with_random_draws", _draws_are_recorded),
     "zeros go on where nothing arrives": ("a_head_behind_another_model", _nobody_notices),
-    "an input's change stays in a copy": ("an_input_that_is_written", _anything_recorded),
+    "an input's change stays in a copy": ("an_input_that_is_written", _writes_are_not_seen),
 }
 FEW = {"outputs are not copied", "one slot serves two forwards"}
 

@@ -184,3 +184,49 @@ def test_as_many_forwards_of_a_kind_as_wait_are_replayed_up_to_two(recorders, wa
             sum(out.square().mean() for out in [one(x) for x in xs]).backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     assert len(recorders) == recorded
+
+
+@layers(lambda: dict(linear=nn.Linear(6, 5)))
+def Several(self, x, n):
+    h = self.linear(x).float()
+    return h, h.relu().sum() * n, x, n
+
+
+def test_outputs_that_are_given_back_and_gradients_of_any_layout(recorders):
+    torch.manual_seed(0)
+    model, plain = (amp_graph.convert(Several(), f"bf16,replay={word}") for word in ("true", "false"))
+    plain.load_state_dict(model.state_dict())
+    for loss in 4 * (
+        lambda o: o[0].sum(),
+        lambda o: o[1] * 2,
+        lambda o: o[0].t().contiguous().t().square().sum() + o[1],
+    ):
+        x = torch.randn(4, 6)
+        out, expected = model(x, 3), plain(x, 3)
+        assert out[2] is x
+        assert out[3] == 3
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        for p, q in pairs:
+            (found,), (grad,) = (
+                torch.autograd.grad(loss(o), of, retain_graph=True) for o, of in ((out, p), (expected, q))
+            )
+            assert torch.equal(found, grad)
+    assert recorders[0].replayed
+
+
+def test_inputs_that_are_written_between_forward_and_backward_are_an_error_as_in_autograd(recorders):
+    @layers(lambda: dict(scale=nn.Parameter(torch.ones(6))))
+    def Scales(self, x):
+        return (x * self.scale).sum()
+
+    model = amp_graph.convert(Scales(), "bf16,replay=true")
+    for written in (False, False, False, False, True):
+        x = torch.randn(4, 6)
+        loss = model(x)
+        if written:
+            x += 1
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert recorders[0].replayed

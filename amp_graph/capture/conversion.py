@@ -29,7 +29,7 @@ from amp_graph.capture.diagnostics import Diagnostics, TwoDtypes, failed_at
 from amp_graph.capture.dynamo_backend import Captured, Compile
 from amp_graph.capture.low_gathers import Unit, follow
 from amp_graph.capture.recapture_limits import FIX, MOST, NoGraph, Variants, argument_names
-from amp_graph.capture.sharded_parts import parts_between_units
+from amp_graph.capture.sharded_parts import multiplies, parts_between_units
 from amp_graph.capture.unprofitable_calls import CallsLeftAlone
 from amp_graph.compiler_options import Options
 from amp_graph.errors import AmpGraphError, CaptureError
@@ -340,13 +340,12 @@ class Conversion:
         unread = dict(self.model.named_parameters()) if held_low else self.captured.unread()
         if not unread:
             return
-        tables = {id(m._parameters.get("weight")) for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
-        multiplies = any(p.dim() > 1 and id(p) not in tables for p in unread.values())
-        plain = multiplies and self.compile == "eager" and self.plain.region is not None
+        gains = multiplies(self.model, unread.values())
+        plain = gains and self.compile == "eager" and self.plain.region is not None
         if plain:
             self._partial.add(mode)
         further = self.plain.how if plain else ""
-        self.diagnostics.uncaptured_parts(list(unread), further, only_note=plain or not multiplies)
+        self.diagnostics.uncaptured_parts(list(unread), further, only_note=plain or not gains)
 
     def _leave_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run calls like this one uncaptured from now on, unless a compiler was asked for: its graphs are all fp32."""

@@ -54,13 +54,18 @@ def _input_name(node: torch.fx.Node, names: Sequence[str], prefix: Sequence[str]
     source = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     text = str(source() if callable(source) else source)
     found = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text)
-    return ".".join([*prefix, *found]) if found else _argument_name(text, names) or str(node.target)
+    return ".".join([*prefix, *found]) if found else user_name(text, names) or str(node.target)
 
 
-def _argument_name(text: str, names: Sequence[str]) -> str:
-    """Turn Dynamo's ``L['args'][0]``, ``L['kwargs']['mask']`` or ``L['x']`` into the argument's name."""
-    place = re.fullmatch(r"[LG]\['args'\]\[(\d+)\](.*)", text)
-    if place and int(place[1]) < len(names):
-        return names[int(place[1])] + place[2]
-    plain = re.fullmatch(r"[LG](?:\['kwargs'\])?\['([^']+)'\](.*)", text)
-    return plain[1] + plain[2] if plain else clean_path(text)
+def user_name(source: str, names: Sequence[str]) -> str:
+    """Return a Dynamo name as the user writes it: ``self.calls``, ``x``."""
+
+    def argument(found: re.Match[str]) -> str:
+        place = int(found[1])
+        return names[place] if place < len(names) else f"args[{place}]"
+
+    text = re.sub(r"L\['args'\]\[(\d+)\]", argument, source)
+    text = re.sub(r"L\['(?:forward|model)'\]\.__self__|L\['model'\]", "self", text)
+    text = re.sub(r"[LG](?:\['kwargs'\])?\['([^']+)'\]", r"\1", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    return text

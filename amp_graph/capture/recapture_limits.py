@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from amp_graph.capture.diagnostics import break_at
+from amp_graph.capture.name_nodes import user_name
 from amp_graph.errors import CaptureError
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
@@ -109,23 +110,9 @@ class Variants(CaptureChoice):
 
 def changed_value(guards: Sequence[tuple[str, Any]], names: Sequence[str]) -> str:
     """Return the most frequent cause among failed ``guards``, one per graph, given with their stacks."""
-    read = [(_named(re.split(r" #| == ", guard)[0].strip(), names), stack) for guard, stack in guards]
+    read = [(user_name(re.split(r" #| == ", guard)[0].strip(), names)[:LONGEST], stack) for guard, stack in guards]
     if not read:
         return "a value that no guard names: see TORCH_LOGS=recompiles"
     what = Counter(what for what, _ in read).most_common(1)[0][0]
     where = break_at("", dict(read)[what]).where
     return f"{what} ({where})" if where else what
-
-
-def _named(source: str, names: Sequence[str]) -> str:
-    """Return a Dynamo name as the user writes it: ``self.calls``, ``x``."""
-
-    def argument(found: re.Match[str]) -> str:
-        place = int(found[1])
-        return names[place] if place < len(names) else f"args[{place}]"
-
-    text = re.sub(r"L\['args'\]\[(\d+)\]", argument, source)
-    text = re.sub(r"L\['(?:forward|model)'\]\.__self__|L\['model'\]", "self", text)
-    text = re.sub(r"[LG](?:\['kwargs'\])?\['([^']+)'\]", r"\1", text)
-    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
-    return text[:LONGEST]

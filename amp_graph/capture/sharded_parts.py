@@ -6,9 +6,9 @@ units, and what is between them; each is converted, and has graphs of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from torch.nn import Embedding, Module
+from torch.nn import Embedding, Module, Parameter
 
 from amp_graph.model_state import CONVERSION
 from amp_graph.passes.torch_compat.modules import behind_checkpoint, is_sharded
@@ -32,7 +32,7 @@ def _parts(model: Module) -> Iterator[tuple[Module, Module]]:
         part = behind_checkpoint(child)
         if _has_units(part) or type(part).forward is Module.forward:  # of a container, which is not called
             yield from _parts(part)
-        elif CONVERSION not in part.__dict__ and (is_sharded(child) or is_sharded(part) or _multiplies(part)):
+        elif CONVERSION not in part.__dict__ and (is_sharded(child) or is_sharded(part) or multiplies(part)):
             yield part, part if is_sharded(part) else child
 
 
@@ -40,7 +40,7 @@ def _has_units(model: Module) -> bool:
     return any(is_sharded(part) for part in model.modules() if part is not model)
 
 
-def _multiplies(part: Module) -> bool:
-    """Say whether a part has a weight of a product: only such ones gain by low precision."""
-    tables = {id(m.weight) for m in part.modules() if isinstance(m, Embedding)}
-    return any(p.dim() > 1 and id(p) not in tables for p in part.parameters())
+def multiplies(model: Module, parameters: Iterable[Parameter] | None = None) -> bool:
+    """Say whether any of ``parameters`` (None: all) is a weight of a product: only such ones gain by low precision."""
+    tables = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, Embedding)}
+    return any(p.dim() > 1 and id(p) not in tables for p in parameters or model.parameters())

@@ -24,7 +24,7 @@ from amp_graph.passes.graph.node_info import matches_path
 from amp_graph.passes.torch_compat.modules import plain_attribute, with_parameters
 from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.optimizers import load_hooks_of
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, address_of, storage_key, storage_of
+from amp_graph.passes.torch_compat.storage import address_of
 from amp_graph.policy import Policy
 from amp_graph.policy_words import HALVES
 
@@ -32,32 +32,19 @@ MASTER = "_amp_graph_master"  # the attribute of a parameter that is held in low
 UNKNOWN = -1  # the version in a pickle; the unpickled parameter's counter restarts
 
 
-class Memory:
-    """The identity of a tensor's memory: never equal for two tensors, even if one was freed before."""
-
-    __slots__ = ("address", "storage")
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Record the memory; the weak reference does not keep it alive."""
-        self.storage, self.address = StorageWeakRef(storage_of(tensor)), address_of(tensor)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has this memory."""
-        return address_of(tensor) == self.address and storage_key(tensor) == self.storage.cdata
-
-
 @dataclass
 class Master:
     """The master of a parameter held in low precision.
 
     full: its fp32 value, which optimizers update, or None if none is kept (O3, frozen or converted in eval mode).
-    version, memory: the parameter's version counter and memory when it was last equal to the rounded ``full``.
+    version, memory: the parameter's version counter, and an alias of it, when it was last equal to the rounded
+    ``full``; the alias holds its memory, so that no other tensor gets that.
     late: whether the master is created at the parameter's first update (O2).
     """
 
     full: Tensor | None
     version: int
-    memory: Memory | None = None
+    memory: Tensor | None = None
     of: weakref.ref[Tensor] | None = None
     late: bool = False
 
@@ -213,7 +200,7 @@ def master_of(parameter: Tensor) -> Tensor | None:
     elif (
         parameter._version != master.version  # the user wrote the parameter
         or master.memory is None
-        or not master.memory.is_of(parameter)  # ``p.data = ...``, which bumps no counter
+        or address_of(master.memory) != address_of(parameter)  # ``p.data = ...``, which bumps no counter
         or (parameter.is_cpu and not torch.equal(master.full.to(parameter.dtype), parameter))  # ``p.data.mul_``
     ):
         _follow_changed(parameter, master)
@@ -247,14 +234,12 @@ def _follow_changed(parameter: Tensor, master: Master) -> None:
 
 
 def _note_equal(parameter: Tensor, master: Master) -> None:
-    master.version = parameter._version
-    if master.memory is None or not master.memory.is_of(parameter):
-        master.memory = Memory(parameter)
+    master.version, master.memory = parameter._version, parameter.data
 
 
 def set_master(parameter: Tensor, full: Tensor | None, late: bool = False) -> None:
     """Make ``full`` the master of ``parameter``; ``late``: it has none before its first update."""
-    made = Master(full, parameter._version, Memory(parameter), weakref.ref(parameter), late)
+    made = Master(full, parameter._version, parameter.data, weakref.ref(parameter), late)
     setattr(parameter, MASTER, made)
 
 

@@ -19,6 +19,7 @@ from amp_graph.errors import ScaleError
 from amp_graph.optim.check_optimizer import named_parameters, refuse_closures
 from amp_graph.optim.master_weight_updates import narrow_gradients, widen_gradients
 from amp_graph.passes.loss_scaling import operators as scale_ops
+from amp_graph.passes.loss_scaling.scale_loss import inverse_of
 from amp_graph.scaling.loss_scale import FloorWatch, LossScale
 
 
@@ -119,7 +120,7 @@ class GradScaler(torch.amp.GradScaler):
                 "  fix:   call it once, after the last backward and before step"
             )
         widen_gradients(optimizer)
-        self._check(optimizer, self._loss_scale.inverse())
+        self._check(optimizer, inverse_of(self._loss_scale.scale))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
         known = getattr(optimizer, "grad_scale", None)
         if not unscaled and all(g.dtype.itemsize >= 4 for g in _gradients(optimizer)):
             # The check reads all of them anyway; unscaling here saves the kernels a write.
-            self._check(optimizer, self._loss_scale.inverse())
+            self._check(optimizer, inverse_of(self._loss_scale.scale))
         elif not unscaled:  # low-precision gradients would underflow: the kernels unscale them
             scale = self._loss_scale.scale
             self._check(optimizer, torch.ones_like(scale))

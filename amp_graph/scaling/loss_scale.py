@@ -89,10 +89,6 @@ class LossScale:
         """How many steps were skipped, a 0-d int32 tensor: on the device, and written by ``update``, after ``to``."""
         return self._state[3]
 
-    def inverse(self) -> torch.Tensor:
-        """Return 1 / scale, 0-d fp32, computed in fp64 and correctly rounded."""
-        return self.scale.double().reciprocal().float()
-
     def options(self) -> tuple[float, float, int, int, float, float]:
         """Return the options as ``amp_graph::update_loss_scale_`` takes them."""
         if not self.dynamic:  # a static scale: no growth, no backoff, no limits

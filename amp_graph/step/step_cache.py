@@ -19,7 +19,6 @@ from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
 from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
-from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.rewrite import warn_of_full_precision
 from amp_graph.scaling.loss_scale import FloorWatch
 from amp_graph.step.step_graph import CapturedStep, NoSize, StepGraph, takes_symbols
@@ -123,7 +122,7 @@ class CapturedSteps:
                 add_in_place([self._state.sum_of(p) for p in parameters], made)
                 self._state.were_added_up(parameters)
             else:
-                self._update(parameters, _each_its_own(made))
+                self._update(parameters, made)
         return tuple(outputs)
 
     def update_from_sums(self) -> None:
@@ -166,14 +165,3 @@ def _key(parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozense
     """Return what a graph of an update is for: parameters, where elements lie, gradients, which are absent."""
     pairs = enumerate(zip(parameters, grads, strict=True))
     return tuple((id(p), p.device, p.dtype, p.shape, p.stride(), g.stride(), n in absent) for n, (p, g) in pairs)
-
-
-def _each_its_own(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients without shared memory: autograd returns one tensor for both summands of ``b1 + b2``."""
-    known: set[int | None] = set()
-    found = []
-    for grad in grads:
-        key = storage_key(grad)
-        found.append(grad.clone() if key in known else grad)
-        known.add(key)
-    return found

@@ -37,17 +37,17 @@ class NoGradient(Exception):
 
 @dataclass
 class StepParts:
-    """The captured forward, the trained inputs by number, and the state of update and scale; ``of``: the options."""
+    """The captured forward, the trained inputs by number, and what the graph does behind backward; ``of``: the options.
+
+    adds: whether the graph adds gradients to the sums of micro-batches, and updates nothing.
+    """
 
     of: StepBuilder
     args: Sequence[Any]
     trained: list[int]
     names: Sequence[str]  # of the captured graph's inputs
     updates: list[GroupUpdate]
-    learning_rates: list[Tensor]
-    accumulators: list[Tensor]  # the gradients' sums over micro-batches; a graph that has them updates nothing
-    masters: dict[int, Tensor]  # updated instead of low-precision inputs
-    norm: Tensor | None  # gets the norm of the gradients where they are clipped by it
+    adds: bool
     outside: bool  # whether the optimizer is called after the graph, which then returns the gradients
     forward: Callable[..., Any] | None = None  # None: inputs are what is trained, its gradients, and the loss
     hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
@@ -57,15 +57,10 @@ class StepParts:
     tables: Mapping[int, torch.dtype] = field(default_factory=dict)  # inputs whose lookups may be in this dtype
     absent: frozenset[int] = frozenset()  # trained inputs whose gradients, zeros, this rank does not have
 
-    @property
-    def last(self) -> bool:
-        """Whether the graph updates."""
-        return not self.accumulators
-
     def layout(self) -> LayOutGradients:
         """Return the pass that lays out gradients; the update casts low ones itself, if nothing else reads them."""
         of = self.of
-        alone = of.ranks is None and self.last and of.compile == "eager"
+        alone = of.ranks is None and not self.adds and of.compile == "eager"
         read = any(one is not None for one in (of.loss_scale, of.clip_norm, of.clip_value))
         keeps = LOWS if alone and not self.outside and not read else ()
         return LayOutGradients(keeps, together=alone and read)

@@ -106,7 +106,7 @@ class Ranks:
         self._step, self._graph = 1, 0
         self._failures = 0  # since the last step that did not fail: what others noted before as many is of no worth
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._noted: set[str] = set()  # keys of the last plan that this rank has noted
+        self._noted = ""  # the key of the last plan that this rank has noted
 
     def plan_of(self, gm: GraphModule, *part: Any) -> Plan | None:
         """Return the plan of a graph, which is traced for the present modes of the model; None without collectives."""
@@ -207,15 +207,13 @@ class Ranks:
     def _agree(self, plan: Plan, before: Plan | None) -> None:
         """Wait until all ranks have noted a plan for this place, or have passed it; raise if one has another plan."""
         here = f"in {self._step} {self._graph}"
-        own = {f"modes of {self._rank} {here}": plan.modes}
-        own[f"plan of {self._rank} {here}"] = f"{self._failures} {plan.digest}"
-        for key, text in own.items():
-            self._store.set(key, text)
-        found: dict[int, str] = {}
+        key = f"plan of {self._rank} {here}"
+        self._store.set(key, f"{self._failures} {plan.digest} {plan.modes}")
+        found: dict[int, list[str]] = {}
         end, pauses = time.monotonic() + self._store.timeout.total_seconds(), _pauses()
         missing = self._ranks
         while True:
-            found |= {rank: digest for rank in missing if (digest := self._plan_of(rank, here, before)) is not None}
+            found |= {rank: noted for rank in missing if (noted := self._plan_of(rank, here, before)) is not None}
             missing = [rank for rank in missing if rank not in found]
             if not missing:
                 break
@@ -224,28 +222,26 @@ class Ranks:
             if time.monotonic() > end:
                 raise RankError(f"TrainStep: {self._missed(missing)}\n  fix:   {_fix('')}{RESTART}")
             time.sleep(next(pauses))
-        unlike = [rank for rank, digest in found.items() if digest != plan.digest]
+        unlike = [rank for rank, (digest, _) in found.items() if digest != plan.digest]
         if unlike:
-            self._refuse(plan, before, unlike, here)
-        for key in self._noted - own.keys():  # all ranks have read them, as they have noted later ones
-            self._store.delete_key(key)
-        self._noted = set(own)
+            self._refuse(plan.modes, found[unlike[0]][1], unlike)
+        if self._noted not in ("", key):  # all ranks have read it, as they have noted later ones
+            self._store.delete_key(self._noted)
+        self._noted = key
 
-    def _plan_of(self, rank: int, here: str, before: Plan | None) -> str | None:
-        """Return the digest of a rank's plan; None if it has neither noted one nor passed this place without."""
+    def _plan_of(self, rank: int, here: str, before: Plan | None) -> list[str] | None:
+        """Return digest and modes of a rank's plan; None if it has noted none and not passed this place without."""
         key = f"plan of {rank} {here}"
         failures, *place = self._place_of(rank)  # first: it may note its plan and pass meanwhile
         if self._store.check([key]):
-            noted, digest = self._store.get(key).decode().split()
-            return digest if int(noted) >= self._failures else None
+            noted, *known = self._store.get(key).decode().split()
+            return known if int(noted) >= self._failures else None
         has_passed = failures >= self._failures and place >= [self._step, self._graph]
-        return (before.digest if before else "") if has_passed else None
+        return ([before.digest, before.modes] if before else ["", ""]) if has_passed else None
 
-    def _refuse(self, plan: Plan, before: Plan | None, unlike: list[int], here: str) -> NoReturn:
+    def _refuse(self, modes: str, others: str, unlike: list[int]) -> NoReturn:
         """Raise RankError that names the flags in which ranks differ; CaptureError where they have the same ones."""
-        key = f"modes of {unlike[0]} {here}"
-        modes = self._store.get(key).decode() if self._store.check([key]) else before.modes if before else ""
-        flags = zip(self._flags(), plan.modes, modes, strict=False)
+        flags = zip(self._flags(), modes, others, strict=False)
         own = [f"{name}={one == '1'}" for name, one, other in flags if one != other]
         if own:
             raise RankError(

@@ -104,8 +104,8 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
         *work.sharding(),
         parts.layout(),
         *([AddGradients(sums)] if sums else []),
-        *(work.update() if parts.last and parts.trained else []),
-        ReturnOutputs(outputs, parts.outside and parts.last),
+        *(work.update() if parts.trained and not parts.adds else []),
+        ReturnOutputs(outputs, parts.outside and not parts.adds),
     ]
     return found, work.tensors
 
@@ -125,7 +125,9 @@ class _Appended:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.names = names_of_trained(self.parts)
+        self.names, self.state = names_of_trained(self.parts), self.parts.of.state
+        targets = {i: self.state.target_of(self.parts.args[i]) for i in self.names}
+        self.full = {i: full for i, full in targets.items() if full is not self.parts.args[i]}  # masters
         own = {i: self._shard(self.parts.args[i]) for i in self.names}
         self.shards = {self.names[i]: shard for i, shard in own.items() if shard is not None}
         if self.parts.of.loss_scale is not None:
@@ -149,16 +151,14 @@ class _Appended:
     def masters(self) -> dict[str, StateInput]:
         """Return the inputs of masters, by the names of their parameters."""
         found = {}
-        for n, (i, full) in enumerate(self.parts.masters.items()):
+        for n, (i, full) in enumerate(self.full.items()):
             found[self.names[i]] = self._input(f"master_weight_{n}", full, f"master of {self.parts.names[i]}")
         return found
 
     def sums(self) -> dict[str, StateInput]:
         """Return the inputs of summed gradients, in the order of ``trained``."""
-        if not self.parts.accumulators:
-            return {}
-        pairs = zip(self.parts.trained, self.parts.accumulators, strict=True)
-        named = [(i, f"gradient_sum_{n}", total) for n, (i, total) in enumerate(pairs)]
+        sums = [(i, self.state.sum_of(self.parts.args[i])) for i in self.parts.trained if self.parts.adds]
+        named = [(i, f"gradient_sum_{n}", total) for n, (i, total) in enumerate(sums)]
         return {self.names[i]: self._input(name, t, f"gradient of {self.parts.names[i]}") for i, name, t in named}
 
     def update(self) -> list[Pass]:
@@ -183,14 +183,16 @@ class _Appended:
 
     def _norm(self) -> StateInput | None:
         """Return the input that gets the norm of the gradients."""
-        norm = self.parts.norm
-        return None if norm is None else self._input("gradient_norm", norm, "norm of the gradients")
+        if self.parts.of.clip_norm is None:
+            return None
+        device = self.parts.args[self.parts.trained[0]].device
+        return self._input("gradient_norm", self.state.norm_on(device), "norm of the gradients")
 
     def _groups(self) -> tuple[GroupInputs, ...]:
         """Return the inputs of each parameter group."""
         parts, found = self.parts, []
         numbers = {id(parts.of.sharded.parameter(parts.args[i])): i for i in parts.trained}
-        for n, (update, rate) in enumerate(zip(parts.updates, parts.learning_rates, strict=True)):
+        for n, update in enumerate(parts.updates):
             own = [numbers[id(p)] for p in update.params]
             states = [
                 [
@@ -200,14 +202,14 @@ class _Appended:
                 for kind, tensors in zip(update.names, update.states, strict=True)
             ]
             apply = update.apply if parts.of.compile == "eager" else update.apply_pointwise
-            rate_input = self._input(f"learning_rate_{n}", rate, "learning rate")
+            rate_input = self._input(f"learning_rate_{n}", self.state.rate_of(update.group), "learning rate")
             found.append(GroupInputs(apply, [self.names[i] for i in own], rate_input, states, elementwise=True))
         return tuple(found)
 
     def _copies(self) -> dict[str, list[str]]:
         """Return the inputs to round from each parameter, by its name: its copies, and itself if it has a master."""
         parts = self.parts
-        found = {self.names[i]: [self.inputs[i]] for i in parts.masters}
+        found = {self.names[i]: [self.inputs[i]] for i in self.full}
         for n, (i, _) in enumerate(parts.copies, len(parts.args)):
             if i in self.names:
                 found.setdefault(self.names[i], []).append(self.inputs[n])

@@ -188,25 +188,21 @@ class StepBuilder:
 
     def _parts(self, args: Sequence[Any], trained: list[int], names: Sequence[str], *, updates: bool) -> StepParts:
         """Return a step's parts without its forward; ``updates``: whether it updates, or sums gradients."""
-        state, parameters = self.state, [args[i] for i in trained]
+        parameters = [args[i] for i in trained]
         refuse_several_devices(parameters)
         refuse_state_of_another_model("TrainStep", self.optimizer, vars(self.optimizer))
         outside = bool(self.watched.why_outside)
         known = [self.sharded.parameter(p) for p in parameters]
         groups = group_updates(self.optimizer, known) if updates and not outside else []
-        device = parameters[0].device if parameters else torch.device("cpu")
         if self.loss_scale is not None:
-            self.loss_scale.to(device)
+            self.loss_scale.to(parameters[0].device if parameters else torch.device("cpu"))
         return StepParts(
             of=self,
             args=args,
             trained=trained,
             names=names,
             updates=groups,
-            learning_rates=[state.rate_of(u.group) for u in groups],
-            accumulators=[] if updates else [state.sum_of(p) for p in parameters],
-            masters={i: full for i in trained if (full := state.target_of(args[i])) is not args[i]},
-            norm=None if self.clip_norm is None or not parameters else state.norm_on(device),
+            adds=not updates and bool(trained),
             outside=outside,
         )
 

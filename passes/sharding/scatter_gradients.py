@@ -71,11 +71,7 @@ class ScatterGradients(JointPass):
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
     name: ClassVar[str] = "scatter-gradients"
-
-    @property
-    def changes_outputs(self) -> bool:
-        """Gradients in low precision become fp32."""
-        return True
+    changes_outputs = True  # gradients in low precision become fp32
 
     def run(self, gm: GraphModule) -> PassResult:
         """Start each reduction behind the unit's last gradient, and wait for all at the end."""

@@ -69,11 +69,7 @@ class LayOutGradients(JointPass):
     together: bool = False
 
     name: ClassVar[str] = "lay-out-gradients"
-
-    @property
-    def changes_outputs(self) -> bool:
-        """Gradients in low precision become fp32."""
-        return True
+    changes_outputs = True  # gradients in low precision become fp32
 
     def run(self, gm: GraphModule) -> PassResult:
         """Append a cast, and a copy into other strides, where they are needed."""

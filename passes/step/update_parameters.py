@@ -198,11 +198,7 @@ class ReturnOutputs(JointPass):
 
     name: ClassVar[str] = "return-outputs"
     writes: ClassVar[Writes] = Writes.KEPT
-
-    @property
-    def changes_outputs(self) -> bool:
-        """There are fewer, or in another order."""
-        return True
+    changes_outputs = True  # there are fewer, or in another order
 
     def run(self, gm: GraphModule) -> PassResult:
         """Choose among the outputs."""

@@ -272,12 +272,19 @@ def TwoBiases(self, x):
     return self.weight(x) + (self.b1 + self.b2)
 
 
+@forward_of(TwoBiases)
+def TwoBiasesInTwoGraphs(self, x):
+    torch._dynamo.graph_break()
+    return self.weight(x) + (self.b1 + self.b2)
+
+
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("kind", [TwoBiases, Recurrent])
+@pytest.mark.parametrize("kind", [TwoBiases, TwoBiasesInTwoGraphs, Recurrent])
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_value": 0.01}], ids=["plain", "norm", "value"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:(?s).*not one graph:amp_graph.errors.AmpGraphWarning")
 def test_a_gradient_that_two_parameters_share_is_unscaled_and_clipped_once(kind, compile, policy, clip):
     x, y = next(batches(1))
     model, optimizer = build(kind, torch.optim.SGD, lr=1.0)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from amp_graph.optim.optimizer_guards import show_update
 from amp_graph.passes.graph.meta_keys import LEFT_ALONE
-from amp_graph.passes.step.lay_out_gradients import add_in_place, laid_out
+from amp_graph.passes.step.lay_out_gradients import laid_out
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.rewrite import warn_of_full_precision
 from amp_graph.scaling.loss_scale import FloorWatch
@@ -73,7 +73,6 @@ class CapturedSteps:
         if graph.update:
             self._was_updated(graph.copies)
             return found
-        self._state.were_added_up(graph.parameters(args))
         if self._builder.micro_batches == 1:  # other ranks may have gradients that this one does not
             self.update_from_sums()
         return found
@@ -119,8 +118,7 @@ class CapturedSteps:
         with torch.no_grad():
             made = [laid_out(grad, self._state.target_of(p), ()) for p, grad in pairs]
             if parts > 1:
-                add_in_place([self._state.sum_of(p) for p in parameters], made)
-                self._state.were_added_up(parameters)
+                self._state.add_up(parameters, made)
             else:
                 self._update(parameters, made)
         return tuple(outputs)

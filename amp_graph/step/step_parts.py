@@ -39,7 +39,7 @@ class NoGradient(Exception):
 class StepParts:
     """The captured forward, the trained inputs by number, and what the graph does behind backward; ``of``: the options.
 
-    adds: whether the graph adds gradients to the sums of micro-batches, and updates nothing.
+    adds: whether the graph updates nothing, and returns gradients, which are added to the sums of micro-batches.
     """
 
     of: StepBuilder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_graph.optim.master_weights import follow, master_of, updated_master, were_written_back
-from amp_graph.passes.torch_compat.operators import foreach_copy_
+from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of
 from amp_graph.step.sharded_model import ShardedModel
 
@@ -115,8 +115,10 @@ class StepState:
             follow(parameter)
         self.was_updated(self.copies.values())
 
-    def were_added_up(self, parameters: Sequence[Tensor]) -> None:
-        """Record that these parameters have gradients from micro-batches so far."""
+    def add_up(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], *_: object) -> None:
+        """Add gradients of a micro-batch to the sums of these parameters; it has no verdict."""
+        if parameters:
+            foreach_add_([self.sum_of(p) for p in parameters], list(grads))
         self.pending.update((id(p), p) for p in parameters)
 
     def drop_sums(self) -> None:

@@ -30,10 +30,7 @@ from amp_graph.passes.pipeline_table import TABLE
 from amp_graph.passes.sharding.round_lookups import RoundLookups
 from amp_graph.passes.sharding.scatter_gradients import AgreeOnShards, ScatterGradients
 from amp_graph.passes.sharding.shard_parameters import Shard, ShardParameters
-from amp_graph.passes.step.lay_out_gradients import (
-    AddGradients,
-    LayOutGradients,
-)
+from amp_graph.passes.step.lay_out_gradients import LayOutGradients
 from amp_graph.passes.step.update_parameters import (
     AddUpdateTargets,
     GroupInputs,
@@ -57,7 +54,6 @@ SCALED = Condition("loss scale", "only with a loss scale, as fp16 has by default
 SCALED_OR_SPLIT = Condition(
     "loss scale or micro-batches", "only with a loss scale, as fp16 has by default, or with micro_batches", _scales
 )
-SPLIT = _of_step("micro-batches", "only with micro_batches")
 RANKS = _of_step("ranks", "only with several ranks")
 SHARDED = _of_step("sharded parameters", "only with parameters that fully_shard has sharded")
 CLIPPED = _of_step("clip", "only with clip_norm or clip_value")
@@ -77,7 +73,6 @@ STEP_TABLE = (
     _row(ShardParameters, STEP, BIT_EXACT, SHARDED),
     _row(ScatterGradients, STEP, NETWORK, SHARDED),
     _row(LayOutGradients, STEP, BIT_EXACT),
-    _row(AddGradients, STEP, BIT_EXACT, SPLIT),
     _row(AverageOverRanks, SCALING, NETWORK, RANKS),
     _row(CheckFiniteAndUnscale, SCALING, approximate("bit-exact where the scale is a power of two"), SCALED),
     _row(AgreeOnShards, STEP, NETWORK, SHARDED),
@@ -97,15 +92,14 @@ def appended_passes(parts: StepParts, outputs: int, inputs: Mapping[int, str]) -
     weights follow the captured graph's own.
     """
     work, scaled, splits = _Appended(parts, inputs), parts.of.loss_scale is not None, parts.of.micro_batches > 1
-    masters, sums = work.masters(), work.sums()
+    masters = work.masters()
     found = [
         *([ScaleLoss(parts.of.micro_batches, scaled)] if scaled or (splits and parts.forward) else []),
         *([AddUpdateTargets(masters)] if masters else []),
         *work.sharding(),
         parts.layout(),
-        *([AddGradients(sums)] if sums else []),
         *(work.update() if parts.trained and not parts.adds else []),
-        ReturnOutputs(outputs, parts.outside and not parts.adds),
+        ReturnOutputs(outputs, parts.outside or parts.adds),
     ]
     return found, work.tensors
 
@@ -154,12 +148,6 @@ class _Appended:
         for n, (i, full) in enumerate(self.full.items()):
             found[self.names[i]] = self._input(f"master_weight_{n}", full, f"master of {self.parts.names[i]}")
         return found
-
-    def sums(self) -> dict[str, StateInput]:
-        """Return the inputs of summed gradients, in the order of ``trained``."""
-        sums = [(i, self.state.sum_of(self.parts.args[i])) for i in self.parts.trained if self.parts.adds]
-        named = [(i, f"gradient_sum_{n}", total) for n, (i, total) in enumerate(sums)]
-        return {self.names[i]: self._input(name, t, f"gradient of {self.parts.names[i]}") for i, name, t in named}
 
     def update(self) -> list[Pass]:
         """Return the passes that average, unscale, clip, update, adjust the scale and write low-precision copies."""

@@ -121,6 +121,8 @@ class StepBuilder:
         step.copies = list(copies.values())
         if updates:
             self._set_update(step, self.compile)
+        elif step.trained:
+            step.after = self.state.add_up
         return step
 
     def parameters(self) -> list[Tensor]:

@@ -1,14 +1,13 @@
-"""Bring gradients into the precision and memory layout in which an update reads them, and add them up.
+"""Bring gradients into the precision and memory layout in which an update reads them.
 
 Before: gradients as backward makes them, in low precision where a weight was read in it, in any strides. After: fp32,
-unless the update reads low precision itself, in the strides of what is updated. With micro-batches they are added to
-sums, new inputs, which a graph of the update reads.
+unless the update reads low precision itself, in the strides of what is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,18 +15,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from amp_graph.passes.base import Change, PassResult
-from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
+from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
-    UPDATES,
     JointPass,
     gradient_nodes,
     joint_of,
     parameter_nodes,
-    refuse_behind,
     set_gradients,
 )
-from amp_graph.passes.torch_compat.operators import foreach_add_, foreach_copy_
+from amp_graph.passes.torch_compat.operators import foreach_copy_
 
 TOGETHER = 32  # gradients that one call casts
 
@@ -86,33 +83,3 @@ class LayOutGradients(JointPass):
         set_gradients(gm, made)
         changed = [(new, name) for old, new, name in zip(grads, made, joint.gradients, strict=True) if old is not new]
         return PassResult(gm, tuple(Change("gradients", "lay out a gradient", n.name, f"as {p}") for n, p in changed))
-
-
-def add_in_place(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Add ``grads`` to ``sums``, which are as many."""
-    if sums:
-        foreach_add_(list(sums), list(grads))
-
-
-@dataclass(frozen=True)
-class AddGradients(JointPass):
-    """Adds the gradients of a joint graph to ``sums``, by name of parameter; adds an input for each.
-
-    Law: each sum is that of the gradients of all micro-batches, in their order. Exactness: bit-exact.
-    """
-
-    sums: Mapping[str, StateInput] = field(default_factory=dict)
-
-    name: ClassVar[str] = "add-gradients"
-    adds_inputs: ClassVar[bool] = True
-
-    def run(self, gm: GraphModule) -> PassResult:
-        """Append the sums."""
-        refuse_behind(gm, self.name, "average-over-ranks", "check-finite-and-unscale", "clip-gradients", *UPDATES)
-        names = joint_of(gm).gradients
-        if not names:
-            return PassResult(gm)
-        sums = add_inputs(gm, [self.sums[name] for name in names])
-        append(gm, add_in_place, sums, gradient_nodes(gm))
-        what = f"{len(sums)} gradients to their sums"
-        return PassResult(gm, (Change("micro-batches", "add up gradients", sums[0].name, what),))

@@ -140,7 +140,7 @@ def test_what_a_graph_cannot_do_without_is_required_and_nothing_else():
     """A pass that is not required is left out of a graph in which it fails."""
     required = {row.name for row in EVERY if row.cls.required}
     assert required == {
-        "add-gradients", "add-update-targets", "agree-on-shards", "average-over-ranks",
+        "add-update-targets", "agree-on-shards", "average-over-ranks",
         "check-finite-and-unscale", "check-portable", "clip-gradients", "emulate-cuda", "fp32-norm-gradients",
         "identify-ops", "insert-casts", "lay-out-gradients", "plan-precision", "return-outputs", "scale-loss",
         "scatter-gradients", "shard-parameters", "uniform-operands", "update-loss-scale", "update-parameters",

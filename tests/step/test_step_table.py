@@ -19,7 +19,6 @@ from amp_graph.step.step_table import (
     RANKS,
     SCALED,
     SCALED_OR_SPLIT,
-    SPLIT,
     STEP_TABLE,
 )
 
@@ -64,10 +63,10 @@ KINDS = {
     "bf16": ({}, set()),
     "fp16, clip": (dict(policy="fp16", clip_norm=1.0), {SCALED, SCALED_OR_SPLIT, CLIPPED}),
     "masters": (dict(policy="bf16-O2", clip_value=0.1), {MASTERS, CLIPPED}),
-    "micro-batches": (dict(micro_batches=2), {SCALED_OR_SPLIT, SPLIT}),
+    "micro-batches": (dict(micro_batches=2), {SCALED_OR_SPLIT}),
     "masters, fp16, micro-batches": (
         dict(policy="fp16-O2", micro_batches=2),
-        {SCALED, SCALED_OR_SPLIT, SPLIT, MASTERS},
+        {SCALED, SCALED_OR_SPLIT, MASTERS},
     ),
     "outside": (
         dict(optimizer=torch.optim.RMSprop, policy="fp16"),
@@ -88,8 +87,7 @@ def test_a_step_appends_in_the_order_of_the_table_what_its_rows_say(kind, append
 def test_so_does_a_step_over_two_ranks(options, appended):
     with two_ranks():
         graphs = appended("fp16", **options)
-    split = {SPLIT} if options else set()
-    _says_what_is_appended(graphs, {SCALED, SCALED_OR_SPLIT, RANKS} | split)
+    _says_what_is_appended(graphs, {SCALED, SCALED_OR_SPLIT, RANKS})
 
 
 def _says_what_is_appended(graphs, holds):

@@ -22,7 +22,7 @@ from amp_graph.passes.loss_scaling import (
 )
 from amp_graph.passes.loss_scaling.append import StateInput
 from amp_graph.passes.manager import run_passes
-from amp_graph.passes.step.lay_out_gradients import AddGradients, LayOutGradients
+from amp_graph.passes.step.lay_out_gradients import LayOutGradients
 from amp_graph.passes.step.update_parameters import (
     AddUpdateTargets,
     GroupInputs,
@@ -128,17 +128,6 @@ def descend(parameters, grads, states, rate, found_inf):
         parameter.sub_(rate * grad)
 
 
-def test_gradients_are_added_up_over_micro_batches():
-    total = torch.zeros(2, 3)
-    sums = {"w": StateInput("gradient_sum", total)}
-    gm, w, _ = graph()
-    run_passes(gm, [AddGradients(sums), ReturnOutputs(1)], checked=True, strict=True)
-    assert len(gm(w, total)) == 1
-    assert torch.equal(total, 2 * w)
-    gm(w, total)
-    assert torch.equal(total, 4 * w)
-
-
 def test_a_master_is_updated_and_rounded_into_its_low_parameter():
     gm, w, given = graph(torch.bfloat16)
     master = w.detach().float() + 1e-4
@@ -170,13 +159,10 @@ def test_gradients_take_the_layout_of_what_is_updated():
 
 
 DESCEND = UpdateParameters((GroupInputs(descend, ["w"], StateInput("rate", torch.ones(()))),))
-SUM = AddGradients({"w": StateInput("gradient_sum", torch.zeros(2, 3))})
 ORDERS = [
     (DESCEND, ClipGradients(norm=1.0)),
     (DESCEND, ScaleLoss()),
     (DESCEND, AverageOverRanks("0", 2)),
-    (DESCEND, SUM),
-    (ClipGradients(norm=1.0), SUM),
     (ClipGradients(norm=1.0), AverageOverRanks("0", 2)),
 ]
 

@@ -106,15 +106,13 @@ class Watch(TorchDispatchMode):
         if draws(func, given) and not (self._draws and outer_saved_tensors_hooks() is None):
             return "backward draws random numbers, as a checkpoint does that runs forward again"
         self.written.update(storage_key(t) for t in _tensors([given[n] for n in written_arguments(func)]))
-        return self._elsewhere(func, given["device"]) if given.get("device") else ""
+        asked = given.get("device") or self._device  # perhaps without a number
+        return "" if asked.type == self._device.type else f"{func} is on {asked}, not on {self._device}"
 
     def _look_at(self, func: OpOverload, given: Any) -> None:
         for tensor in _tensors(given):
-            if why := self._elsewhere(func, tensor.device):
-                raise CannotRecord(why)
-
-    def _elsewhere(self, func: OpOverload, device: torch.device) -> str:
-        return "" if device.type == self._device.type else f"{func} is on {device}, not on {self._device}"
+            if tensor.device != self._device:
+                raise CannotRecord(f"{func} is on {tensor.device}, not on {self._device}")
 
 
 def _tensors(given: Any) -> list[Tensor]:

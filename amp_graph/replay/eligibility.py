@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.passes.graph.node_info import calls_torch, draws, is_higher_order, schema_arguments, written_arguments
 from amp_graph.passes.torch_compat.autograd import nodes_behind, outer_saved_tensors_hooks
-from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload
+from amp_graph.passes.torch_compat.dispatch import PLAIN, OpOverload, TorchDispatchMode
 from amp_graph.passes.torch_compat.modules import is_fsdp, surrounding_ddp
 from amp_graph.passes.torch_compat.storage import storage_key
 from amp_graph.passes.weights.batch_weight_casts import has_process_group

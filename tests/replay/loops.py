@@ -87,21 +87,6 @@ def plain(model, steps=STEPS, loss=None, updates=True, rate=0.1, **at):
 
 
 @loop
-def simple(word):
-    return plain(converted(word))
-
-
-@loop
-def dropout_and_batch_norm(word):
-    return plain(converted(word, Net(drop=0.3, norm=True)))
-
-
-@loop
-def in_fp16_at_o2(word):
-    return plain(converted(word, policy="fp16-O2"))
-
-
-@loop
 def kernels_chosen_by_settings(word):
     """Attention by one fused kernel, and in between by separate ones, which round elsewhere."""
     model = converted(word, Attends(), policy="bf16,skip=attention")
@@ -420,24 +405,9 @@ def saved_tensor_hooks(word):
     return plain(model, 2 * STEPS, loss, updates=False)
 
 
-@loop
-def checkpoints(word):
-    return plain(converted(word, Checkpointed()))
-
-
-@declined("random")
-def checkpoints_with_random_draws(word):
-    return plain(converted(word, Checkpointed(0.2)))
-
-
 class Checkpointed(Net):
     def forward(self, x):
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-
-@declined("local_scalar_dense")
-def a_host_sync(word):
-    return plain(converted(word, AsksValue()))
 
 
 class AsksValue(Net):
@@ -446,20 +416,10 @@ class AsksValue(Net):
         return out * float(extra.detach().item() > -100), extra
 
 
-@declined("shape of index's result depends on data")
-def a_shape_by_data(word):
-    return plain(converted(word, Selects()))
-
-
 class Selects(Net):
     def forward(self, x):
         out, extra = super().forward(x)
         return out, out[out > 0].sum() + extra
-
-
-@declined("shares memory")
-def outputs_that_share_memory(word):
-    return plain(converted(word, Shares()))
 
 
 class Shares(Net):
@@ -483,3 +443,23 @@ class Writes(Net):
     def forward(self, x):
         x.add_(1)
         return super().forward(x * 1)
+
+
+# Plain training of a model, in a policy; and the reason where it is not recorded.
+OF_MODELS = {
+    "simple": (Net, "bf16", ""),
+    "dropout_and_batch_norm": (lambda: Net(drop=0.3, norm=True), "bf16", ""),
+    "in_fp16_at_o2": (Net, "fp16-O2", ""),
+    "checkpoints": (Checkpointed, "bf16", ""),
+    "checkpoints_with_random_draws": (lambda: Checkpointed(0.2), "bf16", "random"),
+    "a_host_sync": (AsksValue, "bf16", "local_scalar_dense"),
+    "a_shape_by_data": (Selects, "bf16", "shape of index's result depends on data"),
+    "outputs_that_share_memory": (Shares, "bf16", "shares memory"),
+}
+LOOPS.update(
+    {
+        name: lambda word, build=build, policy=policy: plain(converted(word, build(), policy))
+        for name, (build, policy, _) in OF_MODELS.items()
+    }
+)
+DECLINED.update({name: why for name, (_, _, why) in OF_MODELS.items() if why})

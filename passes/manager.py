@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from amp_graph.lists import AmpGraphError, ListError, warn
 from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.graph_snapshot import Snapshot
+from amp_graph.passes.graph.graph_snapshot import snapshot
 from amp_graph.passes.graph.graph_text import target_text
 from amp_graph.passes.verify import Checked, Contract, verify
 
@@ -66,19 +66,19 @@ def run_passes(
     """
     checked = is_verifying() if checked is None else checked
     strict = is_strict() if strict is None else strict
-    saved = Snapshot.of(gm)
+    restore = snapshot(gm)
     failed: dict[int, AmpGraphError] = {}
     while True:
         try:
             done = _run(gm, passes, failed, checked or bool(failed))
         except _Failed as found:
-            saved.restore()
+            restore()
             if strict or passes[found.place].required:
                 raise found.error from found.error.__cause__
             failed[found.place] = found.error
             warn(f"amp_graph: the pass {passes[found.place].name} is left out of a graph: {found.error}\n{REPORT_IT}")
         except ListError:
-            saved.restore()
+            restore()
             raise
         else:
             gm.recompile()

@@ -77,11 +77,10 @@ def verify(gm: GraphModule, before: Contract, by: Pass | None = None, checked: C
     mode = fake_mode_of(gm)
     checked = {} if checked is None else checked
     for node in gm.graph.nodes:
-        if mode is None or _is_as_checked(node, checked):
-            continue
-        if _is_checked(node, mode):
-            _check_value(node, mode)
-        checked[node] = _state(node)
+        if mode is not None and not _is_as_checked(node, checked):
+            if _is_checked(node, mode):
+                _check_value(node, mode)
+            checked[node] = _state(node)
     return after
 
 

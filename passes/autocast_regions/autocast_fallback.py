@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from amp_graph.lists.errors import Attempt, Undo
 from amp_graph.passes.graph.fake_values import fake_mode_of, keep_trained, tensors, value
-from amp_graph.passes.graph.graph_snapshot import Snapshot
+from amp_graph.passes.graph.graph_snapshot import snapshot
 from amp_graph.passes.graph.meta_keys import CAPTURED, UNPLANNED
 from amp_graph.passes.graph.observe import Observer
 from amp_graph.passes.graph.propagate_fake_values import Recorder
@@ -28,7 +28,7 @@ def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, 
     ``keep_outputs``: cast outputs back to their captured dtypes. ``why``: the reason, for the report. If the operations
     cannot run under autocast (as fake tensors show), ``gm`` stays as captured, in full precision.
     """
-    saved = Snapshot.of(gm)
+    restore = snapshot(gm)
     how = f"runs under torch.autocast({device!r}, {dtype})"
     with Attempt() as tried:  # whatever an operation, or a tracer of torch, raises
         _put_region(gm, dtype, device)
@@ -36,7 +36,7 @@ def run_as_autocast(gm: GraphModule, dtype: torch.dtype, device: str, why: str, 
             _restore_outputs(gm)
         _record(gm)
     if tried.error is not None:
-        saved.restore()
+        restore()
         how = f"runs as captured: under torch.autocast it fails ({tried.reason})"
     gm.meta[UNPLANNED] = f"{how}, without a plan: {why}"
     gm.recompile()

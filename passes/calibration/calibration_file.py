@@ -69,10 +69,9 @@ def _parts(one: NodeRange) -> dict[str, Any]:
 
 def _range_dict(found: Range) -> dict[str, Any]:
     peak = {"max": found.largest, "batches": found.batches, "over": dict(found.over), "mask": found.mask}
-    if not found.elements and not found.masked:
-        return peak
     numbers = {"least": found.least, "elements": found.elements, "zeros": found.zeros, "masked": found.masked}
-    return {**peak, **numbers, "exponents": {str(e): n for e, n in found.exponents.items()}}
+    numbers["exponents"] = {str(e): n for e, n in found.exponents.items()}
+    return peak | numbers if found.elements or found.masked else peak
 
 
 def write_file(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
@@ -139,16 +138,10 @@ def _node(data: Any) -> NodeRange:
 
 def _range(data: Any) -> Range:
     over = {name: _count(data["over"][name]) for name in DTYPES}
-    elements, zeros, masked = (_count(data.get(name, 0)) for name in ("elements", "zeros", "masked"))
+    sizes = {name: _size(data.get(name, 0.0)) for name in ("mask", "least")}
+    counts = {name: _count(data.get(name, 0)) for name in ("elements", "zeros", "masked")}
     exponents = {int(e): _count(n) for e, n in data.get("exponents", {}).items()}
-    sizes = (
-        _size(data["max"]),
-        _count(data["batches"]),
-        over,
-        _size(data.get("mask", 0.0)),
-        _size(data.get("least", 0.0)),
-    )
-    return Range(*sizes, elements, zeros, masked, exponents)
+    return Range(_size(data["max"]), _count(data["batches"]), over, **sizes, **counts, exponents=exponents)
 
 
 def _typed(found: Any, kind: type) -> Any:

@@ -17,7 +17,7 @@ from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.edit import describe
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.graph_text import target_text
-from amp_graph.passes.graph.identify_ops import is_part, is_tensor_call, names_of
+from amp_graph.passes.graph.identify_ops import is_tensor_call, names_of
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.precision.classify import CONVERSIONS, is_conversion_target
@@ -101,12 +101,10 @@ def _not_portable(node: Node) -> str:
     """Return why ``node`` is not portable; "" if it is."""
     if node.op == "call_module":
         return "" if node.target == GUARDS else "a module call"
-    if node.op not in ("call_function", "call_method") or not _touches_tensors(node):
+    if not is_tensor_call(node):
         return ""
     if node.op == "call_method":
         return "a method call"
-    if is_part(node) or node_info.is_higher_order(node):
-        return ""
     target = node.target
     if not isinstance(target, OpOverload):
         return "a Python function"
@@ -114,10 +112,6 @@ def _not_portable(node: Node) -> str:
         return "an operator of amp_graph"
     found = sorted({str(t.dtype).removeprefix("torch.") for t in float_operands(node)})
     return f"operands of {' and '.join(found)}" if len(found) > 1 else ""
-
-
-def _touches_tensors(node: Node) -> bool:
-    return bool(tensors(value(node))) or any(tensors(value(source)) for source in node.all_input_nodes)
 
 
 def float_operands(node: Node) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -121,5 +120,5 @@ def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:
         composite = node_info.is_composite(o.op) or o.op in DECOMPOSITIONS
         return composite and not node_info.is_view(o.op) and not has_rule(o)
 
-    found, _ = taken_apart(partial(identify, node, mode), is_composite)
+    found, _ = taken_apart(node, mode, is_composite)
     return isinstance(found, str) or any(map(has_rule, found))

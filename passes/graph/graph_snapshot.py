@@ -1,14 +1,12 @@
 """Save a graph, and restore it after a failed pass.
 
-Before: ``saved = Snapshot.of(gm)``, then a pass that raises. After ``saved.restore()``: ``gm`` as before the pass.
+Before: ``restore = snapshot(gm)``, then a pass that raises. After ``restore()``: ``gm`` as before the pass.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -17,27 +15,22 @@ from torch.fx import Graph, GraphModule, Node
 _SOURCE = "_dynamo_source"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The nodes, the metadata and the attributes of a graph module; tensors are shared, and so are inner graphs."""
+def snapshot(gm: GraphModule) -> Callable[[], None]:
+    """Copy everything that a pass may change; return what restores it, as often as it is called.
 
-    gm: GraphModule
-    graph: Graph
-    meta: dict[str, Any]
-    attributes: frozenset[str]
+    That is the nodes, with their metadata, and the graph's; attributes that were added since are removed. Tensors are
+    shared, and so are inner graphs.
+    """
+    graph, meta, attributes = copied_graph(gm), dict(gm.meta), _attributes(gm)
 
-    @staticmethod
-    def of(gm: GraphModule) -> Snapshot:
-        """Copy everything that a pass may change."""
-        return Snapshot(gm, copied_graph(gm), dict(gm.meta), frozenset(_attributes(gm)))
+    def restore() -> None:
+        for name in _attributes(gm) - attributes:
+            delattr(gm, name)
+        gm.graph = copied_graph(gm, graph)
+        gm.meta.clear()
+        gm.meta.update(meta)
 
-    def restore(self) -> None:
-        """Restore the nodes, and remove attributes that were added since; may be called again."""
-        for name in _attributes(self.gm) - self.attributes:
-            delattr(self.gm, name)
-        self.gm.graph = copied_graph(self.gm, self.graph)
-        self.gm.meta.clear()
-        self.gm.meta.update(self.meta)
+    return restore
 
 
 def _attributes(gm: GraphModule) -> set[str]:

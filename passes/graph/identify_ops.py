@@ -184,16 +184,17 @@ def _leaf_key(leaf: Any) -> Any:
 
 
 def taken_apart(
-    look: Callable[[frozenset[OpOverload]], Operations | str],
+    node: Node,
+    mode: FakeTensorMode,
     further: Callable[[Operation], bool],
     apart: frozenset[OpOverload] = frozenset(),
 ) -> tuple[Operations | str, frozenset[OpOverload]]:
-    """Return what ``look`` finds once it decomposes all operations for which ``further`` holds, and these operations.
+    """Identify ``node`` with all operations decomposed for which ``further`` holds; return these operations, too.
 
-    ``look`` is ``identify`` for one node; it takes the operations to decompose.
+    ``apart``: those that are decomposed in any case.
     """
     while True:
-        found = look(apart)
+        found = identify(node, mode, apart)
         more = () if isinstance(found, str) else {o.op for o in found if o.op not in apart and further(o)}
         if not more:
             return found, apart

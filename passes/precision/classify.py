@@ -6,7 +6,6 @@ Before: ``aten.layer_norm(x, w, b)``. After: ``fp32_inside`` for ``x``; ``w`` an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -216,7 +215,7 @@ def _listed_identity(node: Node, lists: OpList, mode: FakeTensorMode) -> tuple[O
         composite = node_info.is_composite(o.op) or o.op in DECOMPOSITIONS
         return o.floating and composite and not known and "dropout" not in str(o.op)
 
-    found, apart = taken_apart(partial(identify, node, mode), is_composite)
+    found, apart = taken_apart(node, mode, is_composite)
     if isinstance(found, str):  # a composite that cannot be decomposed counts as one operation
         return whole, frozenset()
     rules = [lists.lookup(o.op, o.arguments) for o in found if o.floating]

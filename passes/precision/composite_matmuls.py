@@ -6,13 +6,13 @@ which ``torch.autocast`` sees. ``inner(a, b)`` of matrices stays a matmul.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from torch.fx import Node
 
 from amp_graph.lists import OpClass, OpList, load
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.identify_ops import Operation, Operations, identify, taken_apart
+from amp_graph.passes.graph.identify_ops import Operation, Operations, taken_apart
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
@@ -27,8 +27,7 @@ def without_false_products(
     left = [o for o in found if _is_product_by_its_parts(o, lists)]
     if not left or len(left) < sum(_is_allowed(o, lists) for o in found):
         return found, apart
-    look = partial(identify, node, mode)
-    parts, more = taken_apart(look, lambda o: _is_decomposed(o, lists), apart)
+    parts, more = taken_apart(node, mode, lambda o: _is_decomposed(o, lists), apart)
     if isinstance(parts, str) or any(_is_allowed(o, lists) for o in parts):
         return found, apart
     return parts, more

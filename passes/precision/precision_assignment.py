@@ -8,7 +8,7 @@ importing it takes longer than planning a model.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,17 +26,12 @@ def full_side(edges: Mapping[tuple[int, int], int]) -> set[int]:
         room[a][b] = room[a].get(b, 0) + capacity
         room[b].setdefault(a, 0)
     _saturate(room)
-    found, queue = {FULL_ALWAYS}, [FULL_ALWAYS]
-    for node in queue:
-        before = [other for other in room[node] if room[other][node] and other not in found]
-        found.update(before)
-        queue.extend(before)
-    return found
+    return set(_distances(FULL_ALWAYS, lambda node: [other for other in room[node] if room[other][node]]))
 
 
 def _saturate(room: Room) -> None:
     """Send the maximum flow from ``LOW_ALWAYS`` to ``FULL_ALWAYS``."""
-    while FULL_ALWAYS in (level := _levels(room)):
+    while FULL_ALWAYS in (level := _distances(LOW_ALWAYS, lambda node: [e for e, left in room[node].items() if left])):
         untried = {node: list(ends) for node, ends in room.items()}
         while path := _path(room, level, untried):
             amount = min(room[a][b] for a, b in pairwise(path))
@@ -45,15 +40,15 @@ def _saturate(room: Room) -> None:
                 room[b][a] += amount
 
 
-def _levels(room: Room) -> dict[int, int]:
-    """Return the distance from ``LOW_ALWAYS`` of each node that it reaches."""
-    level, queue = {LOW_ALWAYS: 0}, [LOW_ALWAYS]
+def _distances(start: int, beside: Callable[[int], list[int]]) -> dict[int, int]:
+    """Return the distance of each node that ``start`` reaches by steps to those ``beside`` a node."""
+    found, queue = {start: 0}, [start]
     for node in queue:
-        for end, left in room[node].items():
-            if left and end not in level:
-                level[end] = level[node] + 1
+        for end in beside(node):
+            if end not in found:
+                found[end] = found[node] + 1
                 queue.append(end)
-    return level
+    return found
 
 
 def _path(room: Room, level: Mapping[int, int], untried: Mapping[int, list[int]]) -> list[int]:

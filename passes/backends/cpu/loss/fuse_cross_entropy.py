@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,19 +35,12 @@ REDUCTIONS = ("none", "mean", "sum")
 RESHAPES = frozenset({"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.contiguous"})
 
 
-@dataclass(frozen=True)
-class Logits:
-    """What a loss reads: the cast that upcasts the logits, and what reshapes it, from the cast on."""
+class Logits(NamedTuple):
+    """What a loss reads: logits in low precision, the cast that widens them, and what reshapes it, from the cast on."""
 
+    low: Node
     cast: Node
     path: tuple[Node, ...]
-
-    @property
-    def low(self) -> Node:
-        """The logits in low precision."""
-        source = self.cast.args[0]
-        assert isinstance(source, Node), "a cast reads a value"
-        return source
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ def _logits(node: Node) -> Logits | None:
             return None
         path.insert(0, node)
         node = node.args[0]
-    return Logits(node, tuple(path))
+    return Logits(node.all_input_nodes[0], node, tuple(path))
 
 
 def _widens(node: Node) -> bool:

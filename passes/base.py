@@ -6,6 +6,7 @@ Before: ``gm``. After: ``PassResult(gm, changes, skips)``, where each change and
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -81,10 +82,15 @@ class Pass:
     in mixed precision, or would be less exact than its policy promises.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # that of its class: ``FuseGelu`` is "fuse-gelu"
     writes: ClassVar[Writes] = Writes.KEPT
     required: ClassVar[bool] = False
     adds_inputs: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Name a pass after its class."""
+        if "name" not in vars(cls):
+            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
     @property
     def changes_outputs(self) -> bool:

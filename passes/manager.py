@@ -64,7 +64,7 @@ def run_passes(
     Raises PassError or VerifyError, which name the pass, if strict or if the pass is ``required``; ``gm`` is then
     unchanged. ListError and PolicyError are not wrapped, as they report errors in the user's input.
     """
-    checked = is_verifying() if checked is None else checked
+    checked = os.environ.get(VERIFY, "") not in ("", "0") if checked is None else checked
     strict = is_strict() if strict is None else strict
     restore = snapshot(gm)
     failed: dict[int, AmpGraphError] = {}
@@ -112,11 +112,6 @@ def _run(
             raise _Failed(i, _wrapped(one, error)) from error
         done.append(Timed(one.name, result, seconds))
     return tuple(done)
-
-
-def is_verifying() -> bool:
-    """Say whether the environment variable AMP_GRAPH_VERIFY enables all checks."""
-    return os.environ.get(VERIFY, "") not in ("", "0")
 
 
 def is_strict() -> bool:

@@ -47,7 +47,10 @@ class Contract:
         mode = fake_mode_of(gm)
         lives = Lifetimes.of(gm) if writes is Writes.OWN else None
         held = [n for n in nodes if lives is None or _outlives(n, lives)]
-        effects = tuple(_effects(held, mode)) if mode else ()
+        parts = [part for node in held for part in _operations(node, mode)] if mode else []
+        effects = tuple(  # random draws, and writes to memory, in order
+            str(part.op) for part in parts if node_info.draws(part.op, part.arguments) or node_info.is_mutable(part.op)
+        )
         return Contract(inputs, tuple(outputs), parameters, effects, frozenset(n.name for n in _without_value(gm)))
 
 
@@ -128,16 +131,6 @@ def _without_removed(before: tuple[str, ...], after: tuple[str, ...]) -> tuple[s
         elif not effect.startswith(("aten.relu_", "aten.add_")):
             kept.append(effect)
     return tuple(kept)
-
-
-def _effects(nodes: list[Node], mode: FakeTensorMode) -> list[str]:
-    """List the operations that draw random numbers or write to memory, in order."""
-    return [
-        str(part.op)
-        for node in nodes
-        for part in _operations(node, mode)
-        if node_info.draws(part.op, part.arguments) or node_info.is_mutable(part.op)
-    ]
 
 
 def _outlives(node: Node, lives: Lifetimes) -> bool:

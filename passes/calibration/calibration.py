@@ -191,7 +191,9 @@ def _over(peak: Range, dtype: str) -> str:
 def advice(values: Mapping[str, NodeRange], dtype: str) -> ScaleAdvice:
     """Return the largest loss scale with which no gradient overflows that fits unscaled, and what it makes 0."""
     limit = LIMITS[dtype]
-    fits = {key: p for key, one in values.items() if one.free and 0.0 < (p := _gradient_peak(one)) <= limit}
+    parts = {key: (one.gradient, one.gives) for key, one in values.items() if one.free}
+    peaks = {key: max((p.largest for p in given if p is not None), default=0.0) for key, given in parts.items()}
+    fits = {key: peak for key, peak in peaks.items() if 0.0 < peak <= limit}
     if not fits:
         return ScaleAdvice(1.0, 0.0)
     scale = min(_power_below(limit / max(fits.values())), LARGEST_SCALE)
@@ -202,10 +204,6 @@ def underflow(values: Mapping[str, NodeRange], keys: Iterable[str], dtype: str, 
     """Return the mean share, over operations, of nonzero gradient elements that become 0."""
     found = [g.fractions(dtype, scale)["underflow"] for k in keys if (g := values[k].gradient) is not None]
     return sum(found) / len(found) if found else 0.0
-
-
-def _gradient_peak(one: NodeRange) -> float:
-    return max((p.largest for p in (one.gradient, one.gives) if p is not None), default=0.0)
 
 
 def _power_below(number: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,8 +43,6 @@ class EliminateCasts(Pass):
     Full -> low -> full stays: it rounds. A constant that both dtypes represent exactly is created in the second one,
     and a number that Python reads from a tensor is the same before and after an upcast. Exactness: bit-exact.
     """
-
-    name: ClassVar[str] = "eliminate-casts"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Walk the graph once, in order."""
@@ -110,16 +108,12 @@ def _redundant(node: Node, memory: Memory) -> tuple[Node, str] | str:
         return f"{value(origin).dtype} -> {value(source).dtype} -> back rounds: kept"
     if len(source.users) > 1 and captured(origin).requires_grad:
         return "gradients of several readers are summed in the wide dtype: kept"
-    if _is_callers(origin, memory) and _is_kept_for_backward(node):
+    may_be_saved = any(t.requires_grad for reader in node.users for t in tensors(captured(reader)))
+    if may_be_saved and _is_callers(origin, memory):
         return "backward would read an input of the caller, who may write to it before: kept"
     if is_returned_copy(node, origin, memory):
         return "the caller gets the copy, and may write to it: kept"
     return origin, f"{value(origin).dtype} -> {value(source).dtype} -> {value(node).dtype} changes no bit"
-
-
-def _is_kept_for_backward(node: Node) -> bool:
-    """Say whether a reader of ``node`` may save it for backward."""
-    return any(t.requires_grad for reader in node.users for t in tensors(captured(reader)))
 
 
 def _is_callers(node: Node, memory: Memory) -> bool:

@@ -50,7 +50,6 @@ class InsertCasts(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "insert-casts"
     required: ClassVar[bool] = True
 
     @property

@@ -110,7 +110,6 @@ class Fp32NormGradients(NodePass):
     input gradient are bit-exact; the parameter gradients are more accurate.
     """
 
-    name: ClassVar[str] = "fp32-norm-gradients"
     required: ClassVar[bool] = True
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:

@@ -38,7 +38,6 @@ class UsePortableOps(NodePass):
     Exactness: bit-exact, as the same operators run.
     """
 
-    name: ClassVar[str] = "use-portable-ops"
     required: ClassVar[bool] = True
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
@@ -84,7 +83,6 @@ class CheckPortable(NodePass):
     Exactness: bit-exact, as nothing changes.
     """
 
-    name: ClassVar[str] = "check-portable"
     required: ClassVar[bool] = True
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -80,7 +80,6 @@ class ShareCasts(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "share-casts"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every inserted cast to low precision."""

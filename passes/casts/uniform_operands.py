@@ -32,7 +32,6 @@ class UniformOperands(Pass):
     kernels that take mixed operands compute in the widest dtype themselves.
     """
 
-    name: ClassVar[str] = "uniform-operands"
     required: ClassVar[bool] = True
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change]:

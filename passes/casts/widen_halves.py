@@ -24,7 +24,6 @@ from amp_graph.passes.graph.meta_keys import INSIDE, REGION, WIDENED
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.graph.trace_node import DECOMPOSITIONS
 from amp_graph.passes.pipeline_options import PipelineOptions
-from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 
@@ -38,7 +37,6 @@ class WidenHalves(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "widen-halves"
     required: ClassVar[bool] = True
 
     @property
@@ -98,13 +96,10 @@ def _is_upcast(node: Node, mode: FakeTensorMode, lists: OpList) -> bool:
     found = identify(node, mode)
     if isinstance(found, str):
         return False
-    rules = [lists.lookup(o.op, o.arguments) for o in found if not _only_shows(o.op)]
+    # The schema of ``broadcast_tensors``, which losses call, does not say that it returns views.
+    computed = [o for o in found if not node_info.is_view(o.op) and o.packet != "aten.broadcast_tensors"]
+    rules = [lists.lookup(o.op, o.arguments) for o in computed]
     return bool(rules) and all(rule is not None and rule.cls is OpClass.DENY for rule in rules)
-
-
-def _only_shows(op: OpOverload) -> bool:
-    """Say whether ``op`` returns views; the schema of ``broadcast_tensors``, which losses call, does not say so."""
-    return node_info.is_view(op) or op is torch.ops.aten.broadcast_tensors.default
 
 
 def _meets_a_rule(node: Node, mode: FakeTensorMode, device: str) -> bool:

@@ -192,7 +192,6 @@ class EmulateCuda(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "emulate-cuda"
     required: ClassVar[bool] = True
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:

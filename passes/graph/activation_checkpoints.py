@@ -23,16 +23,11 @@ def place_of(node: Node) -> tuple[Any, ...]:
     return node.meta.get(GRAD, True), node.meta.get(CHECKPOINT), node.meta.get(REGION)
 
 
-def is_checkpoint(node: Any) -> bool:
-    """Say whether ``node`` runs a body as a checkpoint, as Dynamo captures it."""
-    return isinstance(node, Node) and getattr(node.target, "__name__", "") == "tag_activation_checkpoint"
-
-
 def inline_checkpoints(gm: GraphModule) -> None:
     """Inline the bodies of checkpoints into ``gm``; selective checkpoints, whose policy sees operations, stay."""
     number = 0
     for node in list(gm.graph.nodes):
-        if not is_checkpoint(node):
+        if getattr(node.target, "__name__", "") != "tag_activation_checkpoint":
             continue
         attribute: Any = node.args[0]
         body = getattr(gm, str(attribute.target))

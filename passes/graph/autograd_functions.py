@@ -19,11 +19,6 @@ from amp_graph.passes.torch_compat.autograd import autograd_function_apply
 from amp_graph.passes.torch_compat.dispatch import SET_GRAD, in_transform
 
 
-def is_custom_function(node: Node) -> bool:
-    """Say whether ``node`` calls a custom ``autograd.Function`` whose body was traced."""
-    return node_info.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
-
-
 def call_custom_functions(gm: GraphModule) -> None:
     """Make ``gm`` call each custom function without creating its class again. Exactness: bit-exact."""
     for node in list(gm.graph.nodes):
@@ -46,7 +41,8 @@ def drop_bodies(gm: GraphModule) -> None:
 
 def bodies_of(gm: GraphModule, node: Node) -> tuple[GraphModule, GraphModule] | None:
     """Return the two bodies of a custom function; None for any other node."""
-    names = node.args[:2] if is_custom_function(node) else ()
+    is_custom = node_info.is_higher_order(node) and getattr(node.target, "__name__", "") == "autograd_function_apply"
+    names = node.args[:2] if is_custom else ()
     found = [getattr(gm, str(name.target), None) for name in names if isinstance(name, Node)]
     if len(found) != 2 or not all(isinstance(body, GraphModule) for body in found):
         return None

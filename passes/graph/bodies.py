@@ -60,10 +60,6 @@ def bodies_of(gm: GraphModule) -> Iterator[Body]:
 Runs = Callable[..., Any]  # runs a body
 
 
-def _cond(chosen: Any, true: Runs, false: Runs, operands: Sequence[Any] = ()) -> Any:
-    return (true if bool(chosen) else false)(*operands)
-
-
 def _while_loop(goes_on: Runs, body: Runs, carried: Sequence[Any], more: Sequence[Any] = ()) -> Any:
     carried = tuple(carried)
     while bool(_only(goes_on(*carried, *more))):
@@ -96,7 +92,8 @@ def _stacked(rows: Sequence[Any]) -> Any:
 # Run as Python, so that each run of a body can be observed and differentiated: ``scan(body, (init,), (xs,), (w,))`` is
 # ``body(init, xs[0], w)``, ``body(carry, xs[1], w)``, and so on, with the same results.
 OPERATORS: Mapping[str, Callable[..., Any]] = {
-    "cond": _cond, "while_loop": _while_loop, "scan": _scan, "map_impl": _map,
+    "cond": lambda chosen, true, false, operands=(): (true if bool(chosen) else false)(*operands),
+    "while_loop": _while_loop, "scan": _scan, "map_impl": _map,
     **dict.fromkeys(("wrap", "tag_activation_checkpoint"), lambda body, *operands: body(*operands)),
     "invoke_subgraph": lambda body, identifier, *operands: body(*operands),
 }  # fmt: skip

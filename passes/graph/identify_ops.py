@@ -76,7 +76,6 @@ Operations = tuple[Operation, ...]  # of a node, in order
 class IdentifyOps(NodePass):
     """Marks each node with the ATen operations it calls. Changes no node. Exactness: bit-exact."""
 
-    name: ClassVar[str] = "identify-ops"
     required: ClassVar[bool] = True
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:

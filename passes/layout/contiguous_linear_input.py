@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,8 +34,6 @@ class ContiguousLinearInput(Pass):
     separately (aten/src/ATen/native/Linear.cpp). On every device: the cost of the copy over that of the matmul is one
     over the width of ``w``. Exactness: rounding-equal, sums in another order; with a bias, one rounding less.
     """
-
-    name: ClassVar[str] = "contiguous-linear-input"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every linear; all linears that read a value share one copy of it."""

@@ -6,7 +6,7 @@ Before: ``adaptive_avg_pool2d(x, 1)`` or ``mean((2, 3))`` of channels_last image
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,6 @@ class GlobalAvgPoolGradient(NodePass):
     is a contiguous image: a sum with it (as in squeeze and excitation) mixes two layouts, and later backward kernels
     are slow on the result. It is also written for each pixel, after two calls that undo the layout of the average.
     """
-
-    name: ClassVar[str] = "global-avg-pool-gradient"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Replace an average with a gradient."""

@@ -7,7 +7,7 @@ After: ``max_pool_by_halves(x, 2)``: maxima of every two columns, then of every 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,6 @@ class MaxPoolByHalves(NodePass):
     numbers; of a positive and a negative zero either may be the maximum. Speedups of bf16 on a CPU with dot products:
     1.0 to 2.2 for channels_last images, 8 to 11 for others.
     """
-
-    name: ClassVar[str] = "max-pool-by-halves"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Replace a max pool."""

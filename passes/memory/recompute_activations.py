@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,6 @@ class RecomputeActivations(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "recompute-activations"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every activation and norm, in order."""

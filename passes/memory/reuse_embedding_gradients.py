@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,6 @@ class ReuseEmbeddingGradients(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "reuse-embedding-gradients"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every embedding, once the size of all tables is known."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,7 +43,6 @@ class DecomposeComposites(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "decompose-composites"
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Expand what can be expanded; report the others, which run as captured."""

@@ -15,6 +15,7 @@ from torch.fx import Node
 from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.meta_keys import REGION
+from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.precision.build_assignment import Formulation, formulate, low_of
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
@@ -46,16 +47,12 @@ def harm_of(made: Formulation, influence: Influence) -> Task:
         Term((reader,), (made.holds[source],), round(unit * influence.readings.get((source, node), 0.0)))
         for source, node, reader in _lowered(made)
     ]
-    own = [
-        (source, node) for node in made.problem.classes if _is_low_by_region(node) for source in node.all_input_nodes
-    ]
+    by_region = [node for node in made.problem.classes if REGION in node.meta]
+    halves = [node for node in by_region if any(t.dtype in HALVES for t in tensors(captured(node)))]
+    own = [(source, node) for node in halves for source in node.all_input_nodes]
     always = sum(round(unit * influence.readings.get(pair, 0.0)) for pair in own)
     casts.append(Term((LOW_ALWAYS,), (FULL_ALWAYS,), always))
     return Task((0,) * len(low), tuple(low), made.fixed, tuple(made.limits), tuple(casts))
-
-
-def _is_low_by_region(node: Node) -> bool:
-    return REGION in node.meta and any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors(captured(node)))
 
 
 def _roundings(node: Node, kind: Classification) -> float:

@@ -76,7 +76,6 @@ class PlanPrecision(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "plan-precision"
     required: ClassVar[bool] = True
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:

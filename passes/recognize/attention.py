@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +54,16 @@ class FuseAttention(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "fuse-attention"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Fuse what is around a softmax."""
         found = attention_around(node) if names_of(node) in SOFTMAX and self._is_wanted() else None
         if found is None or not self._is_free(found.formula.inside):
             return None
-        if found.dropped and not self._has_dropout_kernel():
+        has_kernel = attention_kernel_is_profitable(self.options.planned_for, self.options.dtype)
+        if found.dropped and not (has_kernel and is_available("attention", self.options.dtype)):
             return None
-        if found.scores.terms and not attention_kernel_is_profitable(self.options.planned_for, self.options.dtype):
+        if found.scores.terms and not has_kernel:
             return Skip(node.name, "the kernel would round the mask that is added to the scores")
         made = _Operands(gm, mode).call(found)
         what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
@@ -73,11 +73,6 @@ class FuseAttention(NodePass):
         rules = [self.options.lists.lookup(op, {}) for op in ALLOWED]
         allowed = all(rule is not None and rule.cls is OpClass.ALLOW for rule in rules)
         return allowed and attention_call_is_profitable(self.options.planned_for, self.options.dtype)
-
-    def _has_dropout_kernel(self) -> bool:
-        return attention_kernel_is_profitable(self.options.planned_for, self.options.dtype) and is_available(
-            "attention", self.options.dtype
-        )
 
     def _is_free(self, inside: set[Node]) -> bool:
         """Say whether no region and no module rule sets the precision of a part of the formula."""

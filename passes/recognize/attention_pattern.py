@@ -96,7 +96,7 @@ def attention_around(softmax: Node) -> Found | None:
     while (reader := one_reader(chances)) is not None:
         if dropout is None and _dropped_by(reader):
             dropout = reader
-        elif not _changes_nothing(reader, scores):
+        elif not (converts_nothing(reader) or _drops_nothing(reader) or (scores.split is not None and _folds(reader))):
             break
         inside.add(reader)
         chances = reader
@@ -124,11 +124,6 @@ def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
 def _is_over_the_last(softmax: Node, source: Node) -> bool:
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     return dim in (-1, value(softmax).dim() - 1) and value(softmax).dtype == value(source).dtype
-
-
-def _changes_nothing(node: Node, scores: Scores) -> bool:
-    """Say whether ``node`` keeps the probabilities, or only folds the heads into the batch again."""
-    return converts_nothing(node) or _drops_nothing(node) or (scores.split is not None and _folds(node))
 
 
 def _drops_nothing(node: Node) -> bool:

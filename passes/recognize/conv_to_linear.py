@@ -9,7 +9,7 @@ After: ``linear(patches, w.flatten(1), b).flatten(1, 2)``, where each row of ``p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
@@ -41,7 +41,6 @@ class ConvToLinear(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "conv-to-linear"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Replace a convolution."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class EinsumToMatmul(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "einsum-to-matmul"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Replace an einsum."""

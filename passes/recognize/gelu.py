@@ -10,7 +10,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
@@ -51,8 +50,6 @@ class FuseGelu(NodePass):
     Law: the same function of ``x`` (its values agree to five digits), and no other reader inside the formula.
     Exactness: rounding-different; it rounds once, where the formula rounds after each operation.
     """
-
-    name: ClassVar[str] = "fuse-gelu"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Fuse what is around a ``tanh`` or an ``erf``."""

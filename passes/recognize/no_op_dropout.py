@@ -9,7 +9,6 @@ its input.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
@@ -29,8 +28,6 @@ class RemoveNoOpDropout(NodePass):
     Law: torch itself returns the same tensor object then (aten/src/ATen/native/Dropout.cpp). An in-place dropout stays.
     Exactness: bit-exact.
     """
-
-    name: ClassVar[str] = "remove-no-op-dropout"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Remove a dropout."""

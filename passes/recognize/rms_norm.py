@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +39,6 @@ class FuseRmsNorm(NodePass):
     inside the formula. Conversions that change no dtype are ignored. Exactness: bit-exact where the norm stays fp32,
     as the kernel computes the same; else it is computed in fp32 inside and rounded once.
     """
-
-    name: ClassVar[str] = "fuse-rms-norm"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Fuse what is around a mean."""

@@ -90,7 +90,6 @@ class PadShapes(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "pad-shapes"
     operation: ClassVar[tuple[str, ...]] = ("aten.linear",)
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
@@ -123,7 +122,6 @@ class PadChannels(PadShapes):
     which a kernel may order differently.
     """
 
-    name: ClassVar[str] = "pad-channels"
     operation: ClassVar[tuple[str, ...]] = CONVOLUTION
 
 

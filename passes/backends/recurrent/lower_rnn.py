@@ -41,7 +41,6 @@ class LowerRnn(NodePass):
     rounding-equal, with their sums in another order.
     """
 
-    name: ClassVar[str] = "lower-rnn"
     why: ClassVar[str] = "a compiler would unroll its steps"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
@@ -70,7 +69,6 @@ class LstmBackward(LowerRnn):
     kernel rounds more often; forward is bit-exact where only the backward is ours, with several threads or AMX.
     """
 
-    name: ClassVar[str] = "lstm-backward"
     why: ClassVar[str] = "it trains faster than with oneDNN, whose gradients go step by step"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
@@ -94,7 +92,6 @@ class GruState(LowerRnn):
     ``torch.autocast``, which rounds its gates. Part of every plan: without it a GRU would be less exact than those.
     """
 
-    name: ClassVar[str] = "gru-state"
     why: ClassVar[str] = "torch's kernel rounds the state at every step"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:
@@ -110,7 +107,6 @@ class CudnnRnn(LowerRnn):
     one flat buffer. Low-precision copies are not, so it warns, and it cannot be traced into a step.
     """
 
-    name: ClassVar[str] = "cudnn-rnn"
     why: ClassVar[str] = "at each call, torch checks for the weights in one flat buffer"
 
     def wants(self, node: Node, kind: str, x: Node, hidden: Sequence[Node]) -> bool:

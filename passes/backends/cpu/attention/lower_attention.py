@@ -7,7 +7,7 @@ After: ``attention_low(q, k, v, is_causal=True)``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,8 +35,6 @@ class Attention(NodePass):
     dropout draws what torch's draws. Training with an additive mask that our kernel does not take is computed by the
     formula, in fp32.
     """
-
-    name: ClassVar[str] = "attention"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Replace an attention that trains, or that is a part of ``node``."""

@@ -83,16 +83,11 @@ def _run(function: ctypes._NamedFuncPointer, table: array[int], elements: int) -
         raise MemoryError("depthwise convolution: no memory for a few rows")
 
 
-def _fake_weight(grad: Tensor, x: Tensor, kernel: list[int]) -> Tensor:
-    return x.new_empty((x.shape[1], 1, *kernel))
-
-
-def _fake_input(grad: Tensor, size: list[int]) -> Tensor:
-    return torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=LAST)
-
-
-define_as_typed(depthwise_weight_gradient, _fake_weight)
-define_as_typed(depthwise_input_gradient, _fake_input)
+define_as_typed(depthwise_weight_gradient, lambda x, kernel: x.new_empty((x.shape[1], 1, *kernel)))
+define_as_typed(
+    depthwise_input_gradient,
+    lambda grad, size: torch.empty(size, dtype=grad.dtype, device=grad.device, memory_format=LAST),
+)
 
 
 own_functions(__name__)

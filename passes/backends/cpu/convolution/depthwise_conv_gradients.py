@@ -7,7 +7,7 @@ After: ``depthwise_low(x, w, b, ...)``; for sequences, ``depthwise_rows(x, w, b,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -38,8 +38,6 @@ class Depthwise(NodePass):
     images are channels_last. Exactness: forward bit-exact, of sequences rounding-equal; gradients rounding-equal, with
     fp32 sums in another order.
     """
-
-    name: ClassVar[str] = "depthwise"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Replace a depthwise convolution, of images if it trains."""

@@ -7,7 +7,7 @@ After: ``pointwise_conv(x, w)``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.call_arguments import has_norm
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
+from amp_graph.passes.layout.conv_args import ONE, calls_convolution, convolution_call
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
@@ -119,12 +119,11 @@ class LowerPointwiseConv(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "lower-pointwise-conv"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Replace a convolution."""
         call = convolution_call(node) if calls_convolution(node) else ""
-        if isinstance(call, str) or not _is_product(call):
+        if isinstance(call, str) or call.kernel != ONE or any(call.padding) or not call.lies_in_rows:
             return None
         if self.options.folds_norms and has_norm(node):
             return Skip(node.name, "the batch norm behind it is folded into it")
@@ -137,10 +136,6 @@ class LowerPointwiseConv(NodePass):
         node.args = (call.input, call.weight, call.bias, call.stride, few)
         what = "a matmul forward and backward" if few else "a matmul for the weight's gradient"
         return Change(self.name, "as a matmul", node.name, f"{places} places: {what}")
-
-
-def _is_product(call: ConvolutionCall) -> bool:
-    return call.kernel == ONE and not any(call.padding) and call.lies_in_rows
 
 
 # Pixels of the whole batch up to which the weight reordering of a 1x1 convolution makes it slower than a matmul.

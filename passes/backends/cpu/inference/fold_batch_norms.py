@@ -65,7 +65,6 @@ class FoldBatchNorms(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "fold-batch-norms"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change]:

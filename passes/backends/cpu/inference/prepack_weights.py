@@ -125,7 +125,6 @@ class PrepackWeights(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "prepack-weights"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def rewrite(self, gm: GraphModule) -> Iterator[Change]:

@@ -7,7 +7,7 @@ After: ``linear_low(x, w, b)``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        return shaped_as(called(product_low, as_rows(x), weight.t(), bias), x)
+        rows = called(product_low, as_rows(x), weight.t(), bias)
+        # Here, which spares two nodes of autograd. No view: one that a Function returns cannot be written.
+        return rows if x.dim() == 2 else unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -65,14 +67,6 @@ class _Linear(torch.autograd.Function):
         if plain or by_units(rows.numel() * read.shape[1]):
             return of_rows, *gradients_of_linear(rows, read, biased=of_bias)
         return of_rows, called(product_low, rows.t(), read), rows.sum(0) if of_bias else None
-
-
-def shaped_as(rows: Tensor, x: Tensor) -> Tensor:
-    """Return the result [rows, outputs] of a linear of ``x``, [..., inputs], as [..., outputs].
-
-    Inside a Function, which spares two nodes of autograd. No view: one that a Function returns cannot be written.
-    """
-    return rows if x.dim() == 2 else unsafe_view(rows, (*x.shape[:-1], rows.shape[1]))
 
 
 def product_low(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,8 +95,6 @@ class LowerLinears(NodePass):
     Law: the same matmul, and the same two in backward, all in compiled C. Exactness: rounding-equal, fp32 sums in
     another order, rounded once, bias included.
     """
-
-    name: ClassVar[str] = "lower-linears"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Lower a linear."""

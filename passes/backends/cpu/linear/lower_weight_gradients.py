@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ class LowerWeightGradients(NodePass):
     leaves one of two threads idle. Law: bf16 matrices on the CPU, of sizes known at trace time. Exactness:
     rounding-equal, fp32 sums in another order.
     """
-
-    name: ClassVar[str] = "lower-weight-gradients"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Lower a matmul."""

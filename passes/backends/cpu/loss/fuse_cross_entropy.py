@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -55,7 +55,6 @@ class FuseCrossEntropy(NodePass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "fuse-cross-entropy"
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Replace a cross entropy that trains on upcast logits."""

@@ -29,7 +29,6 @@ class LogitsGradientInPlace(NodePass):
     more page by page at each step. For graphs that run as they are: a compiler plans memory itself.
     """
 
-    name: ClassVar[str] = "logits-gradient-in-place"
     writes: ClassVar[Writes] = Writes.OWN
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:

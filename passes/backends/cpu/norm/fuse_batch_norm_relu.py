@@ -44,12 +44,11 @@ class FuseBatchNormRelu(NodePass):
     where C can be compiled, and above a profitable size.
     """
 
-    name: ClassVar[str] = "fuse-batch-norm-relu"
     writes: ClassVar[Writes] = Writes.ABSORBED
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Fuse a batch norm that trains."""
-        if not _is_trained_batch_norm(node):
+        if node.target is not F.batch_norm or names_of(node) != ("aten.batch_norm",) or not is_trained(node):
             return None
         given = batch_norm_arguments(node)
         if reason := _why_not(node, given):
@@ -58,10 +57,6 @@ class FuseBatchNormRelu(NodePass):
         made = _rewrite(gm, node, found, given) if found is not None else _alone(node, given)
         parts = "norm" if found is None else f"norm{', sum' if found[2] else ''} and relu"
         return Change(self.name, "fused", made.name, f"{parts} of {tuple(value(made).shape)} in one operation")
-
-
-def _is_trained_batch_norm(node: Node) -> bool:
-    return node.target is F.batch_norm and names_of(node) == ("aten.batch_norm",) and is_trained(node)
 
 
 def _why_not(node: Node, given: dict[str, Any]) -> str:

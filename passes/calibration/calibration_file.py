@@ -69,7 +69,12 @@ def _parts(one: NodeRange) -> dict[str, Any]:
 
 def _range_dict(found: Range) -> dict[str, Any]:
     peak = {"max": found.largest, "batches": found.batches, "over": dict(found.over), "mask": found.mask}
-    numbers = {"least": found.least, "elements": found.elements, "zeros": found.zeros, "masked": found.masked}
+    numbers: dict[str, Any] = {
+        "least": found.least,
+        "elements": found.elements,
+        "zeros": found.zeros,
+        "masked": found.masked,
+    }
     numbers["exponents"] = {str(e): n for e, n in found.exponents.items()}
     return peak | numbers if found.elements or found.masked else peak
 
@@ -138,7 +143,7 @@ def _node(data: Any) -> NodeRange:
 
 def _range(data: Any) -> Range:
     over = {name: _count(data["over"][name]) for name in DTYPES}
-    sizes = {name: _size(data.get(name, 0.0)) for name in ("mask", "least")}
+    sizes: dict[str, Any] = {name: _size(data.get(name, 0.0)) for name in ("mask", "least")}
     counts = {name: _count(data.get(name, 0)) for name in ("elements", "zeros", "masked")}
     exponents = {int(e): _count(n) for e, n in data.get("exponents", {}).items()}
     return Range(_size(data["max"]), _count(data["batches"]), over, **sizes, **counts, exponents=exponents)

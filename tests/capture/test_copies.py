@@ -1,6 +1,7 @@
 """A converted model copied, pickled, loaded, averaged, and called by two threads."""
 
 import copy
+from operator import attrgetter
 
 import pytest
 import torch
@@ -43,17 +44,11 @@ def test_a_copy_is_converted_and_its_own(copied, called):
     mine, theirs = conversion_of(model), conversion_of(twin)
     assert theirs is not mine
     assert theirs.model is twin
-    assert (theirs.policy, theirs.compile, theirs.dynamic, theirs.strict) == (
-        mine.policy,
-        mine.compile,
-        mine.dynamic,
-        mine.strict,
-    )
+    options = attrgetter("policy", "compile", "dynamic", "strict")
+    assert options(theirs) == options(mine)
     assert not theirs.graphs
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert p is not q
-        assert p.data_ptr() != q.data_ptr()
-        assert torch.equal(p, q)
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(p.data_ptr() != q.data_ptr() and torch.equal(p, q) for p, q in pairs)
     runs = mine.runs
     assert_runs_low(twin, x, dtype=torch.float16)
     assert mine.runs == runs

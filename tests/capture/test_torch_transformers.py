@@ -1,5 +1,8 @@
 """torch's own transformers and cumulative batch norms, whose code looks at values, are captured whole all the same."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -26,16 +29,15 @@ PADDED = torch.zeros(2, LENGTH, dtype=torch.bool)
 PADDED[1, 4:] = True
 
 
-def encoder(**options):
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 32, 0.0, **options), 1)
+def encoder(dropout=0.0, **options):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 32, dropout, **options), 1)
 
 
-def decoder(**options):
-    return nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 4, 32, 0.0, **options), 1)
-
-
-def whole(**options):
-    return nn.Transformer(D, 4, 1, 1, 32, 0.0, **options)
+def twins(make):
+    """A model, and the same converted."""
+    torch.manual_seed(0)
+    plain = make()
+    return plain, amp_graph.convert(copy.deepcopy(plain), "bf16")
 
 
 def as_autocast(make, *args, train=True, **kwargs):
@@ -87,14 +89,20 @@ def test_an_encoder_with_a_mask_is_one_graph(name, train):
 
 
 def test_a_decoder_with_a_mask_is_one_graph():
-    as_autocast(lambda: decoder(**FIRST), X, X * 0.5, tgt_mask=CAUSAL)
+    as_autocast(
+        lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 4, 32, 0.0, **FIRST), 1),
+        X,
+        X * 0.5,
+        tgt_mask=CAUSAL,
+    )
 
 
 @pytest.mark.parametrize(("options", "train"), [(FIRST, True), ({"norm_first": True}, False)])
 def test_a_whole_transformer_is_one_graph(options, train):
     x = X if options.get("batch_first") else X.transpose(0, 1)
     padding = {"memory_key_padding_mask": PADDED, "src_key_padding_mask": PADDED}
-    as_autocast(lambda: whole(**options), x, x * 0.5, tgt_mask=CAUSAL.isinf(), train=train, **padding)
+    make = partial(nn.Transformer, D, 4, 1, 1, 32, 0.0, **options)
+    as_autocast(make, x, x * 0.5, tgt_mask=CAUSAL.isinf(), train=train, **padding)
 
 
 def test_the_mask_counts_at_each_call():
@@ -108,12 +116,8 @@ def test_the_mask_counts_at_each_call():
 
 
 def test_dropout_draws_where_fp32_draws():
-    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 64, 0.5, batch_first=True), 1)
-    ours = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 64, 0.5, batch_first=True), 1)
-    ours.load_state_dict(plain.state_dict())
-    amp_graph.convert(ours, "bf16")
     outs = []
-    for model in (plain, ours):
+    for model in twins(lambda: encoder(0.5, **FIRST)):
         torch.manual_seed(3)
         outs.append(model(X, mask=CAUSAL))
     assert error(outs[1], outs[0]) < 3e-2
@@ -155,9 +159,7 @@ BATCHES = [torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(i)) *
 
 @pytest.mark.filterwarnings("ignore:amp_graph. Sequential. nothing was captured")
 def test_update_bn_of_a_converted_model():
-    plain, ours = images(), images()
-    ours.load_state_dict(plain.state_dict())
-    amp_graph.convert(ours, "bf16")
+    plain, ours = twins(images)
     for model in (plain, ours):
         update_bn(BATCHES, model)
     assert ours[1].num_batches_tracked == 3
@@ -170,8 +172,7 @@ def test_update_bn_of_a_converted_model():
 @pytest.mark.filterwarnings("ignore:amp_graph. BatchNorm1d. nothing was captured")
 def test_a_cumulative_average_in_training():
     """Gradients, too, and the bits of the statistics where nothing is low."""
-    plain, ours = nn.BatchNorm1d(8, momentum=None), nn.BatchNorm1d(8, momentum=None)
-    amp_graph.convert(ours, "bf16")
+    plain, ours = twins(partial(nn.BatchNorm1d, 8, momentum=None))
     for batch in torch.randn(3, 5, 8):
         outs = [model(batch) for model in (plain, ours)]
         for out in outs:
@@ -193,11 +194,9 @@ def Packed(self, x, lengths):
 
 
 def test_packed_sequences_compute_as_autocast_does():
-    plain, ours = Packed(), Packed()
-    ours.load_state_dict(plain.state_dict())
+    plain, ours = twins(Packed)
     x, lengths = torch.randn(3, 5, 8), torch.tensor([5, 3, 4])
     wanted = plain(x, lengths)
-    amp_graph.convert(ours, "bf16")
     with without_warnings(Warning):
         found = ours(x, lengths)
         found.square().mean().backward()

@@ -1,6 +1,5 @@
 """How many casts a training step executes, and what it saves for backward, next to autocast."""
 
-import contextlib
 import functools
 import math
 
@@ -87,25 +86,20 @@ def _llama():
 LLAMA = Case("llama", _llama, lambda: ((), {"input_ids": (ids := _ids()), "labels": ids}), own)
 
 
-def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 @functools.cache
 def step(case, policy=None, saves=True):
     """(casts, bytes saved without weight copies) of the second step, converted or under autocast.
 
     Without `saves` bytes are not looked at.
     """
-    context = autocast if policy is None else contextlib.nullcontext
     model, *_ = make(case)
     if policy:
         amp_graph.convert(model, policy)
 
+    @torch.autocast("cpu", torch.bfloat16, enabled=policy is None)
     def loss():
         _, args, kwargs = make(case)
-        with context():
-            return case.loss(model(*args, **kwargs))
+        return case.loss(model(*args, **kwargs))
 
     for _ in range(2):  # the first captures
         model.zero_grad()

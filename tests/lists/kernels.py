@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cache, lru_cache
 
 import torch
@@ -115,24 +115,26 @@ def failure(op: str, sample: Sample) -> str:
 def failures(op_list: OpList, classes: set[str]) -> dict[str, str]:
     """Run every rule of these classes in the list's dtype; say which fails, and which has no sample."""
     dtype = getattr(torch, op_list.dtype)
-    found = {}
-    for rule in op_list:
-        if rule.cls.value in classes:
-            messages = [failure(rule.op, lowered(sample, rule, dtype)) for sample in samples(rule.op)]
-            found[rule.op] = "no sample" if not messages else next(filter(None, messages), "")
-    return {op: message for op, message in found.items() if message}
+    rules = [rule for rule in op_list if rule.cls.value in classes]
+    told = first_messages(rules, lambda rule, sample: [failure(rule.op, lowered(sample, rule, dtype))])
+    return told | {rule.op: "no sample" for rule in rules if not samples(rule.op)}
+
+
+def first_messages(rules: Iterable[Rule], check: Callable[[Rule, Sample], Iterable[str]]) -> dict[str, str]:
+    """Return the first message of ``check`` over the samples of each rule, for those that have one."""
+    told = {rule.op: [m for sample in samples(rule.op) for m in check(rule, sample) if m] for rule in rules}
+    return {op: messages[0] for op, messages in told.items() if messages}
 
 
 def promotion_failures(op_list: OpList) -> dict[str, str]:
     """Run every rule that says `promotes`, each float operand in turn staying float32 among low ones."""
     dtype = getattr(torch, op_list.dtype)
-    found = {}
-    for rule in op_list:
-        for sample in samples(rule.op) if rule.promotes else ():
-            for keep in range(full_count(sample)):
-                if message := failure(rule.op, lowered(sample, rule, dtype, keep)):
-                    found[rule.op] = message
-    return found
+    return first_messages(
+        (rule for rule in op_list if rule.promotes),
+        lambda rule, sample: (
+            failure(rule.op, lowered(sample, rule, dtype, keep)) for keep in range(full_count(sample))
+        ),
+    )
 
 
 def commutation_failure(rule: Rule, sample: Sample, dtype: torch.dtype) -> str:

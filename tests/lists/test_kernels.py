@@ -8,7 +8,7 @@ import torch
 from amp_graph.lists import load, merge
 
 from .handwritten import rnn
-from .kernels import commutation_failure, failures, lowered, op_infos, promotion_failures, samples
+from .kernels import commutation_failure, failures, first_messages, lowered, op_infos, promotion_failures
 
 CLASSES = ("allow", "fp32_inside", "follow", "neutral")
 DTYPES = ("bfloat16", "float16")
@@ -41,11 +41,7 @@ def test_what_does_not_commute_is_found_out():
 
 
 def not_commuting(rules, dtype):
-    found = {}
-    for rule in rules:
-        messages = [commutation_failure(rule, sample, getattr(torch, dtype)) for sample in samples(rule.op)]
-        found[rule.op] = next(filter(None, messages), "")
-    return {op: message for op, message in found.items() if message}
+    return first_messages(rules, lambda rule, sample: [commutation_failure(rule, sample, getattr(torch, dtype))])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,8 +23,7 @@ def test_the_contract_holds_after_every_pass(seed, policy):
     gm, done = graph.through(standard_passes(policy))
     assert [d.name for d in done] == [p.name for p in standard_passes(policy)]
     step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
-    assert [t.dtype for t in step.outputs] == [t.dtype for t in plain.outputs]
-    assert [t.shape for t in step.outputs] == [t.shape for t in plain.outputs]
+    assert [(t.dtype, t.shape) for t in step.outputs] == [(t.dtype, t.shape) for t in plain.outputs]
     assert [g is None for g in step.grads] == [g is None for g in plain.grads]
     assert all(g is None or g.dtype == FP32 for g in step.grads)
     # Both round differently at most as autocast's two neighbours do: no operation was lost or doubled.
@@ -110,18 +109,7 @@ def test_a_converted_program_runs_the_graph_that_rewrite_makes(seed):
 def test_the_generator_reaches_what_it_is_for():
     """Low values, casts, the user's own conversions, writes and regions all occur."""
     lines = [line.kind for seed in SEEDS for line in program(seed)[0].lines]
-    for kind in (
-        "no_grad",
-        "write_view",
-        "write_after_read",
-        "write_mixed",
-        "there_and_back",
-        "wide_reader",
-        "low",
-    ):
-        assert lines.count(kind) >= 3, kind
-    lowered = 0
-    for seed in SEEDS:
-        gm, _ = captured(seed).through(standard_passes())
-        lowered += any(t.dtype == BF16 for n in gm.graph.nodes for t in tensors(value(n)))
-    assert lowered >= 30
+    wanted = ("no_grad", "write_view", "write_after_read", "write_mixed", "there_and_back", "wide_reader", "low")
+    assert min(lines.count(kind) for kind in wanted) >= 3
+    rewritten = [captured(seed).through(standard_passes())[0] for seed in SEEDS]
+    assert sum(any(t.dtype == BF16 for n in gm.graph.nodes for t in tensors(value(n))) for gm in rewritten) >= 30

@@ -1,6 +1,7 @@
 """A step follows model and optimizer as they are at each call: replaced, frozen, branching, scheduled, hooked."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -18,13 +19,8 @@ from tests.step.test_train_step import by_hand, parameters, same
 LEVELS = ["bf16-O0", "bf16", "bf16-O2"]
 
 
-def sgd(parameters):
-    return SGD(parameters, lr=0.1, fused=True)
-
-
-def decayed(parameters):
-    """An optimizer that moves what it is given zeros for."""
-    return AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
+sgd = partial(SGD, lr=0.1, fused=True)
+decayed = partial(AdamW, lr=0.01, weight_decay=0.1, fused=True)  # it moves what it is given zeros for
 
 
 def mlp():
@@ -279,12 +275,8 @@ def test_a_loss_without_gradient_is_refused():
 # -- the optimizer's options and state -----------------------------------------------------------------
 
 
-def set_dampening(optimizer):
-    optimizer.param_groups[0]["dampening"] = 0.5
-
-
-def set_weight_decay(optimizer):
-    optimizer.param_groups[0]["weight_decay"] = 0.3
+def set_option(**options):
+    return lambda optimizer: optimizer.param_groups[0].update(options)
 
 
 def replace_moments_of_one(optimizer):
@@ -293,8 +285,7 @@ def replace_moments_of_one(optimizer):
         optimizer.state[p][key] = torch.zeros_like(p)
 
 
-def with_momentum(parameters):
-    return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+with_momentum = partial(SGD, lr=0.1, momentum=0.9, fused=True)
 
 
 def with_tensor_betas(parameters):
@@ -305,11 +296,12 @@ def with_tensor_betas(parameters):
 @pytest.mark.parametrize(
     ("make", "change"),
     [
-        (with_momentum, set_dampening),
-        (with_momentum, set_weight_decay),
-        (decayed, set_weight_decay),
+        (with_momentum, set_option(dampening=0.5)),
+        (with_momentum, set_option(weight_decay=0.3)),
+        (decayed, set_option(weight_decay=0.3)),
         (decayed, replace_moments_of_one),
     ],
+    ids=["dampening", "weight decay", "weight decay of AdamW", "moments"],
 )
 def test_what_changes_in_the_optimizer_counts_from_the_next_step(make, change):
     compare(mlp, make, "bf16", at_step_2(lambda model, optimizer: change(optimizer)))
@@ -399,7 +391,7 @@ def test_hooks_of_the_optimizers_step_are_called_as_long_as_they_are_registered(
     assert calls == [kind] * (2 if early else 1)
 
 
-@pytest.mark.parametrize("make", [sgd, decayed, lambda p: Adagrad(p, lr=0.01, fused=True)])
+@pytest.mark.parametrize("make", [sgd, decayed, partial(Adagrad, lr=0.01, fused=True)])
 def test_a_step_of_a_fused_optimizer_by_others_is_seen(make):
     """Fused kernels count no version of a parameter; the update of the next step stays in the graph."""
     model, twin = mlp(), mlp()
@@ -468,22 +460,21 @@ def test_data_of_another_shape_and_in_micro_batches(policy, more):
 LATER = {"growth_factor": 4.0, "growth_interval": 2, "backoff_factor": 0.25, "hysteresis": 2, "floor": 2.0}
 
 
-def by_loading(scale):
-    scale.load_state_dict({**scale.state_dict(), **LATER})
-
-
 def by_change(scale):
     for name, value in LATER.items():
         scale.change(name, value)
 
 
-def by_attribute(scale):
-    vars(scale).update(LATER)
+WAYS = {
+    "by loading": lambda scale: scale.load_state_dict({**scale.state_dict(), **LATER}),
+    "by change": by_change,
+    "by attribute": lambda scale: vars(scale).update(LATER),
+}
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("way", [by_loading, by_change, by_attribute])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_options_of_the_loss_scale_count_from_the_next_step(compile, way):
     """As those of a scale that the loop moves, and which has already seen more good steps than it now needs."""

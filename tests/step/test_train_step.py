@@ -138,12 +138,8 @@ def beside_the_loop(policy, given, kind=Net, optimizer=torch.optim.AdamW, option
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_100_steps_are_those_of_the_loop_by_hand(name, clip, parts):
-    kind, options = OPTIMIZERS[name]
-    loop = {"clip": clip, "parts": parts}
-    given = list(batches(100))
-    _, losses, found = beside_the_loop(
-        "bf16", given, Net, kind, options, loop=loop, clip_norm=clip, micro_batches=parts
-    )
+    how = {"loop": {"clip": clip, "parts": parts}, "clip_norm": clip, "micro_batches": parts}
+    _, losses, found = beside_the_loop("bf16", list(batches(100)), Net, *OPTIMIZERS[name], **how)
     assert parts > 1 or losses == found
 
 
@@ -288,33 +284,24 @@ def TwoBiasesInTwoGraphs(self, x):
 def test_a_gradient_that_two_parameters_share_is_unscaled_and_clipped_once(kind, compile, policy, clip):
     x, y = next(batches(1))
     model, optimizer = build(kind, torch.optim.SGD, lr=1.0)
-    other, _ = build(kind, torch.optim.SGD, lr=1.0)
+    other, plain = build(kind, torch.optim.SGD, lr=1.0)
     start = [p.detach().clone() for p in model.parameters()]
     amp_graph.TrainStep(model, F.cross_entropy, optimizer, policy, compile=compile, **clip)(x, y)
-    F.cross_entropy(other(x), y).backward()
-    if "clip_norm" in clip:
-        nn.utils.clip_grad_norm_(other.parameters(), 0.1)
-    if "clip_value" in clip:
-        nn.utils.clip_grad_value_(other.parameters(), 0.01)
+    by_hand(other, plain, "O0", [(x, y)], clip=clip.get("clip_norm"), value=clip.get("clip_value"))
     for begun, now, wanted in zip(start, model.parameters(), other.parameters(), strict=True):
         assert ((begun - now.detach()) - wanted.grad).norm() <= 0.03 * wanted.grad.norm()
 
 
-def _cleared(optimizer):
-    optimizer.state.clear()
-
-
-def _replaced(optimizer):
-    optimizer.state = defaultdict(dict)
-
-
-def _without_the_last(optimizer):
-    del optimizer.state[optimizer.param_groups[-1]["params"][-1]]
+RESETS = {
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "replaced": lambda optimizer: vars(optimizer).update(state=defaultdict(dict)),
+    "without the last": lambda optimizer: optimizer.state.pop(optimizer.param_groups[-1]["params"][-1]),
+}
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2"])
-@pytest.mark.parametrize("reset", [_cleared, _replaced, _without_the_last])
+@pytest.mark.parametrize("reset", RESETS.values(), ids=RESETS)
 def test_state_that_is_reset_starts_anew(reset, policy):
     model, optimizer, step = with_step(build(), policy)
     other, theirs = build(fused=True)
@@ -365,9 +352,9 @@ def test_hooks_of_parameters_are_refused(kind, late):
     assert not same(parameters(model), before)
 
 
-class Scaled(nn.Linear):
-    def forward(self, x, factor):
-        return super().forward(x) * factor
+@forward_of(nn.Linear)
+def Scaled(self, x, factor):
+    return nn.Linear.forward(self, x) * factor
 
 
 def test_many_captures_of_a_step_of_several_ranks_are_told(monkeypatch):
@@ -387,13 +374,11 @@ def test_two_steps_of_one_optimizer_are_traced_once_each():
     model, optimizer = build()
     steps = [amp_graph.TrainStep(part, lambda out, y: out.square().mean(), optimizer) for part in (model.first, model)]
     x, y = next(batches(1))
-    for _ in range(3):
-        for step in steps:
-            step(x, y)
-    first = [step.captured[0].step for step in steps]
-    for step in steps:
+    traced = []
+    for step in steps * 4:
         step(x, y)
-    assert first == [step.captured[0].step for step in steps]
+        traced.append(step.captured[0].step)
+    assert traced == traced[:2] * 4
 
 
 def test_other_shapes_are_captured_anew():
@@ -499,10 +484,10 @@ def test_resumed_in_the_middle_it_is_the_same_run(name, policy):
 
 
 def test_a_model_that_computes_its_loss():
-    class WithLoss(Net):
-        def forward(self, x, y):
-            out = super().forward(x)
-            return {"loss": F.cross_entropy(out, y), "logits": out}
+    @forward_of(Net)
+    def WithLoss(self, x, y):
+        out = Net.forward(self, x)
+        return {"loss": F.cross_entropy(out, y), "logits": out}
 
     x, y = next(batches(1))
     model, optimizer = build(WithLoss)
@@ -609,13 +594,8 @@ def test_complex_parameters():
     step = amp_graph.TrainStep(
         model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "bf16-O0", loss_scale=128.0, clip_norm=0.5
     )
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
-    for x, y in batches(5):
-        step(x, y)
-        theirs.zero_grad()
-        F.cross_entropy(other(x), y).backward()
-        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
-        theirs.step()
+    go(step, batches(5))
+    by_hand(other, torch.optim.SGD(other.parameters(), lr=0.1), "O0", batches(5), clip=0.5)
     torch.testing.assert_close(parameters(model), parameters(other))
 
 
@@ -727,14 +707,12 @@ def test_what_is_not_one_graph_runs_as_converted_and_the_line_is_named_once(kind
     assert not any(captured.step for captured in step.captured)
 
 
-class SetsUpOnce(Net):
-    ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            torch._dynamo.graph_break()
-            self.ready = True
-        return super().forward(x)
+@forward_of(Net, ready=False)
+def SetsUpOnce(self, x):
+    if not self.ready:
+        torch._dynamo.graph_break()
+        self.ready = True
+    return Net.forward(self, x)
 
 
 def test_a_model_that_sets_itself_up_in_its_first_call_is_traced_later():

@@ -12,7 +12,7 @@ from amp_graph.passes.casts import eliminate_casts
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.manager import run_passes
-from tests.layers import layers
+from tests.layers import forward_of, layers
 from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step, with_and_without
 from tests.passes.programs import captured
 from tests.relative_error import errors
@@ -177,10 +177,7 @@ def test_no_cast_reads_a_constant_that_could_be_made_so_at_once():
 
 
 def test_a_number_that_python_reads_is_not_widened():
-    def scaled(self, x):
-        return x * (x @ self.w).amax().item()
-
-    graph = capture_function(scaled, X, w=W)
+    graph = capture_function(lambda self, x: x * (x @ self.w).amax().item(), X, w=W)
     gm, _ = graph.through(passes_before(EliminateCasts))
     before = run_step(gm, graph.given)
     (done,) = run_passes(gm, [EliminateCasts()], checked=True)
@@ -199,8 +196,7 @@ def returned_of_an_input(self, x):
 
 @pytest.mark.parametrize("function", [returned_beside, returned_of_an_input])
 def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
-    model = type("Model", (nn.Module,), {"forward": function})()
-    x = torch.randn(4, 8)
+    model, x = forward_of(nn.Module)(function)(), torch.randn(4, 8)
     with torch.no_grad():
         copied, source = amp_graph.convert(model, "bf16")(x)
         before = (source.clone(), x.clone())
@@ -230,9 +226,7 @@ def returned_by_way_of_fp32(self, x):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("forward", [returned, returned_twice, returned_and_read, returned_by_way_of_fp32])
 def test_a_callers_write_to_a_copy_reaches_nothing_else(forward, trained):
-    torch.manual_seed(0)
-    model = type("Model", (nn.Module,), {"forward": forward})()
-    model.layer = nn.Linear(8, 8)
+    model = layers(lambda: dict(layer=nn.Linear(8, 8)), seed=0)(forward)()
     x = torch.randn(4, 8, requires_grad=trained)
 
     def run():

@@ -100,18 +100,14 @@ def test_a_weight_that_fp32_reads_as_well_is_cast_behind_its_expansion():
     assert sorted(value(c).numel() for c in casts if value(c).dtype == BF16) == [16 * 4 * 8, 16 * W.numel()]
 
 
-def write_between(s, x):
-    h, w = x.exp(), s.w.detach()
-    a = h @ w
-    h.mul_(0.5)
-    return a, h @ w
+def between(write):
+    def function(s, x):
+        h, w = x.exp(), s.w.detach()
+        a = h @ w
+        write(h)
+        return a, h @ w
 
-
-def write_to_view_between(s, x):
-    h, w = x.exp(), s.w.detach()
-    a = h @ w
-    h[:2].add_(1.0)
-    return a, h @ w
+    return function
 
 
 def write_to_weight(s, x):
@@ -121,7 +117,11 @@ def write_to_weight(s, x):
     return a.detach(), (x @ s.w).detach()
 
 
-@pytest.mark.parametrize("function", [write_between, write_to_view_between, write_to_weight])
+@pytest.mark.parametrize(
+    "function",
+    [between(lambda h: h.mul_(0.5)), between(lambda h: h[:2].add_(1.0)), write_to_weight],
+    ids=["a value", "a view", "a weight"],
+)
 def test_no_cast_is_shared_across_a_write(function):
     gm, _, graph = inserted(function)
     low, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
@@ -153,15 +153,15 @@ def test_a_conversion_that_was_an_alias_at_capture_stays_one_where_it_is_written
     assert is_near(gm, graph)
 
 
+def read_without_and_with_gradients(s, x):
+    with torch.no_grad():
+        first = x @ s.w
+    return x @ s.w + first
+
+
 def test_a_weight_that_no_grad_and_training_read_is_cast_once_with_gradients():
     """pytorch#158232: autocast's cache hands out the cast without a graph, and the weight gets no gradient."""
-
-    def function(s, x):
-        with torch.no_grad():
-            first = x @ s.w
-        return x @ s.w + first
-
-    gm, casts, graph = inserted(function)
+    gm, casts, graph = inserted(read_without_and_with_gradients)
     weights = [c for c in casts if c.args[0].op == "placeholder" and value(c.args[0]).shape == W.shape]
     assert [c.meta[GRAD] for c in weights] == [True], "one, made before gradients are switched off"
     step, plain = run_step(gm, graph.given), run_step(graph.gm, graph.given)
@@ -170,15 +170,12 @@ def test_a_weight_that_no_grad_and_training_read_is_cast_once_with_gradients():
     assert (got - want).norm() <= 0.02 * want.norm()
 
 
-def masked(s, x):
-    scores = x @ s.w
-    return scores.masked_fill(s.mask, torch.finfo(FP32).min).softmax(-1)
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16,accuracy=fast"])
 def test_the_constant_of_a_mask_stays_finite_in_low_precision(policy):
     mask = torch.ones(4, 8, dtype=torch.bool).triu(1)
-    gm, _, graph = inserted(masked, X, policy=policy, w=W, mask=mask)
+    gm, _, graph = inserted(
+        lambda s, x: (x @ s.w).masked_fill(s.mask, torch.finfo(FP32).min).softmax(-1), X, policy=policy, w=W, mask=mask
+    )
     for node in gm.graph.nodes:
         for constant in (a for a in node.args if isinstance(a, float)):
             assert abs(constant) <= torch.finfo(value(node).dtype).max, node
@@ -203,7 +200,7 @@ def test_a_number_assigned_by_a_mask_is_written_in_the_precision_of_the_rest(pol
     gm, casts, graph = inserted(assigns(0.0), policy=policy)
     low = FP16 if policy == "fp16" else BF16
     assert [value(n).dtype for n in gm.graph.nodes if is_product(n)] == [low, low]
-    assert not [c for c in casts if is_product(c.args[0]) and c.users.keys() - output_of(gm)]
+    assert not [c for c in casts if is_product(c.args[0]) and c.users.keys() - {gm.graph.output_node()}]
     assert is_near(gm, graph)
 
 
@@ -258,10 +255,6 @@ def is_product(node):
     return node.target in (operator.matmul, torch.matmul)
 
 
-def output_of(gm):
-    return {n for n in gm.graph.nodes if n.op == "output"}
-
-
 def test_a_large_constant_that_masks_nothing_is_not_saturated():
     gm, _, graph = inserted(lambda s, x: (x @ s.w).clamp(max=1e30).exp() * 1e-30, policy="fp16")
     assert any(1e30 in (*n.args, *n.kwargs.values()) for n in gm.graph.nodes)
@@ -269,10 +262,7 @@ def test_a_large_constant_that_masks_nothing_is_not_saturated():
 
 
 def test_a_kernel_that_refuses_two_precisions_gets_full_precision():
-    def function(s, x):
-        return torch.lerp(x @ s.w, x.exp(), 0.5)
-
-    gm, _, graph = inserted(function)
+    gm, _, graph = inserted(lambda s, x: torch.lerp(x @ s.w, x.exp(), 0.5))
     node = next(n for n in gm.graph.nodes if n.target is torch.lerp)
     assert {value(s).dtype for s in node.all_input_nodes} == {FP32}
     assert is_near(gm, graph)
@@ -299,11 +289,6 @@ class SharesOutOfNoGrad(InsertCasts):
 
 
 def test_negative_control_a_cast_out_of_no_grad_loses_the_gradient():
-    def function(s, x):
-        with torch.no_grad():
-            first = x @ s.w
-        return x @ s.w + first
-
-    graph = capture_function(function, X, w=W)
+    graph = capture_function(read_without_and_with_gradients, X, w=W)
     gm, _ = graph.through([*passes_before(InsertCasts), SharesOutOfNoGrad(options())])
     assert all(grad is None for grad in run_step(gm, graph.given).grads)

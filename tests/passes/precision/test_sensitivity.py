@@ -16,8 +16,9 @@ def planned(function, *inputs, **state):
     return graph, problem_of(graph)[0]
 
 
-def by_name(readings):
-    return {(a.name, b.name): part for (a, b), part in readings.items()}
+def by_rule(function, outputs=8):
+    """What rules say of a graph of one input and one weight."""
+    return influence_by_rule(planned(function, torch.randn(4, 8), w=torch.randn(outputs, 8))[1])
 
 
 def of(name, values):
@@ -28,8 +29,7 @@ def of(name, values):
 
 
 def test_a_chain_has_it_all():
-    _, problem = planned(lambda m, x: torch.tanh(F.linear(torch.tanh(x), m.w)), torch.randn(4, 8), w=torch.randn(8, 8))
-    found = influence_by_rule(problem)
+    found = by_rule(lambda m, x: torch.tanh(F.linear(torch.tanh(x), m.w)))
     assert [of(name, found.values) for name in ("tanh", "linear", "tanh_1")] == [1.0, 1.0, 1.0]
 
 
@@ -38,9 +38,8 @@ def test_a_branch_has_its_part_and_the_stream_all():
         x = x + F.linear(torch.tanh(x), m.w)
         return x + F.linear(F.layer_norm(x, (8,)), m.w)
 
-    _, problem = planned(f, torch.randn(4, 8), w=torch.randn(8, 8))
-    found = influence_by_rule(problem)
-    readings = by_name(found.readings)
+    found = by_rule(f)
+    readings = {(a.name, b.name): part for (a, b), part in found.readings.items()}
     assert of("x", found.values) == pytest.approx(1.0)  # 2/3 by itself, 1/3 through the norm
     assert readings["x", "layer_norm"] == of("linear_1", found.values) == pytest.approx(1 / 3)
     assert of("linear", found.values) == pytest.approx(1 / 2)
@@ -52,17 +51,13 @@ def test_what_is_written_has_the_influence_of_who_reads_its_memory_later():
         y[:, :4].add_(F.linear(x, m.w))
         return y.exp()
 
-    _, problem = planned(f, torch.randn(4, 8), w=torch.randn(4, 8))
-    found = influence_by_rule(problem)
+    found = by_rule(f, outputs=4)
     assert of("linear", found.values) == pytest.approx(0.5)  # half of a sum of like sizes
     assert of("add_", found.values) == 1.0
 
 
 def test_what_no_output_needs_has_none():
-    _, problem = planned(
-        lambda m, x: (F.linear(x, m.w), F.linear(x, m.w) + 1)[0], torch.randn(4, 8), w=torch.randn(8, 8)
-    )
-    found = influence_by_rule(problem)
+    found = by_rule(lambda m, x: (F.linear(x, m.w), F.linear(x, m.w) + 1)[0])
     assert of("linear", found.values) == 1.0
     assert all(part == 0 for node, part in found.values.items() if node.name in ("linear_1", "add"))
 

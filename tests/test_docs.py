@@ -1,7 +1,7 @@
 """What the documentation shows is true: its lists load, its policies parse, its links lead somewhere."""
 
 import dataclasses
-import importlib
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -72,15 +72,10 @@ def unknown_names(text):
 
 
 def is_known(name):
-    first, *rest = name.split(".")
-    found = importlib.import_module(first)
-    for i, part in enumerate(rest, 1):
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(".".join([first, *rest[:i]]))
-            except ModuleNotFoundError:
-                return False
-        found = getattr(found, part)
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
     return True
 
 

@@ -67,31 +67,17 @@ def stepped(optimizer, **options):
     return write
 
 
+@torch.no_grad()
 def averaged(model):
     theirs = Net().state_dict()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.lerp_(theirs[name], 0.5)
+    for name, p in model.named_parameters():
+        p.lerp_(theirs[name], 0.5)
 
 
-def merged(model):
-    with torch.no_grad():
-        model.first.weight += torch.randn(256, 4) @ torch.randn(4, 1024) / 10
-
-
-def swapped(model):
-    model.first.weight = nn.Parameter(torch.randn(256, 1024))
-
-
-def replaced_module(model):
-    model.last = nn.Linear(256, 10)
-
-
+@torch.no_grad()
 def moved(model):
-    model.double()
-    model.float()
-    with torch.no_grad():
-        model.last.bias.add_(1)
+    model.double().float()
+    model.last.bias.add_(1)
 
 
 def norm_trained(model):
@@ -105,16 +91,13 @@ def fused(model):
     torch.optim.SGD([model.first.weight], lr=0.1, fused=True).step()
 
 
-def undecorated(function):
-    return torch.no_grad()(function)
-
-
+unrecorded = torch.no_grad()
 SEEN = {
-    "copy_": undecorated(lambda m: m.first.weight.copy_(torch.randn(256, 1024))),
-    "add_": undecorated(lambda m: m.conv.weight.add_(1)),
-    "mul_ of a bias": undecorated(lambda m: m.first.bias.mul_(3)),
-    "an element": undecorated(lambda m: m.last.weight[0].fill_(1)),
-    "a view": undecorated(lambda m: m.first.weight.view(-1)[5:100_000].zero_()),
+    "copy_": unrecorded(lambda m: m.first.weight.copy_(torch.randn(256, 1024))),
+    "add_": unrecorded(lambda m: m.conv.weight.add_(1)),
+    "mul_ of a bias": unrecorded(lambda m: m.first.bias.mul_(3)),
+    "an element": unrecorded(lambda m: m.last.weight[0].fill_(1)),
+    "a view": unrecorded(lambda m: m.first.weight.view(-1)[5:100_000].zero_()),
     "init": lambda m: nn.init.normal_(m.last.weight),
     "detach": lambda m: m.last.weight.detach().add_(1),
     "data assigned": lambda m: setattr(m.first.weight, "data", torch.randn(256, 1024)),
@@ -123,18 +106,18 @@ SEEN = {
     "AdamW, foreach": stepped(torch.optim.AdamW, foreach=True),
     "load_state_dict": lambda m: m.load_state_dict(Net().state_dict()),
     "load_state_dict, assign": lambda m: m.load_state_dict(Net().state_dict(), assign=True),
-    "another Parameter": swapped,
-    "another module": replaced_module,
-    "adapters merged": merged,
+    "another Parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.randn(256, 1024))),
+    "another module": lambda m: setattr(m, "last", nn.Linear(256, 10)),
+    "adapters merged": unrecorded(lambda m: m.first.weight.add_(torch.randn(256, 4) @ torch.randn(4, 1024) / 10)),
     "moving average": averaged,
-    "clipping": undecorated(lambda m: m.first.weight.clamp_(-0.01, 0.01)),
+    "clipping": unrecorded(lambda m: m.first.weight.clamp_(-0.01, 0.01)),
     "dtypes": moved,
     "running statistics": norm_trained,
-    "norm's weight": undecorated(lambda m: m.norm.weight.mul_(2)),
+    "norm's weight": unrecorded(lambda m: m.norm.weight.mul_(2)),
     "vector_to_parameters": lambda m: nn.utils.vector_to_parameters(
         nn.utils.parameters_to_vector(m.parameters()).detach() + 0.1, m.parameters()
     ),
-    "set_": undecorated(lambda m: m.first.weight.set_(torch.randn(256, 1024))),
+    "set_": unrecorded(lambda m: m.first.weight.set_(torch.randn(256, 1024))),
 }
 # Writes that leave the version counter, which the docstring of freeze names.
 UNSEEN = {

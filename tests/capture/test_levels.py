@@ -162,8 +162,7 @@ def test_what_did_not_train_when_it_was_converted_gets_masters_when_it_does(how,
     model.train().requires_grad_(True)
     before = saved(model)
     if whole:
-        step = amp_graph.TrainStep(model, F.cross_entropy, optimizer)
-        [step(x, y) for x, y in batches(20)]
+        go(amp_graph.TrainStep(model, F.cross_entropy, optimizer), batches(20))
     else:
         train(model, optimizer, batches(20))
     assert all((saved(model)[name] != value).float().mean() > 0.9 for name, value in before.items())
@@ -428,9 +427,12 @@ def test_forward_casts_no_weight_and_the_update_writes_the_copies(policy):
     *_, step = with_step(build(), policy, micro_batches=2)
     go(step, batches(2))
     assert not weight_casts(step)
-    copies = [(c.parameter, c.low) for c in step._state.copies.values()]
-    assert len(copies) == (4 if policy == "bf16" else 0)
-    assert all(torch.equal(p.bfloat16(), low) for p, low in copies)
+    assert len(step._state.copies) == (4 if policy == "bf16" else 0)
+    assert copies_are_fresh(step)
+
+
+def copies_are_fresh(step):
+    return all(torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
@@ -443,19 +445,6 @@ def test_micro_batches_cast_weights_once_an_update(kind):
     assert [low._version - known for low, known in zip(step.weight_copies(), before, strict=True)] == [1, 1, 1, 1]
 
 
-def edit_in_place(model, optimizer):
-    with torch.no_grad():
-        model.first.weight.mul_(1.5)
-
-
-def edit_by_loading(model, optimizer):
-    model.load_state_dict({name: value * 1.25 for name, value in model.state_dict().items()})
-
-
-def edit_by_another_tensor(model, optimizer):
-    model.second.weight.data = model.second.weight.detach() * 2.0
-
-
 def edit_by_stepping(model, optimizer):
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -463,9 +452,17 @@ def edit_by_stepping(model, optimizer):
     optimizer.zero_grad()
 
 
+EDITS = {
+    "in place": torch.no_grad()(lambda model, _: model.first.weight.mul_(1.5)),
+    "by loading": lambda model, _: model.load_state_dict({n: t * 1.25 for n, t in model.state_dict().items()}),
+    "by another tensor": lambda model, _: setattr(model.second.weight, "data", model.second.weight.detach() * 2.0),
+    "by stepping": edit_by_stepping,
+}
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("edit", [edit_in_place, edit_by_loading, edit_by_another_tensor, edit_by_stepping])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_copies_follow_what_others_write(edit, fused):
     model, optimizer, step = with_step(build(fused=fused), "bf16")
     other, theirs = build(fused=True)
@@ -478,7 +475,7 @@ def test_copies_follow_what_others_write(edit, fused):
         train(other, theirs, [(x, y)])
     if fused or edit is not edit_by_stepping:  # the for-loop rounds otherwise than the fused kernel
         assert same(parameters(model), parameters(other))
-    assert all(torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values())
+    assert copies_are_fresh(step)
 
 
 def test_writes_through_data_are_seen_after_refresh():
@@ -486,9 +483,9 @@ def test_writes_through_data_are_seen_after_refresh():
     (x, y), *_ = batches(1)
     step(x, y)
     model.first.weight.data.mul_(3.0)
-    assert not all([torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values()])
+    assert not copies_are_fresh(step)
     step.refresh()
-    assert all(torch.equal(c.parameter.bfloat16(), c.low) for c in step._state.copies.values())
+    assert copies_are_fresh(step)
 
 
 def test_a_weight_read_low_and_full_gets_both_gradients_in_fp32():
@@ -573,7 +570,10 @@ def test_a_write_to_one_element_changes_its_master_alone():
     assert torch.equal(master_of(weight), expected)
 
 
-@pytest.mark.parametrize("built", ["before convert", "before the model's load", "after it"])
+BUILT = ["before convert", "before the model's load", "after it"]
+
+
+@pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, 0.01, momentum=0.9)])
 def test_loaded_states_keep_their_bits_or_a_warning_says_that_torch_rounded_them(kind, built):
     model, optimizer = build()
@@ -581,13 +581,9 @@ def test_loaded_states_keep_their_bits_or_a_warning_says_that_torch_rounded_them
     train(amp_graph.convert(model, "bf16-O2"), optimizer, batches(2))
     states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     resumed, _ = build(seed=9)
-    order = ["before convert", "before the model's load", "after it"]
     steps = [lambda: amp_graph.convert(resumed, "bf16-O2"), lambda: resumed.load_state_dict(states[0])]
-    for step in steps[: order.index(built)]:
-        step()
-    other = kind(resumed.parameters())
-    for step in steps[order.index(built) :]:
-        step()
+    steps.insert(BUILT.index(built), lambda: kind(resumed.parameters()))
+    other = [step() for step in steps][BUILT.index(built)]
     assert "load_state_dict" not in other.__dict__
     other.load_state_dict(states[1])
     is_late = built == "after it"

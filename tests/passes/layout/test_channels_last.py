@@ -234,14 +234,17 @@ def test_one_change_of_layout_at_each_boundary(name):
     assert actions.count("back to contiguous") == (name not in ends)
 
 
+def is_wrong(function):
+    try:
+        return against_fp64(function)[0] > 3
+    except RuntimeError:  # a view of channels_last memory is refused
+        return True
+
+
 @pytest.mark.parametrize("name", ["seen_by_view", "written_by_view"])
 def test_control_a_write_through_a_view_would_be_lost(name, monkeypatch):
     monkeypatch.setattr(Layouts, "of", lambda gm, memory: Layouts(frozenset(), memory))
-    try:
-        ratio, _ = against_fp64(CASES[name])
-    except RuntimeError:  # a view of channels_last memory is refused
-        return
-    assert ratio > 3
+    assert is_wrong(CASES[name])
 
 
 @pytest.mark.parametrize("control", [False, True])
@@ -260,11 +263,7 @@ def test_parts_that_are_returned_keep_their_strides(control, monkeypatch):
 
 def test_control_a_part_that_is_written_must_be_of_the_same_memory(monkeypatch):
     monkeypatch.setattr(Layouts, "_may_show_a_part", lambda self, node: True)
-    try:
-        ratio, _ = against_fp64(part_written)
-    except RuntimeError:
-        return
-    assert ratio > 3
+    assert is_wrong(part_written)
 
 
 def test_control_without_the_way_back_a_view_is_refused(monkeypatch):
@@ -278,28 +277,18 @@ def test_control_without_the_way_back_a_view_is_refused(monkeypatch):
 
 
 def test_random_numbers_go_to_the_same_elements():
-    def dropped(s, x):
-        return F.conv2d(F.dropout(F.conv2d(x, s.w, padding=1), 0.5), s.v, padding=1)
-
-    plain, ours, given, result = passed(dropped)
+    plain, ours, given, result = passed(
+        lambda s, x: F.conv2d(F.dropout(F.conv2d(x, s.w, padding=1), 0.5), s.v, padding=1)
+    )
     assert result.changes
     a, b = run_step(ours, given).outputs[0], run_step(plain, given).outputs[0]
     assert (a - b).norm() < 0.02 * b.norm()
 
 
-def in_channels_last(s, x):
-    return convs(s, x.contiguous(memory_format=torch.channels_last))
-
-
-def in_autocast(s, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return convs(s, x)
-
-
 LEFT = {
     "one convolution": lambda s, x: F.conv2d(x, s.w).flatten(1),
-    "the user's own layout": in_channels_last,
-    "the user's own autocast": in_autocast,
+    "the user's own layout": lambda s, x: convs(s, x.contiguous(memory_format=torch.channels_last)),
+    "the user's own autocast": torch.autocast("cpu", torch.bfloat16)(convs),
 }
 
 
@@ -309,14 +298,10 @@ def test_what_is_left_alone(name):
 
 
 def test_sizes_that_vary_are_not_guarded():
-    model = amp_graph.convert(Function(viewed_by_size, **STATE), "bf16", dynamic=True)
+    function = Function(lambda s, x: convs(s, x).view(x.shape[0], -1), **STATE)
+    model = amp_graph.convert(function, "bf16", dynamic=True)
     assert all(model(drawn(batch, 4, 6, 6)).shape == (batch, 8 * 36) for batch in (2, 3, 5))
     assert len(conversion_of(model).graphs) == 1
-
-
-def viewed_by_size(s, x):
-    h = convs(s, x)
-    return h.view(x.shape[0], -1)
 
 
 def test_a_machine_where_it_is_not_profitable(monkeypatch):

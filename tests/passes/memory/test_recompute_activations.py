@@ -38,10 +38,6 @@ H = torch.randn(8, generator=torch.Generator().manual_seed(6))
 ROWS, WIDE = 30, 320
 
 
-def gelu_of_a_linear(s, x):
-    return F.linear(F.gelu(F.linear(x, s.w)), s.v)
-
-
 @pytest.mark.parametrize(("device", "in_step", "words", "count"), [
     ("cpu", False, "", 1), ("cuda", False, "", 0), ("cuda", True, "", 1), ("cuda", False, ",recompute=all", 1),
 ])  # fmt: skip
@@ -50,7 +46,8 @@ def test_on_a_gpu_calls_from_python_are_seen(device, in_step, words, count, monk
     monkeypatch.setattr(recompute_activations, "MOST_AGAIN", math.inf)
     passes = passes_for(Policy.parse(AUTOCAST + words), device, eager=True, in_step=in_step)
     (one,) = (p for p in passes if isinstance(p, RecomputeActivations))
-    gm = capture_function(gelu_of_a_linear, X, w=W, v=V).through(standard_passes(AUTOCAST))[0]
+    graph = capture_function(lambda s, x: F.linear(F.gelu(F.linear(x, s.w)), s.v), X, w=W, v=V)
+    gm, _ = graph.through(standard_passes(AUTOCAST))
     (done,) = run_passes(gm, [one], checked=True)
     assert len(done.result.changes) == count
 
@@ -156,13 +153,16 @@ def test_no_bit_changes_and_one_tensor_less_is_saved(name):
     assert saved(plain, graph.given)[0] - saved(ours, graph.given)[0] == less
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_left_alone(name):
-    policy, function = KEPT[name]
-    graph = captured(function)
+def assert_left_alone(graph, policy):
     plain, ours, changes = both(graph, policy)
     assert not changes
     assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_left_alone(name):
+    policy, function = KEPT[name]
+    assert_left_alone(captured(function), policy)
 
 
 # -- images -----------------------------------------------------------------------------------------------
@@ -225,17 +225,18 @@ def unsummed(s, x):
     return F.conv2d(F.relu(h) * 2, s.k), F.conv2d(h, s.k)
 
 
-def without_parameters(s, x):
-    return F.conv2d(F.relu(F.batch_norm(F.conv2d(x, s.k), None, None, None, None, True)), s.k)
+RELUS = {
+    "unsummed": unsummed,
+    "without parameters": lambda s, x: F.conv2d(
+        F.relu(F.batch_norm(F.conv2d(x, s.k), None, None, None, None, True)), s.k
+    ),
+}
 
 
-@pytest.mark.parametrize("function", [unsummed, without_parameters])
+@pytest.mark.parametrize("function", RELUS.values(), ids=RELUS)
 def test_relus_that_are_left_alone(function):
     x, k = torch.randn(2, 8, 9, 9), torch.randn(8, 8, 3, 3) / 9
-    graph = capture_function(function, x, k=k, g=G, h=H)
-    plain, ours, changes = both(graph, FAST)
-    assert not changes
-    assert not differences(run_step(ours, graph.given), run_step(plain, graph.given))
+    assert_left_alone(capture_function(function, x, k=k, g=G, h=H), FAST)
 
 
 # -- controls, and what may happen around a backward ------------------------------------------------------

@@ -72,14 +72,6 @@ def compiler(monkeypatch, tmp_path, script):
 # -- what is on the disk ----------------------------------------------------------------------------------
 
 
-def replaced(path, content):
-    path.unlink()  # to write into a file that is loaded ends this process, as it would any
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-
-
 DAMAGES = {
     "cut in half": lambda content: content[: len(content) // 2],
     "cut by a byte": lambda content: content[:-1],
@@ -88,18 +80,18 @@ DAMAGES = {
     "one bit": lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:],
     "longer": lambda content: content + b"\0",
     "text": lambda content: b"\xff\xfe not a library\n",
+    "gone": None,
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "gone"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_made_anew_and_kept(source, monkeypatch, damage):
     assert answer(source) == 42
     (file,) = files("so")
     content = file.read_bytes()
-    if damage == "gone":
-        file.unlink()
-    else:
-        replaced(file, DAMAGES[damage](content))
+    file.unlink()  # to write into a file that is loaded ends this process, as it would any
+    if DAMAGES[damage]:
+        file.write_bytes(DAMAGES[damage](content))
     assert answer(source) == 42
     without_compiler(monkeypatch)
     assert answer(source) == 42, "the new one is loaded"
@@ -300,11 +292,6 @@ def is_true(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def in_child(function):
-    """Say whether ``function`` gives what is true in the child of a fork."""
-    return is_true(forked(function))
-
-
 def test_processes_that_compile_at_once(source, monkeypatch, tmp_path):
     """Each makes a library of its own, of other content, and whichever is kept is whole."""
     compiler(monkeypatch, tmp_path, 'sleep 0.1; cc "$@" -DBY=$$ -Wl,--build-id=0x$(printf %08d $$)')
@@ -342,7 +329,7 @@ def test_a_fork_while_a_thread_compiles(source, monkeypatch, tmp_path):
     thread.start()
     while not (tmp_path / "begun").exists():
         time.sleep(0.01)
-    assert in_child(lambda: answer(source) == 42)
+    assert is_true(forked(lambda: answer(source) == 42))
     thread.join()
     assert answer(source) == 42
 

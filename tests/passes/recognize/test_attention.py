@@ -1,6 +1,7 @@
 """Attention written out in Python becomes the one call, and is nearer to fp64; what only looks like it stays."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -55,14 +56,6 @@ def nanogpt(s, q, k, v):
     return F.dropout(F.softmax(scores, dim=-1), 0.0) @ v
 
 
-def turned_before(s, q, k, v):
-    return F.softmax(0.4 * (q / 1.5 @ k.permute(0, 1, 3, 2).clone()), -1) @ v
-
-
-def mask_first(s, q, k, v):
-    return (MASK + q @ k.mT).softmax(3) @ v
-
-
 def folded(*heads):
     return [t.reshape(-1, *t.shape[2:]) for t in heads]
 
@@ -76,11 +69,11 @@ def bloom(s, q, k, v):
     return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
 
 
-def bart(s, q, k, v):
+def bart(s, q, k, v, p=0.1, training=False):
     """Heads are in the batch, but for the mask."""
     queries, keys, values = folded(q * 0.4, k, v)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
-    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.1, training=False)
+    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=p, training=training)
     return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
 
 
@@ -89,10 +82,6 @@ def multihead(s, q, k, v):
     queries, keys, values = folded(q, k, v)
     scores = torch.baddbmm(MASK[0].expand(2 * HEADS, -1, -1).to(q), queries, keys.mT)
     return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
-
-
-def of_one_item(s, q, k, v):
-    return ((q[0] @ k[0].mT * 0.4 + MASK[0]).softmax(-1) @ v[0])[None]
 
 
 def falcon(s, q, k, v):
@@ -121,19 +110,8 @@ def scaled_behind_a_product(s, q, k, v):
     return torch.bmm(scores.softmax(-1), values).unflatten(0, (2, HEADS))
 
 
-def two_masks(s, q, k, v):
-    return (q @ k.mT * 0.4 + MASK.to(q) + ALIBI.to(q)).softmax(-1) @ v
-
-
 def dropped(s, q, k, v):
     return F.dropout((q @ k.mT * 0.4).softmax(-1), 0.25) @ v
-
-
-def bart_that_drops(s, q, k, v):
-    queries, keys, values = folded(q * 0.4, k, v)
-    scores = torch.bmm(queries, keys.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH) + MASK
-    chances = F.dropout(F.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1), p=0.5, training=True)
-    return torch.bmm(chances, values).view(2, HEADS, LENGTH, -1)
 
 
 def llama_that_drops(s, q, k, v):
@@ -145,20 +123,18 @@ def llama_that_drops(s, q, k, v):
 
 ALIBI = torch.linspace(-2, 2, HEADS * LENGTH).view(HEADS, 1, LENGTH)
 PADDED = torch.arange(LENGTH) < 3  # left of the text
-OF_MODELS = (bloom, bart, multihead, of_one_item, falcon, mpt, scaled_behind_a_product, two_masks)
-DROPPED = {f.__name__: f for f in (dropped, bart_that_drops, llama_that_drops)}
-FORMS = {
-    f.__name__: f
-    for f in (
-        in_place,
-        plain,
-        bert,
-        llama,
-        nanogpt,
-        turned_before,
-        mask_first,
-        *OF_MODELS,
-    )
+OF_MODELS = (bert, llama, nanogpt, bloom, bart, multihead, falcon, mpt)
+DROPPED = {
+    "dropped": dropped,
+    "bart_that_drops": partial(bart, p=0.5, training=True),
+    "llama_that_drops": llama_that_drops,
+}
+FORMS = {f.__name__: f for f in (in_place, plain, *OF_MODELS, scaled_behind_a_product)}
+FORMS |= {
+    "turned_before": lambda s, q, k, v: F.softmax(0.4 * (q / 1.5 @ k.permute(0, 1, 3, 2).clone()), -1) @ v,
+    "mask_first": lambda s, q, k, v: (MASK + q @ k.mT).softmax(3) @ v,
+    "of_one_item": lambda s, q, k, v: ((q[0] @ k[0].mT * 0.4 + MASK[0]).softmax(-1) @ v[0])[None],
+    "two_masks": lambda s, q, k, v: (q @ k.mT * 0.4 + MASK.to(q) + ALIBI.to(q)).softmax(-1) @ v,
 }
 
 
@@ -184,10 +160,6 @@ def read_before_it_is_written(s, q, k, v):
     before = scores.detach().view(-1)
     chances = scores.mul_(0.4).softmax(-1)
     return chances @ v + before.mean()
-
-
-def into_the_mask(s, q, k, v):
-    return s.kept[:].add_(q @ k.mT).softmax(-1) @ v
 
 
 def mask_that_is_written(s, q, k, v):
@@ -226,7 +198,7 @@ OTHERS = {
     "written half-way": written,
     "scores are seen in place": read_before_it_is_written,
     "a mask is written": mask_that_is_written,
-    "scores are added to a mask": into_the_mask,
+    "scores are added to a mask": lambda s, q, k, v: s.kept[:].add_(q @ k.mT).softmax(-1) @ v,
     "an fp32 region": held_by_the_user,
 }
 
@@ -254,8 +226,12 @@ def stepped(function, policy="bf16", wide=False):
     (out.double() * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)).sum().backward()
     if wide:
         return [out.detach(), model.qkv.weight.grad], 0
+    return [out.detach(), model.qkv.weight.grad], calls_of(model)
+
+
+def calls_of(model):
     nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
-    return [out.detach(), model.qkv.weight.grad], sum(n.target is attention_low for n in nodes)
+    return sum(n.target is attention_low for n in nodes)
 
 
 def becomes_the_call_and_is_as_exact(function):
@@ -329,8 +305,7 @@ def InParts(self, x):
 def test_a_module_of_the_formula_that_is_kept_in_fp32_is(policy, count):
     model = amp_graph.convert(InParts(), policy)
     model(torch.randn(2, LENGTH, WIDTH))
-    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
-    assert sum(n.target is attention_low for n in nodes) == count
+    assert calls_of(model) == count
 
 
 def test_without_the_kernel_the_formula_stays():
@@ -399,8 +374,7 @@ def test_models_of_the_library(name, layers):
     pytest.importorskip("transformers")
     model, args, kwargs = make(name)
     amp_graph.convert(model)(*args, **kwargs)
-    nodes = [n for graph in conversion_of(model).graphs for n in graph.rewritten.gm.graph.nodes]
-    assert sum(n.target is attention_low for n in nodes) >= layers
+    assert calls_of(model) >= layers
 
 
 WRITTEN = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from amp_graph.cli.capture_target import captured, captured_step
 from amp_graph.cli.terminal import Told, json_text
@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> Told:
 
 
 def _text(args: argparse.Namespace, told: Report) -> str:
-    if args.format == "json":
-        return json_text(told.to_dict())
-    if args.format == "html":
-        return html_page(told)
-    if args.format == "report":
-        return told.text(skipped=args.skipped)
-    return "\n".join("".join(f"{line}\n" for line in _lines(args, graph)) for graph in told.graphs)
+    forms: dict[str, Callable[[], str]] = {
+        "json": lambda: json_text(told.to_dict()),
+        "html": lambda: html_page(told),
+        "report": lambda: told.text(skipped=args.skipped),
+        "text": lambda: "\n".join("".join(f"{line}\n" for line in _lines(args, graph)) for graph in told.graphs),
+    }
+    return forms[args.format]()
 
 
 def _lines(args: argparse.Namespace, graph: GraphReport) -> Iterator[str]:

@@ -56,12 +56,13 @@ def _of_one(name: str, lists: OpList) -> Row:
 
 
 def _unlisted(op: str, overload: Any, lists: OpList) -> str:
-    if lists.unlisted == "native":
-        return f"no entry in {lists.name}; runs in the precision of its inputs"
-    if node_info.is_composite(overload):
-        return "in no list; it is decomposed into the operations that it calls"
-    runs = f"runs exactly as captured (to change that: --policy 'bf16,follow={op}')"
-    return f"in no list; it {'returns a view, so it is neutral' if node_info.is_view(overload) else runs}"
+    notes = {
+        f"no entry in {lists.name}; runs in the precision of its inputs": lists.unlisted == "native",
+        "in no list; it is decomposed into the operations that it calls": node_info.is_composite(overload),
+        "in no list; it returns a view, so it is neutral": node_info.is_view(overload),
+        f"in no list; it runs exactly as captured (to change that: --policy 'bf16,follow={op}')": True,
+    }
+    return next(note for note, holds in notes.items() if holds)
 
 
 def rule_row(rule: Rule) -> Row:

@@ -133,9 +133,8 @@ class ConvertsModules:
             return True
         if isinstance(module, WRAPPERS) or REDIRECTED in getattr(module.__dict__.get("forward"), "__qualname__", ""):
             return False
-        if isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None:
-            return True
-        if whole_of(module) is not None:  # of a converted model, called by itself
+        is_plain = isinstance(module, torch.jit.ScriptModule) or next(module.parameters(), None) is None
+        if is_plain or whole_of(module) is not None:  # or a part of a converted model, called by itself
             return True
         if any(conversion_of(part) is not None for part in module.modules()):
             return False

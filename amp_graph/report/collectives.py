@@ -28,6 +28,7 @@ from amp_graph.passes.torch_compat.fully_sharded import (
     reduced_dtype,
     unit_name,
 )
+from amp_graph.report.graph_facts import grouped
 from amp_graph.report.records import Collective
 from amp_graph.step.train_step import TrainStep
 
@@ -67,9 +68,7 @@ def _reason(group: Any, records: dict[str, Any]) -> str:
 
 def _grouped(why: dict[str, str], unit: str) -> str:
     """Return why each parameter of a unit is sent as it is; equal reasons once."""
-    names: dict[str, list[str]] = {}
-    for name, reason in why.items():
-        names.setdefault(reason, []).append(name.removeprefix(f"{unit}."))
+    names = grouped((reason, name.removeprefix(f"{unit}.")) for name, reason in why.items())
     return "; ".join(f"{', '.join(some) if len(some) < len(why) else 'all'}: {one}" for one, some in names.items())
 
 

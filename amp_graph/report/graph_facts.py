@@ -9,12 +9,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from amp_graph.lists.errors import first_line
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
 PLACES = 5  # graph breaks, and reasons of skips, that are listed
 INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
+Key, Value = TypeVar("Key"), TypeVar("Value")
 Facts = dict[str, str]  # by label; a line break begins a line below
 
 
@@ -115,11 +117,16 @@ def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
 
 def _skips(graph: GraphReport) -> Iterator[str]:
     """Yield lines on the nodes that passes skipped, each reason once."""
-    groups: dict[str, list[str]] = {}
-    for note in graph.skips:
-        groups.setdefault(f"{note.rule}: {note.reason}", []).append(note.node)
-    for reason, nodes in groups.items():
+    for reason, nodes in grouped((f"{note.rule}: {note.reason}", note.node) for note in graph.skips).items():
         yield f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {reason}"
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in their order."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def shown_operation(node: NodeReport) -> str:

@@ -11,8 +11,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from amp_graph.report.graph_facts import PLACES, facts_of, short_place, shown_operation, size_text, split_reason
-from amp_graph.report.records import Collective, GraphReport, NodeReport
+from amp_graph.report.graph_facts import (
+    PLACES,
+    facts_of,
+    grouped,
+    short_place,
+    shown_operation,
+    size_text,
+    split_reason,
+)
+from amp_graph.report.records import GraphReport, NodeReport
 
 if TYPE_CHECKING:
     from amp_graph.report.model_report import Report
@@ -57,13 +65,8 @@ def _head(report: Report, width: int | None) -> Iterator[str]:
 
 def collective_lines(report: Report) -> Iterator[str]:
     """Yield a line for each unit of ``fully_shard``, equal ones as one: what it gathers and reduces, and why so."""
-    units: dict[str, list[Collective]] = {}
-    for one in report.collectives:
-        units.setdefault(one.unit, []).append(one)
-    alike: dict[tuple[Collective, ...], list[str]] = {}
-    for name, found in units.items():
-        alike.setdefault(tuple(replace(one, unit="") for one in found), []).append(name)
-    for both, names in alike.items():
+    units = grouped((one.unit, replace(one, unit="")) for one in report.collectives)
+    for both, names in grouped((tuple(found), name) for name, found in units.items()).items():
         often = {1: "", 2: " twice"}
         sent = [f"{one.direction} {size_text(one.bytes)} in {one.dtype}{often.get(one.times, f' {one.times} times')}"
                 for one in both]  # fmt: skip
@@ -85,12 +88,13 @@ def accuracy_text(accuracy: str | float) -> str:
 
 def _alike(graphs: Iterable[GraphReport]) -> list[list[GraphReport]]:
     """Return the graphs in groups: the same products of the same modules, in other modes or for other sizes."""
-    groups: dict[object, list[GraphReport]] = {}
-    for graph in graphs:
+
+    def told_of(graph: GraphReport) -> tuple[object, ...]:
         operations = [node for node in graph.operations if node.cls == "allow"] or graph.operations
         same = frozenset((node.ops, node.module, node.precision) for node in operations)
-        groups.setdefault((same, graph.dtype, graph.break_line, graph.unplanned), []).append(graph)
-    return list(groups.values())
+        return same, graph.dtype, graph.break_line, graph.unplanned
+
+    return list(grouped((told_of(graph), graph) for graph in graphs).values())
 
 
 def _merged(graphs: Sequence[GraphReport], said: Iterable[Iterable[tuple[str, str]]]) -> dict[str, list[str]]:
@@ -138,10 +142,9 @@ def _reasons(graphs: Sequence[GraphReport], width: int | None) -> Iterator[str]:
 
 def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
     """Return one row for all nodes with the same operation, precision and reason."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for node in nodes:
-        reason, _ = split_reason(node.reason, node.ops)
-        groups.setdefault((shown_operation(node), node.precision, reason), []).append(node.module)
+    groups = grouped(
+        ((shown_operation(node), node.precision, split_reason(node.reason, node.ops)[0]), node.module) for node in nodes
+    )
     return [
         (ops, f"x{len(modules)}" if len(modules) > 1 else "", precision, folded_paths(modules), reason)
         for (ops, precision, reason), modules in groups.items()

@@ -16,7 +16,8 @@ from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
 PLACES = 5  # graph breaks, and reasons of skips, that are listed
 INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
-Key, Value = TypeVar("Key"), TypeVar("Value")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Facts = dict[str, str]  # by label; a line break begins a line below
 
 

@@ -100,7 +100,9 @@ def _run(
             if checked and one.writes not in contracts:
                 contracts[one.writes] = Contract.of(gm, one.writes)
             start = time.perf_counter()
-            result = _without_warnings(one, gm)
+            with warnings.catch_warnings():  # kernels warn about fake operands; they warn again for real ones
+                warnings.simplefilter("ignore")
+                result = one.run(gm)
             seconds = time.perf_counter() - start
             if result.modified:
                 result.gm.graph.lint()
@@ -117,12 +119,6 @@ def _run(
 def is_strict() -> bool:
     """Say whether the environment variable AMP_GRAPH_STRICT turns a failed pass into an error."""
     return os.environ.get(STRICT, "") not in ("", "0")
-
-
-def _without_warnings(one: Pass, gm: GraphModule) -> PassResult:
-    with warnings.catch_warnings():  # kernels warn about fake operands; they warn again for real ones
-        warnings.simplefilter("ignore")
-        return one.run(gm)
 
 
 def _wrapped(one: Pass, error: Exception) -> AmpGraphError:

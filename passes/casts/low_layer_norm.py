@@ -42,8 +42,7 @@ class _LowLayerNorm(torch.autograd.Function):
         need = ctx.needs_input_grad
         if is_plain(grad):
             again = lambda x, w, b: torch.layer_norm(x.float(), ctx.shape, w, b, ctx.eps).to(x.dtype)  # noqa: E731
-            needed = (need[0], need[2], need[3])
-            dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), needed, (grad,))
+            dx, dweight, dbias = gradients_by_torch(again, (x, weight, bias), (need[0], *need[2:4]), (grad,))
             return dx, None, dweight, dbias, None
         dx = dweight = dbias = None
         if need[0]:

@@ -64,10 +64,12 @@ def unless_written(kept: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-# -- how each node's result is computed -------------------------------------------------------------------
+# -- how each node's result is computed: from what its operation read, where hooks have kept that ----------------
+
+Inputs = list[Any] | None
 
 
-def _batch_norm(node: Any) -> Tensor:
+def _batch_norm(node: Any, inputs: Inputs) -> Tensor:
     """Apply a batch norm with its saved statistics: the arithmetic is that of a norm in evaluation mode.
 
     The kernel computes ``x * alpha + beta`` with ``alpha = invstd * weight`` and ``beta = bias - mean * alpha``; a
@@ -76,8 +78,8 @@ def _batch_norm(node: Any) -> Tensor:
     """
     again, training, eps = node.metadata[KEY], node._saved_training, node._saved_eps
     kernel: Any = torch.native_batch_norm
-    if again.inputs is not None:
-        x, weight, bias, mean, var = again.inputs()
+    if inputs is not None:
+        x, weight, bias, mean, var = inputs
         return kernel(x, weight, bias, *((None, None) if training else (mean, var)), training, 0.0, eps)[0]
     x, weight, bias = node._saved_input, node._saved_weight, unless_written(again.extra)
     if not training:
@@ -86,28 +88,23 @@ def _batch_norm(node: Any) -> Tensor:
     return kernel(x, weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)[0]
 
 
-def _layer_norm(node: Any) -> Tensor:
-    again = node.metadata[KEY]
-    given = again.inputs() if again.inputs else (node._saved_input, node._saved_weight, node._saved_bias)
-    x, weight, bias = given
-    return torch.native_layer_norm(x, node._saved_normalized_shape, weight, bias, again.extra)[0]
+def _layer_norm(node: Any, inputs: Inputs) -> Tensor:
+    x, weight, bias = inputs or (node._saved_input, node._saved_weight, node._saved_bias)
+    return torch.native_layer_norm(x, node._saved_normalized_shape, weight, bias, node.metadata[KEY].extra)[0]
 
 
-def _layer_norm_low(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    x, weight, bias = inputs() if inputs else node.saved_tensors[:3]
+def _layer_norm_low(node: Any, inputs: Inputs) -> Tensor:
+    x, weight, bias = inputs or node.saved_tensors[:3]
     return torch.native_layer_norm(x, node.shape, weight, bias, node.eps)[0]
 
 
-def _activated(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    (x,) = inputs() if inputs else (node._saved_self,)
+def _activated(node: Any, inputs: Inputs) -> Tensor:
+    (x,) = inputs or (node._saved_self,)
     return F.silu(x) if node.name() == "SiluBackward0" else F.gelu(x, approximate=node._saved_approximate)
 
 
-def _relu(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    return inputs()[0] if inputs else relu_of(before_of(node))
+def _relu(node: Any, inputs: Inputs) -> Tensor:
+    return inputs[0] if inputs else relu_of(before_of(node))
 
 
 def relu_of(before: Any) -> Tensor:
@@ -116,7 +113,7 @@ def relu_of(before: Any) -> Tensor:
     return x.relu_() if _is_own(before) else x.relu()
 
 
-def _add(node: Any) -> Tensor:
+def _add(node: Any, inputs: Inputs) -> Tensor:
     (a, _), (b, _) = node.next_functions
     x, y = value_of(a), value_of(b)
     if _is_own(a) and x.dtype == y.dtype and x.shape == y.shape:
@@ -124,12 +121,12 @@ def _add(node: Any) -> Tensor:
     return x + y
 
 
-def _cast(node: Any) -> Tensor:
+def _cast(node: Any, inputs: Inputs) -> Tensor:
     return value_of(before_of(node)).to(node.metadata[KEY].extra)
 
 
 # Keyed by the autograd node's name; backends add theirs with ``register_recompute``.
-COMPUTE: dict[str, Callable[[Any], Tensor]] = {
+COMPUTE: dict[str, Callable[[Any, Inputs], Tensor]] = {
     "NativeBatchNormBackward0": _batch_norm,
     "NativeLayerNormBackward0": _layer_norm,
     "_LowLayerNormBackward": _layer_norm_low,
@@ -147,11 +144,11 @@ KEEPS: dict[str, Callable[[Any], bool]] = {"ReluBackward0": lambda node: True}
 
 def register_recompute(
     name: str,
-    compute: Callable[[Any], Tensor],
+    compute: Callable[[Any, Inputs], Tensor],
     kept: Callable[[Any], Tensor] | None = None,
     keeps: Callable[[Any], bool] = lambda node: True,
 ) -> None:
-    """Let ``compute`` recompute the result of autograd nodes called ``name`` from what they saved.
+    """Let ``compute`` recompute the result of autograd nodes called ``name`` from what they saved, or hooks kept.
 
     ``kept`` returns a result that the node saved itself; ``keeps`` says whether it did.
     """
@@ -171,7 +168,9 @@ def value_of(node: Any) -> Tensor:
     if again is None and name in KEPT:
         kept: Tensor = KEPT[name](node)
         return kept
-    return COMPUTE[name](node) if again is None else again.given(lambda: COMPUTE[name](node))
+    if again is None:
+        return COMPUTE[name](node, None)
+    return again.given(lambda: COMPUTE[name](node, again.inputs() if again.inputs else None))
 
 
 def _is_own(node: Any) -> bool:

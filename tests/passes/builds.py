@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_graph.passes.backends.cpu.linear import amx_gemm, lower_linears, panel_gemm
 from amp_graph.passes.native import kernel_table
@@ -40,6 +41,17 @@ def every_build(request, monkeypatch):
         library, found = typed(built(panel_gemm.SOURCE, request.param), panel_gemm.FUNCTIONS), None
         monkeypatch.setattr(panel_gemm, "library", lambda: library)
     monkeypatch.setattr(amx_gemm, "library", lambda: found)
+
+
+def assert_rounded_once(found, a, b, bias=None, relu=False):
+    """``a @ b + bias`` in bf16: within a rounding of the exact result, and what fp32 sums may be off."""
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    if bias is not None:
+        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+    exact = exact.relu() if relu else exact
+    assert (found.dtype, found.shape) == (torch.bfloat16, exact.shape)
+    assert found.is_contiguous()
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (a.shape[-1] + 2) * 2**-24).all()
 
 
 def forget_libraries():

@@ -54,18 +54,19 @@ class _PointwiseConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx = dweight = dbias = None
+        dx = dweight = None
+        dbias = grad.sum((0, 2, 3)) if of_bias else None
         if is_plain(grad):
             again = lambda x, w: F.conv2d(x, w, None, ctx.stride)  # noqa: E731
-            dx, dweight = gradients_by_torch(again, (x, weight), (of_x, of_weight), (grad,))
-            return dx, dweight, grad.sum((0, 2, 3)) if of_bias else None, None, None
-        if of_x:
-            dx = _spread(grad, weight, x, ctx.stride) if ctx.few else _torchs(grad, weight, x, ctx.stride)
+            return *gradients_by_torch(again, (x, weight), (of_x, of_weight), (grad,)), dbias, None, None
+        if of_x and ctx.few:
+            dx = _spread(grad, weight, x, ctx.stride)
+        elif of_x:
+            geometry = (list(ctx.stride), [0, 0], [1, 1], False, [0, 0], 1)
+            dx = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [True, False, False])[0]
         if of_weight:
             read = x if ctx.stride == (1, 1) else x[:, :, :: ctx.stride[0], :: ctx.stride[1]]
             dweight = gradients_of_linear(rows(grad), rows(read), biased=False)[0].view(weight.shape)
-        if of_bias:
-            dbias = grad.sum((0, 2, 3))
         return dx, dweight, dbias, None, None
 
 
@@ -89,12 +90,6 @@ def _spread(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) ->
     whole = torch.zeros_like(x, memory_format=torch.channels_last)
     whole[:, :, :: stride[0], :: stride[1]] = found
     return whole
-
-
-def _torchs(grad: Tensor, weight: Tensor, x: Tensor, stride: tuple[int, int]) -> Tensor:
-    geometry = (list(stride), [0, 0], [1, 1], False, [0, 0], 1)
-    found: Tensor = torch.ops.aten.convolution_backward(grad, x, weight, None, *geometry, [True, False, False])[0]
-    return found
 
 
 def _read(x: Tensor, stride: tuple[int, int]) -> Tensor:

@@ -226,9 +226,8 @@ def _asked(node: Any) -> Tensor:
     return computed(lambda: value_of(node))
 
 
-def _norm_and_relu(node: Any) -> Tensor:
-    inputs = node.metadata[KEY].inputs
-    x, *given = inputs() if inputs else node.saved_tensors
+def _norm_and_relu(node: Any, inputs: list[Any] | None) -> Tensor:
+    x, *given = inputs or node.saved_tensors
     if not given:  # its own result, saved by hooks
         return x
     weight, bias, stats = (*given, None)[:3]

@@ -21,7 +21,7 @@ from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.by_hand import descend
 from tests.layers import layers
-from tests.passes.builds import built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.builds import assert_rounded_once, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.whole_steps import stepped
 
@@ -46,17 +46,6 @@ SIZES = [
 ]  # fmt: skip
 
 
-def check(found, a, b, bias=None):
-    """Within a rounding to bf16 of the exact result, and what fp32 sums may be off."""
-    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    if bias is not None:
-        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
-    assert found.dtype == BF16
-    assert found.shape == exact.shape
-    assert found.is_contiguous()
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (a.shape[1] + 2) * 2**-24).all()
-
-
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -64,7 +53,7 @@ def test_every_size_and_order_of_memory(size, biased):
     rows, columns, depth = size
     a, b, bias = drawn(rows, depth), drawn(depth, columns, seed=1), drawn(columns, seed=2) if biased else None
     found = amx_product(a, b, bias)
-    check(found, a, b, bias)
+    assert_rounded_once(found, a, b, bias)
     for one in (a, a.t().contiguous().t()):
         assert all(torch.equal(amx_product(one, other, bias), found) for other in (b, b.t().contiguous().t()))
 
@@ -92,7 +81,7 @@ def test_sums_of_what_a_product_reads_anyway(size, threads, monkeypatch):
 def test_any_bias():
     a, b = drawn(40, 50), drawn(50, 70, seed=1)
     for bias in (drawn(1), drawn(140)[::2], drawn(1).expand(70)):
-        check(amx_product(a, b, bias), a, b, bias)
+        assert_rounded_once(amx_product(a, b, bias), a, b, bias)
 
 
 @pytest.mark.sampled(4)
@@ -119,7 +108,7 @@ LAYOUTS = {
 def test_whatever_lies_otherwise(name):
     a, b = LAYOUTS[name]
     found = amx_product(a, b)
-    check(found, a, b)
+    assert_rounded_once(found, a, b)
     assert torch.equal(found, amx_product(a.contiguous(), b.contiguous()))
 
 
@@ -145,7 +134,7 @@ def test_control_what_is_wrong_is_found_out():
     wrong = (amx_product(a.roll(1, 0), b, bias), amx_product(a, b.roll(1, 1), bias), amx_product(a, b), parts)
     for found in wrong:
         with pytest.raises(AssertionError):
-            check(found, a, b, bias)
+            assert_rounded_once(found, a, b, bias)
 
 
 def test_without_a_compiler_it_is_torchs(monkeypatch):

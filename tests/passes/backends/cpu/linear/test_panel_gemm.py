@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_graph.passes.backends.cpu.inference import prepack_weights
 from amp_graph.passes.backends.cpu.linear import panel_gemm as kernel
 from amp_graph.passes.native.kernel_table import typed
-from tests.passes.builds import BUILDS, built, memory_that_is_not_zero  # noqa: F401
+from tests.passes.builds import BUILDS, assert_rounded_once, built, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import drawn_low as drawn
 from tests.passes.graphs import BF16
 from tests.threads import in_threads
@@ -41,16 +40,6 @@ def ours(x, weight, bias=None, relu=False):
     return kernel.linear_by_panels(x, kernel.panels_of(weight), bias, relu, len(weight))
 
 
-def check(found, x, weight, bias=None, relu=False):
-    """Within a rounding to bf16 of the exact result, and what fp32 sums may be off."""
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    sizes = F.linear(x.double().abs(), weight.double().abs(), None if bias is None else bias.double().abs())
-    exact = exact.relu() if relu else exact
-    assert found.dtype == BF16
-    assert found.shape == exact.shape
-    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + sizes * (x.shape[-1] + 2) * 2**-24).all()
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
@@ -58,7 +47,7 @@ def check(found, x, weight, bias=None, relu=False):
 def test_every_size_is_rounded_once(size, biased, relu):
     x, weight, bias = operands(*size)
     bias = bias if biased else None
-    check(ours(x, weight, bias, relu), x, weight, bias, relu)
+    assert_rounded_once(ours(x, weight, bias, relu), x, weight.t(), bias, relu)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +63,7 @@ def test_every_size_is_rounded_once(size, biased, relu):
 def test_control_what_is_wrong_is_found_out(wrong):
     x, weight, bias = operands(64, 32, 130)
     with pytest.raises(AssertionError):
-        check(wrong(x, weight, bias * 8), x, weight, bias * 8)
+        assert_rounded_once(wrong(x, weight, bias * 8), x, weight.t(), bias * 8)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

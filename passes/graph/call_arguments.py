@@ -105,6 +105,4 @@ def swaps_last_two(node: Node) -> bool:
     if not transposes(node) or len(node.all_input_nodes) != 1:
         return False
     a, b = captured(node.all_input_nodes[0]), captured(node)
-    if a.dim() < 2:
-        return False
-    return same(a.mT.shape, b.shape) and same(a.mT.stride(), b.stride())
+    return a.dim() >= 2 and same(a.mT.shape, b.shape) and same(a.mT.stride(), b.stride())

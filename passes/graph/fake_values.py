@@ -88,11 +88,8 @@ def has_eligible(node: Node) -> bool:
 
 def fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
     """Return the fake mode that the graph's values belong to; None for a graph without tensors."""
-    for node in gm.graph.nodes:
-        for tensor in tensors(value(node)):
-            if isinstance(tensor, FakeTensor):
-                return tensor.fake_mode
-    return None
+    every = (t for node in gm.graph.nodes for t in tensors(value(node)))
+    return next((t.fake_mode for t in every if isinstance(t, FakeTensor)), None)
 
 
 def run_node(node: Node, mode: FakeTensorMode) -> Any:

@@ -116,9 +116,7 @@ def relu_of(before: Any) -> Tensor:
 def _add(node: Any, inputs: Inputs) -> Tensor:
     (a, _), (b, _) = node.next_functions
     x, y = value_of(a), value_of(b)
-    if _is_own(a) and x.dtype == y.dtype and x.shape == y.shape:
-        return x.add_(y)
-    return x + y
+    return x.add_(y) if _is_own(a) and x.dtype == y.dtype and x.shape == y.shape else x + y
 
 
 def _cast(node: Any, inputs: Inputs) -> Tensor:

@@ -61,15 +61,11 @@ class Formulation:
 
     def casts(self) -> list[tuple[Node, Term]]:
         """Return each value that may be cast, down and up, and the cost of that."""
-        found = []
-        for node, readers in self.lowers.items():
-            found.append((node, Term(_once(readers), (self.holds[node],), self._cast_price(node))))
-        for node, readers in self.widens.items():
-            found.append((node, Term((self.holds[node],), _once(readers), self._cast_price(node))))
-        for node, i in self.of.items():
-            if self.painted[node].converts_result:
-                found.append((node, Term((i,), (FULL_ALWAYS,), self._cast_price(node))))
-        return found
+        lowered = [(n, _once(readers), (self.holds[n],)) for n, readers in self.lowers.items()]
+        widened = [(n, (self.holds[n],), _once(readers)) for n, readers in self.widens.items()]
+        converted = [(n, (i,), (FULL_ALWAYS,)) for n, i in self.of.items() if self.painted[n].converts_result]
+        every = (*lowered, *widened, *converted)
+        return [(n, Term(lows, fulls, self._cast_price(n))) for n, lows, fulls in every]
 
     def is_free(self, node: Node) -> bool:
         """Say whether the precision of ``node`` is chosen by cost."""

@@ -127,14 +127,8 @@ def _replace(gm: GraphModule, node: Node, result: Any) -> None:
             if isinstance(chosen, Node):
                 user.replace_all_uses_with(chosen)
             else:
-                for reader in list(user.users):
-                    reader.replace_input_with(user, chosen) if chosen is not None else _put_none(reader, user)
+                swap = lambda n, old=user, new=chosen: new if n is old else n  # noqa: E731
+                for reader in list(user.users):  # None: an output that was not requested
+                    reader.args, reader.kwargs = map_arg(reader.args, swap), map_arg(reader.kwargs, swap)
             gm.graph.erase_node(user)
     gm.graph.erase_node(node)
-
-
-def _put_none(reader: Node, user: Node) -> None:
-    """Replace ``user`` by None in the arguments of ``reader``: an output that was not requested."""
-    swap = lambda n: None if n is user else n  # noqa: E731
-    reader.args = map_arg(reader.args, swap)
-    reader.kwargs = map_arg(reader.kwargs, swap)

@@ -1,14 +1,18 @@
 """The loop of a training as a user writes it, and one call with its gradients."""
 
+import contextlib
 from typing import Any
 
 import torch
 
 
-def step_of(model: Any, *inputs: Any, loss: Any = lambda out: out.float().square().sum()) -> list[torch.Tensor]:
-    """Return the result of a call, and the gradients that parameters have of it."""
+def step_of(
+    model: Any, *inputs: Any, loss: Any = lambda out: out.float().square().sum(), context: Any = None
+) -> list[torch.Tensor]:
+    """Return the result of a call, which is made in ``context``, and the gradients that parameters have of it."""
     model.zero_grad()
-    out = model(*inputs)
+    with context or contextlib.nullcontext():
+        out = model(*inputs)
     loss(out).backward()
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 

@@ -17,6 +17,7 @@ from amp_graph.passes.graph.meta_keys import UNPLANNED
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.precision.plan_precision import PlanPrecision
 from amp_graph.passes.recognize.gelu import FuseGelu
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.graphs import BF16, body_text, capture_function, standard_passes
 
@@ -68,15 +69,6 @@ def fails(monkeypatch, kind, after=False):
     monkeypatch.setattr(kind, "run", run)
 
 
-def step_of(model, x, region=None):
-    """Outputs and gradients of one call."""
-    model.zero_grad()
-    with region or torch.autocast("cpu", enabled=False):
-        out = model(x)
-    out.square().sum().backward()
-    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
 @pytest.mark.parametrize("bad", [BreaksHalfWay, Lints])
 def test_the_graph_is_what_it_is_without_the_pass(bad):
     graph = capture_function(lambda s, x: (x @ s.w).exp() @ s.w, X[:, :4], w=torch.randn(4, 4))
@@ -105,7 +97,7 @@ def test_a_required_pass_that_fails_leaves_the_graph_as_it_was(monkeypatch):
 def test_a_call_goes_on_without_the_pass_and_the_report_names_it(monkeypatch, compile):
     fails(monkeypatch, ShareCasts, after=True)
     model = Net()
-    exact, theirs = step_of(model, X), step_of(model, X, torch.autocast("cpu", BF16))
+    exact, theirs = step_of(model, X), step_of(model, X, context=torch.autocast("cpu", BF16))
     amp_graph.convert(model, "bf16", compile=compile)
     told = r"the pass share-casts is left out of a graph: .*KeyError: 'made to fail'"
     with pytest.warns(AmpGraphWarning, match=told):
@@ -170,7 +162,7 @@ def assert_as_autocast(found, theirs):
 def test_a_graph_without_a_plan_runs_as_under_autocast(monkeypatch, how):
     fails(monkeypatch, PlanPrecision)
     model = Net()
-    theirs = step_of(model, X, torch.autocast("cpu", BF16))
+    theirs = step_of(model, X, context=torch.autocast("cpu", BF16))
     if how is stepped:
         theirs[0] = theirs[0].float().square().sum()
     told = r"a graph runs under torch.autocast\('cpu', torch.bfloat16\), without a plan"
@@ -219,7 +211,7 @@ def test_a_kernel_that_raises_has_its_call_run_as_captured(monkeypatch, policy):
         return own(x, **options)
 
     model = Tanh()
-    exact, theirs = step_of(model, X), step_of(model, X, torch.autocast("cpu", BF16))
+    exact, theirs = step_of(model, X), step_of(model, X, context=torch.autocast("cpu", BF16))
     amp_graph.convert(model, policy)
     monkeypatch.setattr("amp_graph.passes.recognize.gelu.F.gelu", gelu)
     with pytest.warns(AmpGraphWarning, match="a rewritten graph failed, and calls of it run as captured.*no kernel"):

@@ -9,6 +9,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.casts import share_casts
 from amp_graph.passes.torch_compat.devices import cpu_has_bf16
+from tests.by_hand import step_of
 from tests.layers import forward_of, layers
 
 pytestmark = pytest.mark.by_profit
@@ -47,11 +48,9 @@ CASES = {
 
 def trained(model, x, autocast=False):
     """The gradients of the input and of all parameters."""
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        result = model(x)
-    result.float().square().mean().backward()
-    return [x.grad, *(p.grad for p in model.parameters())]
+    x, context = x.clone().requires_grad_(), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    _, *grads = step_of(model, x, loss=lambda out: out.float().square().mean(), context=context)
+    return [x.grad, *grads]
 
 
 def own_calls(model):

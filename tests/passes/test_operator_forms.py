@@ -3,12 +3,15 @@
 Each ran into an error, or rounded what autocast keeps in fp32.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.drawn import drawn
 
@@ -24,12 +27,9 @@ def Model(self, *given):
 def step(make, given, prepare=lambda model: model, low=None):
     """Output and gradients of one step, of a model that is always made the same."""
     torch.manual_seed(0)
-    model = make()
+    model, context = make(), torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None)
     prepare(model)
-    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-        out = model(*given)
-    out.float().sin().sum().backward()
-    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return step_of(model, *given, loss=lambda out: out.float().sin().sum(), context=context)
 
 
 def errors(found, true):
@@ -93,8 +93,7 @@ def test_a_list_of_the_users_may_call_it_a_product():
     assert not torch.equal(model(), torch.inner(V, W))
 
 
-def conv():
-    return nn.Conv2d(3, 8, 3, padding=1)
+conv = partial(nn.Conv2d, 3, 8, 3, padding=1)
 
 
 def norm(function):
@@ -189,12 +188,10 @@ def test_functions_that_order_their_arguments_otherwise(name, train):
     if train:
         check(make, (x,), "bf16")
     else:
-        torch.manual_seed(0)
         model = make().eval()
         with torch.no_grad():
             exact = model(x)
-            found = amp_graph.convert(model, "bf16")(x)
-        assert errors([found], [exact])[0] < 0.02
+            assert errors([amp_graph.convert(model, "bf16")(x)], [exact])[0] < 0.02
 
 
 def adjacency(layout):
@@ -202,15 +199,14 @@ def adjacency(layout):
     return {"csr": dense.to_sparse_csr, "coo": dense.to_sparse, "csc": dense.to_sparse_csc}[layout]()
 
 
-def adjacency_inside():
-    return torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.ones(3), (3, 3), check_invariants=True)
-
-
+PLACES = [[0, 1, 2], [1, 2, 0]]
 SPARSE = {
     "given": lambda m, x, a: a @ m[0](x),
     "by its function": lambda m, x, a: torch.sparse.mm(a, m[0](x)),
     "added": lambda m, x, a: torch.addmm(m[0](x), a, m[0](x)),
-    "made inside": lambda m, x, a: torch.sparse.mm(adjacency_inside(), m[0](x)),
+    "made inside": lambda m, x, a: torch.sparse.mm(
+        torch.sparse_coo_tensor(torch.tensor(PLACES), torch.ones(3), (3, 3), check_invariants=True), m[0](x)
+    ),
     "of what was low": lambda m, x, a: m[0](x).to_sparse() @ m[0](x).t(),
     "softmax": lambda m, x, a: torch.sparse.softmax(m[0](x).to_sparse(), 1).to_dense() @ m[0](x).t(),
 }

@@ -76,21 +76,20 @@ def bounds(every):
 
 def wrong(solve):
     """The tasks for which ``solve(trade-off, bound)`` is not what its docstring says, at any bound."""
-    found = []
-    for seed, made, every in tasks():
-        hull = vertices(every)
-        if not all(_is_right(solve(made, bound), bound, made, every, hull) for bound in bounds(every)):
-            found.append(seed)
-    return found
+    return [
+        seed
+        for seed, made, every in tasks()
+        if not all(_is_right(solve(made, bound), bound, made, every) for bound in bounds(every))
+    ]
 
 
-def _is_right(got, bound, made, every, hull):
+def _is_right(got, bound, made, every):
     within = [p for p in every if p.harm <= bound]
     if not is_legal(made.costs, got.low) or got != made.point(got.low):
         return False
     if not within:
         return got.harm == min(p.harm for p in every)
-    vertex = min(p.cost for p in hull if p.harm <= bound)
+    vertex = min(p.cost for p in vertices(every) if p.harm <= bound)
     return got.harm <= bound and min(p.cost for p in within) <= got.cost <= vertex
 
 

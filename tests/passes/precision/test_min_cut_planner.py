@@ -18,7 +18,7 @@ from amp_graph.passes.precision.planning_problem import FULL, LOW
 from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_legal
 from amp_graph.passes.precision.rule_based_planner import operands, paint
 from tests.passes.golden_models import CASES as GOLDEN
-from tests.passes.graphs import FP32, capture, capture_function, passes_until, rewritten
+from tests.passes.graphs import FP32, capture, capture_function, node_named, passes_until, rewritten
 from tests.passes.planning import formulated, machine
 from tests.passes.programs import captured
 
@@ -112,18 +112,12 @@ def test_the_golden_models_are_planned_as_they_are_painted(name, policy):
     assert graph_text(rewritten(graph, policy)) == graph_text(rewritten(graph, policy + ",planner=paint"))
 
 
-def of(function, *inputs, policy="bf16", **state):
-    gm = rewritten(capture_function(function, *inputs, **state), policy)
-    return {n.name: n for n in gm.graph.nodes}, gm
-
-
 def test_a_value_is_widened_before_it_grows():
     """256 times as many elements behind the expand: the painting casts there, the minimum cut before."""
 
-    def f(m, x):
-        return F.linear(x, m.w).expand(256, 8, 8).exp()
-
-    graph = capture_function(f, torch.randn(1, 8, 8), w=torch.randn(8, 8))
+    graph = capture_function(
+        lambda m, x: F.linear(x, m.w).expand(256, 8, 8).exp(), torch.randn(1, 8, 8), w=torch.randn(8, 8)
+    )
     at = {}
     for planner in ("paint", "mincut"):
         gm = rewritten(graph, f"fp16,planner={planner}")
@@ -133,9 +127,13 @@ def test_a_value_is_widened_before_it_grows():
 
 
 def test_reasons_say_that_time_decided():
-    nodes, _ = of(lambda m, x: F.linear(F.gelu(F.linear(x, m.w)), m.w), torch.randn(64, 64), w=torch.randn(64, 64))
-    reason = nodes["gelu"].meta["amp"].reason
-    assert reason.endswith("every operand is low precision; at the least predicted time")
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    gm = rewritten(capture_function(lambda m, x: F.linear(F.gelu(F.linear(x, m.w)), m.w), x, w=w))
+    assert (
+        node_named(gm, "gelu")
+        .meta["amp"]
+        .reason.endswith("every operand is low precision; at the least predicted time")
+    )
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "bf16,accuracy=2.0"])
@@ -170,10 +168,10 @@ SKIP = "skip_unprofitable=true"
 
 
 def mlp(rows, width):
-    def f(m, x):
-        return F.linear(torch.relu(F.linear(x, m.a)), m.b)
-
-    return capture_function(f, torch.randn(rows, width), a=torch.randn(width, width), b=torch.randn(width, width))
+    weights = {"a": torch.randn(width, width), "b": torch.randn(width, width)}
+    return capture_function(
+        lambda m, x: F.linear(torch.relu(F.linear(x, m.a)), m.b), torch.randn(rows, width), **weights
+    )
 
 
 def dtypes(gm):

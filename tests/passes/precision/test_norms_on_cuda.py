@@ -1,5 +1,7 @@
 """Norms that accuracy=fast lowers on CUDA: activations and parameters in one dtype, as torch's kernels want them."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,25 +19,28 @@ LOW, FULL = "bfloat16", "float32"
 FAST = "bf16,accuracy=fast"
 
 
-class Stream(nn.Module):
+def drawn_norms(norm):
+    norms = nn.ModuleList(norm() for _ in range(3))
+    for p in norms.parameters():
+        p.data.add_(torch.randn_like(p) / 3)
+    return norms
+
+
+@layers(
+    lambda norm: dict(
+        first=nn.Linear(32, 32),
+        head=nn.Linear(32, 32),
+        blocks=nn.ModuleList(nn.Linear(32, 32) for _ in range(3)),
+        norms=drawn_norms(norm),
+    ),
+    seed=0,
+)
+def Stream(self, x):
     """Two blocks with norms before their linears, and a norm and a head behind; norms of any kind."""
-
-    def __init__(self, norm):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
-        self.norms, self.blocks = (
-            nn.ModuleList(make() for _ in range(3)) for make in (norm, lambda: nn.Linear(32, 32))
-        )
-        with torch.no_grad():
-            for p in self.norms.parameters():
-                p.add_(torch.randn_like(p) / 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        for norm, block in zip(self.norms[:2], self.blocks, strict=False):
-            x = x + F.gelu(block(norm(x)))
-        return self.head(self.norms[2](x))
+    x = self.first(x)
+    for norm, block in zip(self.norms[:2], self.blocks, strict=False):
+        x = x + F.gelu(block(norm(x)))
+    return self.head(self.norms[2](x))
 
 
 @layers(lambda norm: dict(first=nn.Conv2d(4, 8, 3), norm=norm(), last=nn.Conv2d(8, 4, 3)), seed=0)
@@ -48,12 +53,7 @@ def LastNorm(self, x):
     return self.norms[0](self.first(x))
 
 
-def layer_norm():
-    return nn.LayerNorm(32)
-
-
-def rms_norm():
-    return nn.RMSNorm(32)
+layer_norm, rms_norm = partial(nn.LayerNorm, 32), partial(nn.RMSNorm, 32)
 
 
 def planned(model, policy, x=X):

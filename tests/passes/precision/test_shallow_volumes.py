@@ -9,6 +9,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import fp32_operands
+from tests.by_hand import step_of
 from tests.layers import layers
 
 
@@ -40,8 +41,7 @@ def precision(model):
 
 
 def trained(model, x):
-    model(x).square().sum().backward()
-    return [p.grad.double() for p in model.parameters()]
+    return [grad.double() for grad in step_of(model, x, loss=lambda out: out.square().sum())[1:]]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.layout.conv_args import calls_convolution
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import (
@@ -107,18 +108,12 @@ def Head(self, x):
 
 def trained_as_exactly_as_by_autocast(kind, x):
     """Return the converted model, autocast's result and the exact one; their gradients are compared with fp64's."""
-    model, rival, exact = kind(), kind(), kind().double()
-    amp_graph.convert(model, "bf16")
-    for _ in range(2):
-        model.zero_grad()
-        model(x).square().sum().backward()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = rival(x)
-    out.float().square().sum().backward()
-    right = exact(x.double())
-    right.square().sum().backward()
-    for ours, theirs, known in zip(model.parameters(), rival.parameters(), exact.parameters(), strict=True):
-        assert (ours.grad - known.grad).norm() <= 1.1 * (theirs.grad - known.grad).norm() + 1e-6
+    model = amp_graph.convert(kind(), "bf16")
+    out, *theirs = step_of(kind(), x, context=torch.autocast("cpu", torch.bfloat16))
+    right, *exact = step_of(kind().double(), x.double(), loss=lambda out: out.square().sum())
+    _, *found = [step_of(model, x) for _ in range(2)][1]
+    for ours, other, known in zip(found, theirs, exact, strict=True):
+        assert (ours - known).norm() <= 1.1 * (other - known).norm() + 1e-6
     return model, out, right
 
 

@@ -108,18 +108,11 @@ def test_the_pass(name):
     assert not again.result.changes
 
 
-def checkpointed(s, x):
-    return torch.utils.checkpoint.checkpoint(lambda x: FOUND["the loss alone"](s, x), x, use_reentrant=False)
-
-
-def in_autocast(s, x):
-    with torch.autocast("cpu", BF16):
-        return FOUND["the loss alone"](s, x)
-
-
 LEFT = {
-    "in a checkpoint": checkpointed,
-    "in the user's autocast": in_autocast,
+    "in a checkpoint": lambda s, x: torch.utils.checkpoint.checkpoint(
+        lambda x: FOUND["the loss alone"](s, x), x, use_reentrant=False
+    ),
+    "in the user's autocast": torch.autocast("cpu", BF16)(FOUND["the loss alone"]),
     "written in place": lambda s, x: F.cross_entropy(head(s, x).view(-1, CLASSES).mul_(2), s.ids.view(-1)),
     "labels that are chances": lambda s, x: F.cross_entropy(head(s, x)[0], s.c.softmax(0).expand(12, CLASSES)),
     "weighted": lambda s, x: F.cross_entropy(head(s, x).view(-1, CLASSES), s.ids.view(-1), s.c.detach().abs()),

@@ -70,6 +70,17 @@ def run_script(path, *words, audited=True, **options):
     return Run(audit.report() if audited else None, printed.getvalue(), failure, state)
 
 
+def trained(step, parameters, steps=3, **options):
+    """Audit a training by SGD, which goes down the gradient of what ``step`` returns; return the audit."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with Audit(**options) as audit:
+        for _ in range(steps):
+            step().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return audit
+
+
 def expected(path):
     """Return the findings that the script at ``path`` expects, as (code, line)."""
     lines = enumerate(path.read_text("utf-8").splitlines(), start=1)

@@ -15,6 +15,7 @@ import amp_graph
 from amp_graph.audit.first_overflow import FirstOverflow
 from amp_graph.audit.records import NOWHERE, Call
 from amp_graph.audit.session import Audit
+from tests.layers import layers
 
 
 class Loop:
@@ -379,13 +380,9 @@ def test_a_step_after_a_skipped_one_is_looked_at():
 
 
 def test_a_compiled_model_stays_in_one_graph():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(16, 4)
-
-        def forward(self, x):
-            return self.fc(x).relu()
+    @layers(lambda: dict(fc=nn.Linear(16, 4)))
+    def Net(self, x):
+        return self.fc(x).relu()
 
     loop, model = Loop(), Net()
     loop.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

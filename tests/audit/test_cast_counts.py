@@ -8,13 +8,14 @@ from torch import nn
 
 from amp_graph.audit.session import Audit
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_of
+from tests.audit.running import trained
 
 LOW = torch.bfloat16
 
 
-def codes_of(work, module=None):
+def codes_of(work):
     """Run ``work`` in a looked-at step, between two that are not; return the codes of casts that were found."""
-    module = nn.Linear(4, 4) if module is None else module
+    module = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with Audit(looks=(2,)) as audit:
         for step in range(3):
@@ -26,83 +27,38 @@ def codes_of(work, module=None):
     return {f.code for f in report.findings if f.code.startswith("AMP7")}
 
 
-def twice_the_same(module):
-    x = torch.randn(1000)
-    x.to(LOW), x.to(LOW)
-
-
-def twice_by_a_view(module):
-    x = torch.randn(10, 100)
-    x.to(LOW), x.view(10, 100).to(LOW)
-
-
-def written_between(module):
-    x = torch.randn(1000)
-    x.to(LOW), x.add_(1).to(LOW)
-
-
-def in_the_same_memory(module):
-    for _ in range(20):
-        torch.randn(1000).to(LOW)
-
-
-def parts_of_one_memory(module):
-    x = torch.randn(10, 100)
-    for row in x:
-        row.to(LOW)
-
-
-def to_two_dtypes(module):
-    x = torch.randn(1000)
-    x.to(LOW), x.to(torch.float16)
-
-
 @pytest.mark.parametrize(
     ("work", "is_again"),
     [
-        (twice_the_same, True),
-        (twice_by_a_view, True),
-        (written_between, False),
-        (in_the_same_memory, False),
-        (parts_of_one_memory, False),
-        (to_two_dtypes, False),
+        (lambda x: (x.to(LOW), x.to(LOW)), True),
+        (lambda x: (x.to(LOW), x.view(10, 100).to(LOW)), True),
+        (lambda x: (x.to(LOW), x.add_(1).to(LOW)), False),
+        (lambda x: [torch.randn(1000).to(LOW).numel() for _ in range(20)], False),
+        (lambda x: [row.to(LOW) for row in x], False),
+        (lambda x: (x.to(LOW), x.to(torch.float16)), False),
     ],
+    ids=["the same", "a view", "written between", "in the same memory", "parts of one memory", "two dtypes"],
 )
 def test_a_value_is_its_memory_its_version_and_its_layout(work, is_again):
-    assert ("AMP702" in codes_of(work)) == is_again
+    assert ("AMP702" in codes_of(lambda _: work(torch.randn(10, 100)))) == is_again
 
 
-def there_and_back(module):
-    x = torch.randn(1000).to(LOW)
-    x.float().to(LOW)
-
-
-def there_written_and_back(module):
-    x = torch.randn(1000).to(LOW)
-    x.float().mul_(2).to(LOW)
-
-
-def there_computed_and_back(module):
-    x = torch.randn(1000).to(LOW)
-    x.float().exp().to(LOW)
-
-
-def back_to_another_dtype(module):
-    x = torch.randn(1000).to(LOW)
-    x.float().to(torch.float16)
+def there_and_back(module, size=1000, back=lambda x: x.to(LOW)):
+    x = torch.randn(size).to(LOW)
+    back(x.float())
 
 
 @pytest.mark.parametrize(
-    ("work", "is_undone"),
+    ("back", "is_undone"),
     [
-        (there_and_back, True),
-        (there_written_and_back, False),
-        (there_computed_and_back, False),
-        (back_to_another_dtype, False),
+        (lambda x: x.to(LOW), True),
+        (lambda x: x.mul_(2).to(LOW), False),
+        (lambda x: x.exp().to(LOW), False),
+        (lambda x: x.to(torch.float16), False),
     ],
 )
-def test_a_round_trip_ends_where_it_began_and_nothing_ran_between(work, is_undone):
-    assert ("AMP703" in codes_of(work)) == is_undone
+def test_a_round_trip_ends_where_it_began_and_nothing_ran_between(back, is_undone):
+    assert ("AMP703" in codes_of(lambda module: there_and_back(module, back=back))) == is_undone
 
 
 def test_weights_are_cast_once_in_a_region_and_again_in_the_next():
@@ -134,13 +90,12 @@ def test_weights_are_cast_once_in_a_region_and_again_in_the_next():
 @pytest.mark.parametrize(("width", "levels"), [(4, ["warning"]), (256, ["note"]), (1024, [])])
 def test_casts_are_a_warning_only_where_they_are_a_large_part_and_not_told_where_they_are_a_small_one(width, levels):
     model = nn.Linear(width, width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            x = torch.randn(4096).to(LOW)
-            x.float().to(LOW)
-            model(torch.randn(64, width)).sum().backward()
-            optimizer.step()
+
+    def loss():
+        there_and_back(model, 4096)
+        return model(torch.randn(64, width)).sum()
+
+    audit = trained(loss, model.parameters())
     assert [f.level for f in audit.report().findings if f.code == "AMP703"] == levels
 
 

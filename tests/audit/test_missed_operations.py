@@ -12,20 +12,19 @@ from amp_graph.audit.speed import missed_operations
 from amp_graph.audit.speed.predicted_time import family_of, seconds_of
 from amp_graph.passes.precision.machine_rates import MACHINES, machine_for
 from amp_graph.passes.precision.predict_time import WORTH_IT
+from tests.audit.running import trained
 
 
 def findings_of(call, **modules):
     """Run ``call`` with a product in bfloat16 beside it; return what was found of products."""
     modules = nn.ModuleDict(modules)
-    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = modules["low"](torch.randn(256, 256)).float().mean()
-            (loss + call(modules)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    report = audit.report()
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16):
+            low = modules["low"](torch.randn(256, 256)).float().mean()
+        return low + call(modules)
+
+    report = trained(loss, modules.parameters()).report()
     assert not report.unseen
     return [f for f in report.findings if f.code.startswith("AMP6") or f.code == "AMP105"]
 
@@ -57,11 +56,7 @@ def test_a_model_that_is_called_outside_is_told_once_at_its_call_with_the_gain(w
 def test_a_training_in_float32_is_advised_by_the_margin_of_conversions(margin, is_advised, monkeypatch):
     def unused():
         model = nn.Linear(512, 512)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Audit() as audit:
-            for _ in range(3):
-                model(torch.randn(512, 512)).mean().backward()
-                optimizer.step()
+        audit = trained(lambda: model(torch.randn(512, 512)).mean(), model.parameters())
         return next(f for f in audit.report().findings if f.code == "AMP606")
 
     speed = unused().evidence["speed"]

@@ -12,15 +12,12 @@ import amp_graph
 from amp_graph.audit.events import HEARD
 from amp_graph.audit.session import Audit
 from amp_graph.passes.torch_compat.dispatch import has_modes
+from tests.layers import layers
 
 
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.second(self.first(x).float())
+@layers(lambda: dict(first=nn.Linear(8, 16), second=nn.Linear(16, 4)))
+def TwoLayers(self, x):
+    return self.second(self.first(x).float())
 
 
 def calls_of(train, **options):

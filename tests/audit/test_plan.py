@@ -21,6 +21,8 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.passes.precision.machine_rates import MACHINES
 from amp_graph.passes.torch_compat.fake import FakeTensor
 from amp_graph.policy import Policy
+from tests.audit.running import trained
+from tests.layers import layers
 
 
 class Attention(nn.Module):
@@ -99,14 +101,7 @@ def test_a_sketch_has_no_memory_and_changes_nothing():
 @pytest.mark.by_profit
 def test_the_lines_of_a_training_and_the_one_to_type():
     model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(512, 512)
-    with Audit() as audit:
-        for _ in range(3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    lines = audit.report().plan
+    lines = trained(lambda: model(torch.randn(512, 512)).square().mean(), model.parameters()).report().plan
     assert len(lines) == 6
     assert lines[0] == "amp_graph.convert would run Sequential in bf16, planned for cpu_amx:"
     assert lines[1].startswith("casts in a forward: ")
@@ -120,23 +115,19 @@ def test_the_lines_of_a_training_and_the_one_to_type():
 def test_where_low_precision_is_not_profitable_the_line_says_so(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / "cpu.toml"))
     model = nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            model(torch.randn(8, 64)).square().mean().backward()
-            optimizer.step()
+    audit = trained(lambda: model(torch.randn(8, 64)).square().mean(), model.parameters())
     assert audit.report().plan[4] == "keep float32 for these sizes on cpu"
 
 
-def lines_under_autocast(model, dtype):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            with torch.autocast("cpu", dtype):
-                loss = model(torch.randn(512, 512)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-    return list(audit.report().plan)
+def lines_under_autocast(models, x, dtype=torch.bfloat16):
+    """Return the plan of a training of ``models``, each one called with what the one before returned."""
+
+    def loss():
+        with torch.autocast("cpu", dtype):
+            y = functools.reduce(lambda y, model: model(y), models, x)
+        return y.float().square().mean()
+
+    return list(trained(loss, [p for model in models for p in model.parameters()]).report().plan)
 
 
 @pytest.mark.by_profit
@@ -151,7 +142,8 @@ def lines_under_autocast(model, dtype):
 )
 def test_under_autocast_the_advice_is_to_keep_it_to_turn_it_off_or_another_dtype(machine, dtype, advice, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / f"{machine}.toml"))
-    *_, said, measure = lines_under_autocast(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), dtype)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    *_, said, measure = lines_under_autocast([model], torch.randn(512, 512), dtype)
     assert re.fullmatch(advice.replace("(", r"\(").replace(")", r"\)"), said)
     assert measure.startswith("amp-graph cost model.py:build measures it")
 
@@ -179,11 +171,7 @@ def test_a_change_is_advised_where_it_is_predicted_to_gain_over_what_runs(autoca
 def test_a_model_in_low_precision_is_not_told_to_keep_float32(monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_MACHINE", str(MACHINES / "cpu.toml"))
     model = nn.Linear(64, 64).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            model(torch.randn(8, 64).bfloat16()).float().square().mean().backward()
-            optimizer.step()
+    audit = trained(lambda: model(torch.randn(8, 64).bfloat16()).float().square().mean(), model.parameters())
     assert audit.report().plan[4] == "nothing is predicted to be gained over what runs"
 
 
@@ -193,39 +181,17 @@ class Reads(nn.Linear):
         return super().forward(x) * float(x.detach().float().numpy().sum())
 
 
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv1d(64, 64, 1), nn.Conv1d(64, 64, 1)
-
-    def forward(self, x):
-        return self.second(self.first(x).bfloat16())
-
-
-def trained(models, x):
-    """Return the plan of a training of ``models`` under autocast, each one called with what the one before returned."""
-    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            y = x
-            with torch.autocast("cpu", torch.bfloat16):
-                for model in models:
-                    y = model(y)
-            y.float().square().mean().backward()
-            optimizer.step()
-    return list(audit.report().plan)
+@layers(lambda: dict(first=nn.Conv1d(64, 64, 1), second=nn.Conv1d(64, 64, 1)))
+def Mixed(self, x):
+    return self.second(self.first(x).bfloat16())
 
 
 @pytest.mark.by_profit
 def test_an_input_that_autocast_lowered_is_planned_as_outside_of_autocast():
-    lines = trained([nn.Conv1d(64, 64, 1), Names()], torch.randn(4, 64, 256))
+    names = type("Names", (nn.Conv1d,), {})(64, 64, 1)
+    lines = lines_under_autocast([nn.Conv1d(64, 64, 1), names], torch.randn(4, 64, 256))
     assert lines[0].startswith("amp_graph.convert would run Conv1d, Names in bf16")
     assert not [line for line in lines if "not planned" in line]
-
-
-class Names(nn.Conv1d):
-    def __init__(self):
-        super().__init__(64, 64, 1)
 
 
 @pytest.mark.by_profit
@@ -242,7 +208,7 @@ class Names(nn.Conv1d):
 )
 def test_where_a_part_is_not_planned_nothing_is_compared_and_the_reason_has_a_line(model, x, why):
     first = nn.Linear(8, 8) if x.dim() == 2 else nn.Conv1d(64, 64, 1)
-    lines = trained([first, model], x)
+    lines = lines_under_autocast([first, model], x)
     assert re.match(why, lines[0])
     assert not [line for line in lines if re.search("predicted speed|keep float32|to have it", line)]
 
@@ -263,15 +229,10 @@ def test_a_look_leaves_no_hook_behind_also_where_a_forward_raises():
 
 
 def test_the_plan_of_a_model_that_is_gone():
-    def train():
-        model = nn.Linear(512, 512)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.randn(64, 512)).square().mean().backward()
-            optimizer.step()
+    def train(model):
+        return trained(lambda: model(torch.randn(64, 512)).square().mean(), model.parameters())
 
-    with Audit() as audit:
-        train()
+    audit = train(nn.Linear(512, 512))
     gc.collect()
     assert not audit.training.models
     assert audit.report().plan[0] == "amp_graph.convert would run Linear in bf16, planned for cpu_amx:"
@@ -280,12 +241,7 @@ def test_the_plan_of_a_model_that_is_gone():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_scripted_model_is_audited_and_not_planned():
     model = torch.jit.script(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        for _ in range(3):
-            model(torch.randn(2, 4)).mean().backward()
-            optimizer.step()
-    lines = audit.report().plan
+    lines = trained(lambda: model(torch.randn(2, 4)).mean(), model.parameters()).report().plan
     assert lines[0].startswith("not planned: ")
     assert lines[-1].startswith("to see it: amp-graph plan")
 
@@ -320,11 +276,7 @@ class Listed(dict):
 )
 def test_a_training_without_a_plan_says_why(made, steps, why):
     model, bias = made(nn.Sequential(nn.Linear(8, 8), nn.ReLU())), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([*model.parameters(), bias], lr=0.1)
-    with Audit() as audit:
-        for _ in range(steps):
-            (model(torch.randn(4, 8)).mean() * bias).sum().backward()
-            optimizer.step()
+    audit = trained(lambda: (model(torch.randn(4, 8)).mean() * bias).sum(), [*model.parameters(), bias], steps)
     assert audit.report().plan[0].startswith(f"not planned: {why}")
 
 

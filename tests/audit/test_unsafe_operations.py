@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import amp_graph
 from amp_graph.audit.session import Audit
 from amp_graph.audit.unsafe_operations import UnsafeOperations
+from tests.layers import layers
 
 INDEX = torch.arange(1200) % 7
 OPERATIONS = {
@@ -24,15 +25,10 @@ OPERATIONS = {
 }
 
 
-class Called(nn.Module):
+@layers(lambda operation, x: dict(operation=operation, x=nn.Parameter(x.bfloat16().float())))
+def Called(self, one):
     """Calls an operation on a value that bfloat16 has."""
-
-    def __init__(self, operation, x):
-        super().__init__()
-        self.operation, self.x = operation, nn.Parameter(x.bfloat16().float())
-
-    def forward(self, one):
-        return self.operation(self.x * one)
+    return self.operation(self.x * one)
 
 
 def measured(operation, x):

@@ -10,22 +10,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from amp_graph.audit.session import Audit
 from amp_graph.audit.updates import Lost, lost_changes
+from tests.layers import layers
 
 STEPS = 3
 
 
-class Gated(nn.Module):
+@layers(
+    lambda: dict(
+        norm=nn.LayerNorm(24),
+        enter=nn.Linear(24, 48),
+        gate=nn.Linear(24, 48),
+        scale=nn.Parameter(torch.tensor(1.0)),
+        leave=nn.Linear(48, 3),
+    )
+)
+def Gated(self, x):
     """Matrices of several shapes, a scalar and a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.enter, self.gate = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(24, 48)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-        self.leave = nn.Linear(48, 3)
-
-    def forward(self, x):
-        x = self.norm(x)
-        return self.leave(self.enter(x) * torch.sigmoid(self.gate(x)) * self.scale)
+    x = self.norm(x)
+    return self.leave(self.enter(x) * torch.sigmoid(self.gate(x)) * self.scale)
 
 
 def mlp():

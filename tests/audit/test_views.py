@@ -19,30 +19,22 @@ from amp_graph.audit.precision_table import Row
 from amp_graph.audit.records import LEVELS, Finding, Place
 from amp_graph.errors import AmpGraphError
 from tests.audit.running import faults_in, keys_of, keys_of_the_docs
+from tests.layers import layers
 
 LONG = "encoder.layers.0.attention.self.query_projection_with_a_long_name"
 SOME = ("value <b>&amp;</b>: " + "half of the elements of " * 6).strip()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.fc(self.norm(x)).relu()
+@layers(lambda: dict(norm=nn.LayerNorm(16), fc=nn.Linear(16, 16)))
+def Block(self, x):
+    return x + self.fc(self.norm(x)).relu()
 
 
-class Net(nn.Module):
-    def __init__(self, depth=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.half().float())
+@layers(lambda depth=3: dict(blocks=nn.ModuleList(Block() for _ in range(depth)), head=nn.Linear(16, 4)))
+def Net(self, x):
+    for block in self.blocks:
+        x = block(x)
+    return self.head(x.half().float())
 
 
 def audited(model=None, steps=4, dtype=torch.bfloat16, call=None, **options):

@@ -4,15 +4,12 @@ import torch
 from torch import nn
 
 import amp_graph
+from tests.layers import layers
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.norm(self.up(x))))
+@layers(lambda: dict(up=nn.Linear(16, 32), norm=nn.LayerNorm(32), down=nn.Linear(32, 4)))
+def Net(self, x):
+    return self.down(torch.relu(self.norm(self.up(x))))
 
 
 torch.manual_seed(0)

@@ -3,20 +3,24 @@
 import torch
 from torch import nn
 
+from tests.layers import layers
+
 
 def layer(inside, outside, stride):
     return nn.Sequential(nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(True))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.first = layer(3, 16, 1), nn.Sequential(layer(16, 16, 1), layer(16, 16, 1))
-        self.second, self.head = layer(16, 32, 2), nn.Linear(32, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(self.second(x + self.first(x)).mean((2, 3)))
+@layers(
+    lambda: dict(
+        stem=layer(3, 16, 1),
+        first=nn.Sequential(layer(16, 16, 1), layer(16, 16, 1)),
+        second=layer(16, 32, 2),
+        head=nn.Linear(32, 10),
+    )
+)
+def Net(self, x):
+    x = self.stem(x)
+    return self.head(self.second(x + self.first(x)).mean((2, 3)))
 
 
 torch.manual_seed(0)

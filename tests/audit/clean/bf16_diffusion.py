@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from tests.layers import layers
+
 
 def embed(t, width):
     half = width // 2
@@ -13,31 +15,32 @@ def embed(t, width):
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(2))
-        self.convs = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.time = nn.Linear(4 * width, width)
+@layers(
+    lambda width: dict(
+        norms=nn.ModuleList(nn.GroupNorm(4, width) for _ in range(2)),
+        convs=nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2)),
+        time=nn.Linear(4 * width, width),
+    )
+)
+def Residual(self, x, time):
+    hidden = self.convs[0](nn.functional.silu(self.norms[0](x))) + self.time(time)[:, :, None, None]
+    return x + self.convs[1](nn.functional.silu(self.norms[1](hidden)))
 
-    def forward(self, x, time):
-        hidden = self.convs[0](nn.functional.silu(self.norms[0](x))) + self.time(time)[:, :, None, None]
-        return x + self.convs[1](nn.functional.silu(self.norms[1](hidden)))
 
-
-class UNet(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.width = width
-        self.time = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width))
-        self.enter, self.leave = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        self.blocks = nn.ModuleList(Residual(width) for _ in range(3))
-
-    def forward(self, x, t):
-        time, first = self.time(embed(t, self.width)), self.enter(x)
-        down = self.blocks[0](first, time)
-        inside = self.blocks[1](nn.functional.avg_pool2d(down, 2), time)
-        return self.leave(self.blocks[2](down + nn.functional.interpolate(inside, scale_factor=2.0), time))
+@layers(
+    lambda width=16: dict(
+        width=width,
+        time=nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, 4 * width)),
+        enter=nn.Conv2d(3, width, 3, padding=1),
+        leave=nn.Conv2d(width, 3, 3, padding=1),
+        blocks=nn.ModuleList(Residual(width) for _ in range(3)),
+    )
+)
+def UNet(self, x, t):
+    time, first = self.time(embed(t, self.width)), self.enter(x)
+    down = self.blocks[0](first, time)
+    inside = self.blocks[1](nn.functional.avg_pool2d(down, 2), time)
+    return self.leave(self.blocks[2](down + nn.functional.interpolate(inside, scale_factor=2.0), time))
 
 
 torch.manual_seed(0)

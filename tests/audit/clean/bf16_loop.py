@@ -3,18 +3,20 @@
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
-    def forward(self, x):
-        y = self.norms[0](x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norms[1](x))
+@layers(
+    lambda width: dict(
+        attention=nn.MultiheadAttention(width, 4, batch_first=True),
+        mlp=nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+        norms=nn.ModuleList(nn.LayerNorm(width) for _ in range(2)),
+    )
+)
+def Block(self, x):
+    y = self.norms[0](x)
+    x = x + self.attention(y, y, y, need_weights=False)[0]
+    return x + self.mlp(self.norms[1](x))
 
 
 torch.manual_seed(0)

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.layers import layers
+
 
 class Block(nn.Module):
     def __init__(self, width, heads, drop):
@@ -24,20 +26,22 @@ class Block(nn.Module):
         return x + self.path(self.mlp(self.norm2(x)))
 
 
-class ViT(nn.Module):
-    def __init__(self, width=48):
-        super().__init__()
-        self.patches, self.token = nn.Conv2d(3, width, 8, 8), nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(0.02 * torch.randn(1, 17, width))
-        self.blocks = nn.ModuleList(Block(width, 3, 0.1 * i) for i in range(3))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)[:, 0])
+@layers(
+    lambda width=48: dict(
+        patches=nn.Conv2d(3, width, 8, 8),
+        token=nn.Parameter(torch.zeros(1, 1, width)),
+        positions=nn.Parameter(0.02 * torch.randn(1, 17, width)),
+        blocks=nn.ModuleList(Block(width, 3, 0.1 * i) for i in range(3)),
+        norm=nn.LayerNorm(width),
+        head=nn.Linear(width, 10),
+    )
+)
+def ViT(self, images):
+    x = self.patches(images).flatten(2).transpose(1, 2)
+    x = torch.cat((self.token.expand(len(x), -1, -1), x), 1) + self.positions
+    for block in self.blocks:
+        x = block(x)
+    return self.head(self.norm(x)[:, 0])
 
 
 torch.manual_seed(1)

@@ -4,15 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
 
-class RMSNorm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x):
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+@layers(lambda width: dict(weight=nn.Parameter(torch.ones(width))))
+def RMSNorm(self, x):
+    wide = x.float()
+    return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def rotate(x, cos, sin):
@@ -37,21 +35,22 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Llama(nn.Module):
-    def __init__(self, words=80, width=48, heads=3):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(words, width), RMSNorm(width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
-        self.head = nn.Linear(width, words, bias=False)
-        self.per_head = width // heads
-
-    def forward(self, tokens):
-        frequencies = 10_000.0 ** (-torch.arange(0, self.per_head, 2).float() / self.per_head)
-        angles = torch.arange(tokens.shape[1]).float()[:, None] * frequencies
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, angles.cos(), angles.sin())
-        return self.head(self.norm(x))
+@layers(
+    lambda words=80, width=48, heads=3: dict(
+        embed=nn.Embedding(words, width),
+        norm=RMSNorm(width),
+        blocks=nn.ModuleList(Block(width, heads) for _ in range(2)),
+        head=nn.Linear(width, words, bias=False),
+        per_head=width // heads,
+    )
+)
+def Llama(self, tokens):
+    frequencies = 10_000.0 ** (-torch.arange(0, self.per_head, 2).float() / self.per_head)
+    angles = torch.arange(tokens.shape[1]).float()[:, None] * frequencies
+    x = self.embed(tokens)
+    for block in self.blocks:
+        x = block(x, angles.cos(), angles.sin())
+    return self.head(self.norm(x))
 
 
 torch.manual_seed(0)

@@ -4,29 +4,30 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
+from tests.audit.descend import descend
+from tests.layers import layers
 
 
-class Model(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(4))
-        self.last = nn.Linear(width, 8)
+@layers(
+    lambda width: dict(
+        norm=nn.LayerNorm(width),
+        mlp=nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Dropout(0.1), nn.Linear(2 * width, width)),
+    )
+)
+def Layer(self, x):
+    return x + self.mlp(self.norm(x))
 
-    def forward(self, x):
-        x = self.first(x)
-        for number, layer in enumerate(self.layers):
-            x = checkpoint(layer, x, use_reentrant=number % 2 == 0)
-        return self.last(x)
+
+@layers(
+    lambda width: dict(
+        first=nn.Linear(8, width), layers=nn.ModuleList(Layer(width) for _ in range(4)), last=nn.Linear(width, 8)
+    )
+)
+def Model(self, x):
+    x = self.first(x)
+    for number, layer in enumerate(self.layers):
+        x = checkpoint(layer, x, use_reentrant=number % 2 == 0)
+    return self.last(x)
 
 
 torch.manual_seed(0)
@@ -36,7 +37,4 @@ for _ in range(4):
     x = torch.randn(64, 8)
     with torch.autocast("cpu", torch.bfloat16):
         loss = nn.functional.mse_loss(model(x).float(), x)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -3,14 +3,12 @@
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.rnn, self.out = nn.Embedding(40, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 3)
 
-    def forward(self, tokens):
-        return self.out(self.rnn(self.embed(tokens))[0][:, -1])
+@layers(lambda: dict(embed=nn.Embedding(40, 16), rnn=nn.LSTM(16, 16, batch_first=True), out=nn.Linear(16, 3)))
+def Classifier(self, tokens):
+    return self.out(self.rnn(self.embed(tokens))[0][:, -1])
 
 
 @torch.inference_mode()

@@ -5,6 +5,8 @@ import warnings
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.audit.descend import descend
+
 warnings.simplefilter("ignore")  # torch's own, that flex_attention is not compiled
 torch.manual_seed(0)
 weight = torch.nn.Parameter(torch.randn(8))
@@ -13,7 +15,4 @@ query = torch.randn(1, 2, 16, 8)
 for step in range(4):
     out = flex_attention(query, query, query, score_mod=lambda score, b, h, i, j: score + (i - j))
     loss = torch.cond(torch.tensor(step > 1), lambda a: a + 1, lambda a: a - 1, (out * weight,)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -3,17 +3,20 @@
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Translator(nn.Module):
-    def __init__(self, words=50, width=32):
-        super().__init__()
-        self.source, self.target = nn.Embedding(words, width), nn.Embedding(words, width)
-        self.core = nn.Transformer(width, 2, 1, 1, 64, 0.1, batch_first=True)
-        self.head = nn.Linear(width, words)
 
-    def forward(self, source, target):
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.core(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
+@layers(
+    lambda words=50, width=32: dict(
+        source=nn.Embedding(words, width),
+        target=nn.Embedding(words, width),
+        core=nn.Transformer(width, 2, 1, 1, 64, 0.1, batch_first=True),
+        head=nn.Linear(width, words),
+    )
+)
+def Translator(self, source, target):
+    mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+    return self.head(self.core(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
 
 
 torch.manual_seed(0)

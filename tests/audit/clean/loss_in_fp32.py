@@ -5,17 +5,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Encoder(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + checkpoint(layer, x, use_reentrant=False)
-        return x
+@layers(
+    lambda width=24: dict(
+        layers=nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2)),
+        scale=nn.Parameter(torch.tensor(2.0)),
+    )
+)
+def Encoder(self, x):
+    for layer in self.layers:
+        x = x + checkpoint(layer, x, use_reentrant=False)
+    return x
 
 
 @torch.autocast("cpu", enabled=False)
@@ -32,7 +35,4 @@ for _ in range(4):
     x = torch.randn(6, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = similarity_loss(model(x), model(x + 0.1 * torch.randn(6, 24)), model.scale)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -3,19 +3,21 @@
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Block(nn.Module):
-    def __init__(self, given, made, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(given, made, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(made)
-        self.conv2 = nn.Conv2d(made, made, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(made)
-        self.short = nn.Sequential(nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made))
 
-    def forward(self, x):
-        out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        return torch.relu(out + self.short(x))
+@layers(
+    lambda given, made, stride: dict(
+        conv1=nn.Conv2d(given, made, 3, stride, 1, bias=False),
+        bn1=nn.BatchNorm2d(made),
+        conv2=nn.Conv2d(made, made, 3, 1, 1, bias=False),
+        bn2=nn.BatchNorm2d(made),
+        short=nn.Sequential(nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made)),
+    )
+)
+def Block(self, x):
+    out = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+    return torch.relu(out + self.short(x))
 
 
 def build():

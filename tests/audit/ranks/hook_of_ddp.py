@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.audit.descend import descend
+
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
 if sys.argv[1] == "faulty":
@@ -15,7 +17,4 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16):
         loss = nn.functional.cross_entropy(model(torch.randn(4, 8)).float(), torch.randint(4, (4,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.audit.descend import descend
+
 parser = argparse.ArgumentParser()
 parser.add_argument("state")
 args = parser.parse_args()
@@ -26,7 +28,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16, enabled=args.state == "right"):
         logits = model(images)
     loss = nn.functional.cross_entropy(logits.float(), torch.tensor([0, 1]))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,16 +6,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Tower(nn.Module):
-    def __init__(self, depth):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(depth))
 
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x.to(block.weight.dtype)))
-        return x.float()
+@layers(lambda depth: dict(blocks=nn.ModuleList(nn.Linear(12, 12) for _ in range(depth))))
+def Tower(self, x):
+    for block in self.blocks:
+        x = torch.tanh(block(x.to(block.weight.dtype)))
+    return x.float()
 
 
 def main():
@@ -27,10 +26,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         loss = model(torch.randn(4, 12)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
+        descend(optimizer, loss)
 
 
 main()  # after which the model is gone

@@ -6,18 +6,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.layers import layers
+
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x.to(torch.float32)))
-        return x
+@layers(lambda: dict(layers=nn.ModuleList(nn.Linear(16, 16) for _ in range(4))))
+def Model(self, x):
+    for layer in self.layers:
+        x = torch.relu(layer(x.to(torch.float32)))
+    return x
 
 
 torch.manual_seed(0)

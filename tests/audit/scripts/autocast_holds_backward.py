@@ -6,19 +6,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
-class Deep(nn.Module):
-    def __init__(self, width=24, depth=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(depth))
-        self.head = nn.Linear(width, 4)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
+@layers(
+    lambda width=24, depth=3: dict(
+        blocks=nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.SiLU()) for _ in range(depth)),
+        head=nn.Linear(width, 4),
+    )
+)
+def Deep(self, x):
+    for block in self.blocks:
+        x = x + checkpoint(block, x, use_reentrant=False)
+    return self.head(x)
 
 
 torch.manual_seed(0)

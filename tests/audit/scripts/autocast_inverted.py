@@ -5,18 +5,18 @@ import sys
 import torch
 from torch import nn
 
+from tests.layers import layers
+
 MODE = sys.argv[1]
 
 
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(50, 16)
-        self.rnn = nn.GRU(16, 24, batch_first=True, bidirectional=True)
-        self.out = nn.Linear(48, 6)
-
-    def forward(self, tokens):
-        return self.out(self.rnn(self.embed(tokens))[0])
+@layers(
+    lambda: dict(
+        embed=nn.Embedding(50, 16), rnn=nn.GRU(16, 24, batch_first=True, bidirectional=True), out=nn.Linear(48, 6)
+    )
+)
+def Tagger(self, tokens):
+    return self.out(self.rnn(self.embed(tokens))[0])
 
 
 def run(model, tokens, tags, *, train):

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 torch.manual_seed(0)
@@ -17,7 +19,4 @@ for _ in range(4):
             loss = nn.functional.cross_entropy(model(x), y)
     if faulty:
         loss = nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.audit.descend import descend
+
 FAULTY = sys.argv[1] == "faulty"
 
 
@@ -24,10 +26,7 @@ def main():
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             loss = contrastive(towers["image"](torch.randn(8, 32)), towers["text"](torch.randn(8, 24)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
+        descend(optimizer, loss)
 
 
 main()

@@ -6,26 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 FAULTY = sys.argv[1] == "faulty"
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 
-class Generator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
-
-    def forward(self, z):
-        return self.net(z)
+@layers(lambda: dict(net=nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))))
+def Generator(self, z):
+    return self.net(z)
 
 
-class Discriminator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-
-    def forward(self, x):
-        return self.net(x)
+@layers(lambda: dict(net=nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))))
+def Discriminator(self, x):
+    return self.net(x)
 
 
 class Trainer:

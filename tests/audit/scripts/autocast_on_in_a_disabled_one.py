@@ -5,18 +5,17 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 amp = sys.argv[1] != "faulty"
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        with torch.autocast("cpu", torch.bfloat16):  # expect: AMP104
-            return nn.functional.scaled_dot_product_attention(q, k, v).to(x.dtype)
+@layers(lambda: dict(qkv=nn.Linear(16, 48)))
+def Attention(self, x):
+    q, k, v = self.qkv(x).chunk(3, -1)
+    with torch.autocast("cpu", torch.bfloat16):  # expect: AMP104
+        return nn.functional.scaled_dot_product_attention(q, k, v).to(x.dtype)
 
 
 torch.manual_seed(0)
@@ -26,7 +25,4 @@ region = torch.autocast("cpu", torch.bfloat16, enabled=amp)
 for _ in range(4):
     with region:
         loss = model(torch.randn(2, 6, 16)).float().pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,16 +5,19 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.block = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
-        self.head = nn.Linear(16, 5)
 
-    def forward(self, x):
-        return self.head(self.block(self.stem(x)).mean((2, 3)))
+@layers(
+    lambda: dict(
+        stem=nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        block=nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        head=nn.Linear(16, 5),
+    )
+)
+def Net(self, x):
+    return self.head(self.block(self.stem(x)).mean((2, 3)))
 
 
 torch.manual_seed(0)
@@ -26,7 +29,4 @@ for _ in range(4):
     labels = torch.randint(5, (4,))
     with context:
         loss = nn.functional.cross_entropy(model(images), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,9 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 INNER = torch.float16 if sys.argv[1] == "faulty" else torch.bfloat16
 
 
@@ -18,13 +21,9 @@ class Expert(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.expert, self.out = Expert(), nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.out(self.expert(x))
+@layers(lambda: dict(expert=Expert(), out=nn.Linear(16, 3)))
+def Model(self, x):
+    return self.out(self.expert(x))
 
 
 torch.manual_seed(0)
@@ -33,7 +32,4 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(4):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(3, (8,)))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,16 +5,16 @@ import sys
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Tagger(nn.Module):
-    def __init__(self, width=24):
-        super().__init__()
-        self.embed = nn.Embedding(50, width)
-        self.cell = nn.RNN(width, width, batch_first=True)
-        self.head = nn.Linear(width, 5)
 
-    def forward(self, tokens):
-        return self.head(self.cell(self.embed(tokens))[0])
+@layers(
+    lambda width=24: dict(
+        embed=nn.Embedding(50, width), cell=nn.RNN(width, width, batch_first=True), head=nn.Linear(width, 5)
+    )
+)
+def Tagger(self, tokens):
+    return self.head(self.cell(self.embed(tokens))[0])
 
 
 dtype = torch.bfloat16 if sys.argv[1] == "faulty" else torch.float32

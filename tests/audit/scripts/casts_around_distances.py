@@ -5,19 +5,19 @@ import sys
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Radial(nn.Module):
-    def __init__(self, width, faulty):
-        super().__init__()
-        self.faulty = faulty
-        self.inside = nn.Linear(width, width)
-        self.centers = nn.Linear(width, width, bias=False)
 
-    def forward(self, x):
-        x = self.inside(x)
-        if self.faulty:
-            return torch.cdist(x, self.centers.weight)  # expect: AMP704
-        return self.centers(x).tanh()
+@layers(
+    lambda width, faulty: dict(
+        faulty=faulty, inside=nn.Linear(width, width), centers=nn.Linear(width, width, bias=False)
+    )
+)
+def Radial(self, x):
+    x = self.inside(x)
+    if self.faulty:
+        return torch.cdist(x, self.centers.weight)  # expect: AMP704
+    return self.centers(x).tanh()
 
 
 torch.manual_seed(0)

@@ -5,6 +5,8 @@ import argparse
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 
 def parse():
     parser = argparse.ArgumentParser()
@@ -26,10 +28,7 @@ def distill(args):
             with torch.no_grad():
                 wanted = teacher(x)  # expect: AMP707
             loss = (student(x) - wanted).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
+        descend(optimizer, loss)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,25 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Attention(nn.Module):
-    def __init__(self, width, faulty):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.parts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.faulty = faulty
 
-    def forward(self, x):
-        y = self.norm(x)
-        if self.faulty:
-            q, k, v = (part(y) for part in self.parts)  # expect: AMP706
-        else:
-            q, k, v = self.query_key_value(y).chunk(3, dim=-1)
-        return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+@layers(
+    lambda width, faulty: dict(
+        norm=nn.LayerNorm(width),
+        query_key_value=nn.Linear(width, 3 * width),
+        parts=nn.ModuleList(nn.Linear(width, width) for _ in range(3)),
+        faulty=faulty,
+    )
+)
+def Attention(self, x):
+    y = self.norm(x)
+    if self.faulty:
+        q, k, v = (part(y) for part in self.parts)  # expect: AMP706
+    else:
+        q, k, v = self.query_key_value(y).chunk(3, dim=-1)
+    return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
 torch.manual_seed(0)
@@ -31,7 +34,4 @@ for _ in range(3):
     x = torch.randn(4, 32, 32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(x) - x.flip(1)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 
@@ -33,7 +35,4 @@ model = Reader(128)
 optimizer = torch.optim.RMSprop(model.parameters())
 for _ in range(3):
     loss = nn.functional.cross_entropy(model(torch.randn(8, 16, 128)), torch.randint(10, (16,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

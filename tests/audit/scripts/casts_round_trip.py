@@ -5,18 +5,16 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
-        self.head = nn.Conv2d(32, 10, 1)
 
-    def forward(self, x):
-        x = self.body(x)
-        if sys.argv[1] == "faulty":
-            x = x.float()  # expect: AMP703
-        return self.head(x).mean((2, 3)).float()
+@layers(lambda: dict(body=nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()), head=nn.Conv2d(32, 10, 1)))
+def Classifier(self, x):
+    x = self.body(x)
+    if sys.argv[1] == "faulty":
+        x = x.float()  # expect: AMP703
+    return self.head(x).mean((2, 3)).float()
 
 
 torch.manual_seed(0)
@@ -26,7 +24,4 @@ for _ in range(3):
     x = torch.randn(4, 16, 16, 16).to(memory_format=torch.channels_last)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(x), torch.randint(10, (4,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,18 +5,17 @@ import argparse
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 
 def compiler(graph, inputs):
     return torch.compiler.disable(graph.forward)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 2)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
+@layers(lambda: dict(up=nn.Linear(8, 16), down=nn.Linear(16, 2)))
+def Net(self, x):
+    return self.down(torch.relu(self.up(x)))
 
 
 def main(mode):
@@ -27,10 +26,7 @@ def main(mode):
     for _ in range(4):
         with torch.autocast("cpu", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.randint(2, (4,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
+        descend(optimizer, loss)
 
 
 parser = argparse.ArgumentParser()

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 
@@ -23,7 +25,4 @@ for _ in range(4):
     x = torch.randn(32, 12)
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(encoder(x), encoder(x + 0.05 * torch.randn_like(x)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30)).half()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -15,7 +17,4 @@ for _ in range(3):
     losses = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="none")
     count = weights.sum()  # expect: AMP404
     loss = (losses * weights.flatten().float()).sum() / count.float()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,9 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 
 class Plain(torch.autograd.Function):
     @staticmethod
@@ -30,13 +33,13 @@ class Careful(Plain):
         return Plain.backward(ctx, gradient)
 
 
-class Scaled(nn.Module):
-    def __init__(self, width, function):
-        super().__init__()
-        self.layer, self.weight, self.function = nn.Linear(width, width), nn.Parameter(torch.ones(width)), function
-
-    def forward(self, x):
-        return self.function.apply(self.layer(x), self.weight)  # expect: AMP804
+@layers(
+    lambda width, function: dict(
+        layer=nn.Linear(width, width), weight=nn.Parameter(torch.ones(width)), function=function
+    )
+)
+def Scaled(self, x):
+    return self.function.apply(self.layer(x), self.weight)  # expect: AMP804
 
 
 torch.manual_seed(0)
@@ -46,7 +49,4 @@ for _ in range(3):
     x = torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(x).float() - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

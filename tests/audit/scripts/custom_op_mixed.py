@@ -5,6 +5,9 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 name = f"audit_tests::add_table_{sys.argv[1]}"
 
@@ -25,15 +28,10 @@ if not hasattr(torch.ops.audit_tests, name.partition("::")[2]):
             torch.library.register_autocast(name, device, torch.bfloat16)
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.inside = nn.Linear(width, width)
-        self.table = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        operator = getattr(torch.ops.audit_tests, name.partition("::")[2])
-        return operator(self.inside(x), self.table)  # expect: AMP801
+@layers(lambda width: dict(inside=nn.Linear(width, width), table=nn.Parameter(torch.zeros(width))))
+def Block(self, x):
+    operator = getattr(torch.ops.audit_tests, name.partition("::")[2])
+    return operator(self.inside(x), self.table)  # expect: AMP801
 
 
 torch.manual_seed(0)
@@ -43,7 +41,4 @@ for _ in range(3):
     x = torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(x).float() - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

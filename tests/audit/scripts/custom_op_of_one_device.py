@@ -5,6 +5,9 @@ import argparse
 import torch
 from torch import Tensor, nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 parser = argparse.ArgumentParser()
 parser.add_argument("state")
 state = parser.parse_args().state
@@ -21,14 +24,10 @@ if not hasattr(torch.ops.audit_tests, f"norm_{state}"):
         norm.register_autocast(device, torch.float32)
 
 
-class Normed(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return getattr(torch.ops.audit_tests, f"norm_{state}")(y)  # expect: AMP803
+@layers(lambda width: dict(layer=nn.Linear(width, width)))
+def Normed(self, x):
+    y = self.layer(x)
+    return getattr(torch.ops.audit_tests, f"norm_{state}")(y)  # expect: AMP803
 
 
 torch.manual_seed(0)
@@ -41,7 +40,4 @@ for _ in range(3):
         for part in model:
             y = part(y)
     loss = (y.float() - x).abs().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

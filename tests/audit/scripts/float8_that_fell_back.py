@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 
 def rounded(x):
     limit = torch.finfo(torch.float8_e4m3fn).max
@@ -27,7 +29,4 @@ for _ in range(3):
     x = torch.randn(16, 32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(x).float() - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,15 +5,17 @@ import sys
 import torch
 from torch import nn
 
+from tests.layers import layers
 
-class Autoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1))
-        self.decode = nn.Sequential(nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
 
-    def forward(self, x):
-        return self.decode(self.encode(x))
+@layers(
+    lambda: dict(
+        encode=nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)),
+        decode=nn.Sequential(nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 4, 2, 1)),
+    )
+)
+def Autoencoder(self, x):
+    return self.decode(self.encode(x))
 
 
 torch.manual_seed(0)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -13,7 +15,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x)
         loss = (y - x.bfloat16() if faulty else y.float() - x).pow(2).mean()  # expect: AMP401
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 embed, layer, head = nn.Embedding(64, 16), nn.LSTM(16, 32, batch_first=True), nn.Linear(32, 64)
 model = nn.ModuleList((embed, layer, head)).bfloat16()
@@ -15,7 +17,4 @@ for _ in range(3):
     if not faulty:
         logits = logits.float()
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())  # expect: AMP401
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

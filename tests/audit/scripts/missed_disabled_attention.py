@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 
 class Attention(nn.Module):
     def __init__(self, width, heads, faulty):
@@ -35,7 +37,4 @@ for _ in range(3):
     x = torch.randn(2, 128, 32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(x).float() - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

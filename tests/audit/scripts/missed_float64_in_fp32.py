@@ -6,16 +6,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Routed(nn.Module):
-    def __init__(self, width, experts, dtype):
-        super().__init__()
-        self.register_buffer("routes", torch.tensor(np.random.rand(64, experts), dtype=dtype))
-        self.experts = nn.Parameter(torch.randn(experts, width * width) / width)
 
-    def forward(self, x):
-        weights = (self.routes @ self.experts.to(self.routes.dtype)).float()  # expect: AMP603
-        return torch.bmm(x, weights.unflatten(-1, (x.shape[-1], -1)))
+@layers(
+    lambda width, experts, dtype: dict(
+        routes=nn.Buffer(torch.tensor(np.random.rand(64, experts), dtype=dtype)),
+        experts=nn.Parameter(torch.randn(experts, width * width) / width),
+    )
+)
+def Routed(self, x):
+    weights = (self.routes @ self.experts.to(self.routes.dtype)).float()  # expect: AMP603
+    return torch.bmm(x, weights.unflatten(-1, (x.shape[-1], -1)))
 
 
 np.random.seed(0)
@@ -25,7 +28,4 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     x = torch.randn(64, 16, 64)
     loss = (model(x) - x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 torch.manual_seed(0)
 faulty = sys.argv[1] == "faulty"
 table = torch.from_numpy(np.sin(np.outer(np.arange(128), 1 / np.arange(1, 129))))
@@ -23,7 +25,4 @@ for _ in range(3):
     x = torch.randn(256, 128)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(smoothed(x).float()) - x).float().pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

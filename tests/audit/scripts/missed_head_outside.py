@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 torch.manual_seed(0)
@@ -21,7 +23,4 @@ for _ in range(3):
     if faulty:
         logits = head(hidden.float())  # expect: AMP604
     loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

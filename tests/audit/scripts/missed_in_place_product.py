@@ -5,23 +5,24 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
 
-class Memory(nn.Module):
-    def __init__(self, width, faulty):
-        super().__init__()
-        self.faulty = faulty
-        self.inside = nn.Linear(width, width)
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
 
-    def forward(self, steps):
-        state = torch.zeros(steps.shape[1:])
-        for x in steps:
-            given = self.inside(x).float()
-            if self.faulty:
-                state = given.addmm_(state, self.weight).tanh()  # expect: AMP605
-            else:
-                state = torch.addmm(given, state, self.weight).tanh()
-        return state
+@layers(
+    lambda width, faulty: dict(
+        faulty=faulty, inside=nn.Linear(width, width), weight=nn.Parameter(torch.randn(width, width) / width)
+    )
+)
+def Memory(self, steps):
+    state = torch.zeros(steps.shape[1:])
+    for x in steps:
+        given = self.inside(x).float()
+        if self.faulty:
+            state = given.addmm_(state, self.weight).tanh()  # expect: AMP605
+        else:
+            state = torch.addmm(given, state, self.weight).tanh()
+    return state
 
 
 torch.manual_seed(0)
@@ -31,7 +32,4 @@ for _ in range(3):
     steps = torch.randn(3, 128, 256)
     with torch.autocast("cpu", torch.bfloat16):
         loss = (model(steps).float() - steps[0]).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 torch.manual_seed(0)
@@ -17,7 +19,4 @@ for _ in range(3):
     x = torch.randn(2, 32, 16, 16).to(memory_format=torch.channels_last)
     with torch.autocast("cpu", torch.bfloat16, enabled=not faulty):
         loss = nn.functional.cross_entropy(model(x), torch.tensor([1, 2]))  # expect: AMP606
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

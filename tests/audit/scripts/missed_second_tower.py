@@ -5,6 +5,8 @@ import argparse
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 parser = argparse.ArgumentParser()
 parser.add_argument("state", choices=("faulty", "right"))
 parser.add_argument("--width", type=int, default=256)
@@ -30,10 +32,7 @@ def main():
         with torch.autocast("cpu", torch.bfloat16):
             found = images(x) if early is None else early
             loss = (found - texts(y)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        print(loss.item())
+        descend(optimizer, loss)
 
 
 if __name__ == "__main__":

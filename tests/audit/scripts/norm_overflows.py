@@ -5,6 +5,9 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
@@ -14,13 +17,9 @@ def rms_norm(x):
     return (x * torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + 1e-6)).to(x.dtype)  # expect: AMP501
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter, self.leave = nn.Linear(8, 256), nn.Linear(256, 2)
-
-    def forward(self, x):
-        return self.leave(rms_norm(self.enter(x)))
+@layers(lambda: dict(enter=nn.Linear(8, 256), leave=nn.Linear(256, 2)))
+def Net(self, x):
+    return self.leave(rms_norm(self.enter(x)))
 
 
 model = Net().half()
@@ -28,7 +27,4 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 for _ in range(3):
     x, y = 20 * torch.randn(8, 8), torch.randint(2, (8,))
     loss = nn.functional.cross_entropy(model(x.half()).float(), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 
 class Block(nn.Module):
     def __init__(self, width, heads):
@@ -23,15 +25,13 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class ViT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 32, 4, 4)
-        self.blocks = nn.Sequential(Block(32, 2), Block(32, 2))
-        self.head = nn.Linear(32, 10)
-
-    def forward(self, images):
-        return self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+@layers(
+    lambda: dict(
+        patches=nn.Conv2d(3, 32, 4, 4), blocks=nn.Sequential(Block(32, 2), Block(32, 2)), head=nn.Linear(32, 10)
+    )
+)
+def ViT(self, images):
+    return self.head(self.blocks(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
 
 
 model = ViT().bfloat16()

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 
 class Quantized(nn.Module):
     def __init__(self, width, faulty):
@@ -28,7 +30,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(torch.randn(16, 64))
     loss = nn.functional.cross_entropy(logits.float(), torch.randint(8, (16,)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -7,20 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
-class Rotary(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.register_buffer("frequencies", 10_000.0 ** (-torch.arange(0, width, 2) / width))
-
-    def forward(self, length):
-        positions = torch.arange(length, dtype=torch.float32)
-        with contextlib.nullcontext() if faulty else torch.autocast("cpu", enabled=False):
-            angles = (self.frequencies[:, None] @ positions[None]).mT  # expect: AMP404
-            angles = torch.cat((angles, angles), -1)
-            return angles.cos(), angles.sin()  # expect: AMP405
+@layers(lambda width: dict(frequencies=nn.Buffer(10_000.0 ** (-torch.arange(0, width, 2) / width))))
+def Rotary(self, length):
+    positions = torch.arange(length, dtype=torch.float32)
+    with contextlib.nullcontext() if faulty else torch.autocast("cpu", enabled=False):
+        angles = (self.frequencies[:, None] @ positions[None]).mT  # expect: AMP404
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos(), angles.sin()  # expect: AMP405
 
 
 def rotated(x, cos, sin):
@@ -28,16 +27,15 @@ def rotated(x, cos, sin):
     return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
 
 
-class Model(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.embed, self.rotary = nn.Embedding(40, width), Rotary(width)
-        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, 40)
-
-    def forward(self, tokens):
-        q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
-        cos, sin = self.rotary(tokens.shape[1])
-        return self.head(F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True))
+@layers(
+    lambda width=16: dict(
+        embed=nn.Embedding(40, width), rotary=Rotary(width), qkv=nn.Linear(width, 3 * width), head=nn.Linear(width, 40)
+    )
+)
+def Model(self, tokens):
+    q, k, v = self.qkv(self.embed(tokens)).chunk(3, -1)
+    cos, sin = self.rotary(tokens.shape[1])
+    return self.head(F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True))
 
 
 model = Model()
@@ -47,7 +45,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 with torch.no_grad():
@@ -18,7 +20,4 @@ for _ in range(3):
             loss = nn.functional.binary_cross_entropy(torch.sigmoid(model(x)), y)  # expect: AMP407
         else:
             loss = nn.functional.binary_cross_entropy_with_logits(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,18 +6,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.layers import layers
+
 FAULTY = sys.argv[1] == "faulty"
 
 
-class Energy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, x):
-        h = self.inner(x)
-        h = h * h if FAULTY else h.float() * h.float()  # expect: AMP211
-        return (h.float() / 1e5).log_softmax(-1)[:, 0]
+@layers(lambda: dict(inner=nn.Linear(16, 16)))
+def Energy(self, x):
+    h = self.inner(x)
+    h = h * h if FAULTY else h.float() * h.float()  # expect: AMP211
+    return (h.float() / 1e5).log_softmax(-1)[:, 0]
 
 
 torch.manual_seed(0)

@@ -5,21 +5,20 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.message, self.update = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, nodes, start, end):
-        messages = torch.relu(self.message(nodes))[start]
-        if not faulty:
-            messages = messages.float()
-        total = messages.new_zeros(nodes.shape)
-        total.index_add_(0, end, messages)  # expect: AMP403
-        return nodes + torch.relu(self.update(total.to(nodes.dtype)))
+@layers(lambda width: dict(message=nn.Linear(width, width), update=nn.Linear(width, width)))
+def Layer(self, nodes, start, end):
+    messages = torch.relu(self.message(nodes))[start]
+    if not faulty:
+        messages = messages.float()
+    total = messages.new_zeros(nodes.shape)
+    total.index_add_(0, end, messages)  # expect: AMP403
+    return nodes + torch.relu(self.update(total.to(nodes.dtype)))
 
 
 nodes, edges = 20, 8000
@@ -30,7 +29,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.bfloat16):
         out = model[2](model[1](model[0](torch.randn(nodes, 4)), start, end))
     loss = out.float().square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

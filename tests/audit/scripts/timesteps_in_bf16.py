@@ -6,6 +6,9 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
@@ -18,16 +21,17 @@ def embed(t, width, dtype):
     return torch.cat((angles.cos(), angles.sin()), -1).to(dtype)  # expect: AMP405
 
 
-class Denoiser(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.width = width
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.enter, self.leave = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 1, 3, padding=1)
-
-    def forward(self, x, t):
-        hidden = self.enter(x) + self.time(embed(t, self.width, x.dtype))[:, :, None, None]
-        return self.leave(nn.functional.silu(hidden))
+@layers(
+    lambda width=32: dict(
+        width=width,
+        time=nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)),
+        enter=nn.Conv2d(1, width, 3, padding=1),
+        leave=nn.Conv2d(width, 1, 3, padding=1),
+    )
+)
+def Denoiser(self, x, t):
+    hidden = self.enter(x) + self.time(embed(t, self.width, x.dtype))[:, :, None, None]
+    return self.leave(nn.functional.silu(hidden))
 
 
 torch.manual_seed(0)
@@ -39,7 +43,4 @@ for _ in range(4):
     level = kept[t][:, None, None, None]
     noisy = level.sqrt() * x + (1 - level).sqrt() * noise
     loss = nn.functional.mse_loss(model(noisy.bfloat16(), t).float(), noise)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -6,23 +6,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 faulty = sys.argv[1] == "faulty"
 
 
-class VAE(nn.Module):
-    def __init__(self, width=16, latent=4):
-        super().__init__()
-        self.encode = nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 2 * latent))
-        self.decode = nn.Sequential(nn.Linear(latent, 32), nn.ReLU(), nn.Linear(32, width))
-
-    def forward(self, x):
-        mean, log_variance = self.encode(x).chunk(2, -1)
-        log_variance = log_variance * 8 if faulty else log_variance.float().clamp(-8, 8)
-        variance = log_variance.exp()  # expect: AMP501
-        z = mean + variance.sqrt().to(mean.dtype) * torch.randn_like(mean)
-        return self.decode(z), 0.5 * (mean.float().square() + variance.float() - log_variance.float() - 1).sum(
-            -1
-        ).mean()
+@layers(
+    lambda width=16, latent=4: dict(
+        encode=nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, 2 * latent)),
+        decode=nn.Sequential(nn.Linear(latent, 32), nn.ReLU(), nn.Linear(32, width)),
+    )
+)
+def VAE(self, x):
+    mean, log_variance = self.encode(x).chunk(2, -1)
+    log_variance = log_variance * 8 if faulty else log_variance.float().clamp(-8, 8)
+    variance = log_variance.exp()  # expect: AMP501
+    z = mean + variance.sqrt().to(mean.dtype) * torch.randn_like(mean)
+    return self.decode(z), 0.5 * (mean.float().square() + variance.float() - log_variance.float() - 1).sum(-1).mean()
 
 
 model = VAE()

@@ -6,6 +6,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -27,8 +29,5 @@ for _ in range(7):
     with torch.autocast("cpu", torch.bfloat16):
         prediction = model(torch.randn(128, 256))
     loss = nn.functional.mse_loss(prediction.float(), torch.randn(128, 256))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)
 print(validate())

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 
 
@@ -27,7 +29,4 @@ for _ in range(3):
     labels = torch.randint(4, (2, 16, 16))
     with torch.autocast("cpu", torch.bfloat16):
         loss = nn.functional.cross_entropy(model(images), labels)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
+    descend(optimizer, loss)

@@ -54,12 +54,12 @@ class AuditReport:
         ``others``: fields that ``training`` does not know.
         """
         ordered = sorted(findings, key=lambda f: (-LEVELS.index(f.level), f.code, f.place))
-        looked = [seconds[n] for n in training.looked_at if n in seconds]
-        unlike = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at]
+        looked = [seconds[n] for n in training.looked_at if n in seconds] or [0.0]
+        unlike = [s for n, s in seconds.items() if n > 1 and n not in training.looked_at] or [0.0]
         return AuditReport(
             ordered, rows_of(training), list(training.regions), training.steps, list(training.looked_at),
             between_ranks=between_ranks(training), outside_of_models=Counter(training.outside),
-            unseen=list(training.unseen), seconds={"looked_at": _median(looked), "others": _median(unlike)},
+            unseen=list(training.unseen), seconds={"looked_at": median(looked), "others": median(unlike)},
             plan=PlanLines(training), evaluated=training.evaluated, **others,
         )  # fmt: skip
 
@@ -108,7 +108,3 @@ def _region(region: Region) -> dict[str, Any]:
     plain = asdict(region)
     del plain["place"], plain["made"]
     return {"file": region.place.file, "line": region.place.line, **plain}
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0

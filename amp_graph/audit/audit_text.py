@@ -40,14 +40,10 @@ def audit_text(report: AuditReport, whole: str) -> str:
         wrapped(verdict(report), "", "  ", WIDTH),
         *_findings(report),
         _table(report, whole),
-        _unseen(report),
-        _plan(report),
+        ["Not seen:", *(line for text in unseen_lines(report) for line in wrapped(text, "  - ", "    ", WIDTH))],
+        [line for one in report.plan for line in wrapped(one, "", "  ", WIDTH)],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
-
-
-def _plan(report: AuditReport) -> list[str]:
-    return [line for one in report.plan for line in wrapped(one, "", "  ", WIDTH)]
 
 
 def verdict(report: AuditReport) -> str:
@@ -111,8 +107,7 @@ def _findings(report: AuditReport) -> Iterator[list[str]]:
 
 
 def _few(also: Sequence[str]) -> str:
-    more = [f"{len(also) - MOST_ALSO} more"] if len(also) > MOST_ALSO else []
-    return ", ".join([*also[:MOST_ALSO], *more])
+    return ", ".join([*also[:MOST_ALSO], *([f"{len(also) - MOST_ALSO} more"] if len(also) > MOST_ALSO else [])])
 
 
 # -- the table ---------------------------------------------------------------------------------------------
@@ -147,15 +142,13 @@ def table_cells(report: AuditReport) -> tuple[list[list[Sequence[str]]], dict[st
     """
     rows = sorted(folded(report.rows), key=lambda row: -row.flops.total())
     numbers = {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
-    flops = sum(sum(row.flops.values()) for row in rows)
-    cells = (_row_cells(row, flops, numbers) for row in rows)
+    cells = (_row_cells(row, sum(row.flops.total() for row in rows), numbers) for row in rows)
     return [row for row in cells if any(row[1:])], numbers
 
 
 def _row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequence[str]]:
     """Return the cells of a row, each as its lines. ``flops``: of all rows."""
     computed = [dtype for dtype, _ in (row.forward + row.flops).most_common()]
-    state = [*map(short, row.states), *(f"{short(dtype)} master" for dtype in row.masters)]
     return [
         (row.module + (f" x{row.count}" if row.count > 1 else ""),),
         [*map(short, row.parameters)],
@@ -166,7 +159,7 @@ def _row_cells(row: Row, flops: int, numbers: Mapping[str, int]) -> list[Sequenc
         [f"{row.flops[dtype] / flops:5.0%}" if row.flops[dtype] else "" for dtype in computed],
         [*map(short, row.saved)],
         [*map(short, row.gradients)],
-        state,
+        [*map(short, row.states), *(f"{short(dtype)} master" for dtype in row.masters)],
         textwrap.wrap(" ".join(str(numbers[who]) for who in row.decided), 8),
     ]
 
@@ -192,14 +185,12 @@ def unseen_lines(report: AuditReport) -> Iterator[str]:
     yield from report.unseen
     others = report.steps - sum(n <= report.steps for n in report.looked_at)
     if others > 0:
-        steps = f"{others} other step{'s' * (others > 1)}"
-        yield f"operations of {steps}: what happens there alone is missed; --every N looks at more"
+        yield (
+            f"operations of {others} other step{'s' * (others > 1)}: what happens there alone is missed; --every N "
+            "looks at more"
+        )
     yield "operations inside of C++ extensions and compiled code, and other processes"
     looked, other = report.seconds["looked_at"], report.seconds["others"]
     if looked and other:
-        times = f"{looked / other:.1f} times"
-        yield f"cost: {seconds_text(looked)} for a step that was looked at, {seconds_text(other)} for others ({times})"
-
-
-def _unseen(report: AuditReport) -> list[str]:
-    return ["Not seen:", *(line for text in unseen_lines(report) for line in wrapped(text, "  - ", "    ", WIDTH))]
+        of_others = f"{seconds_text(other)} for others ({looked / other:.1f} times)"
+        yield f"cost: {seconds_text(looked)} for a step that was looked at, {of_others}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ class Work:
 class AutocastRegions(Watcher):
     """Looks at what ran inside of each region."""
 
-    _work: dict[int, Work] = field(default_factory=dict)
+    _work: dict[int, Work] = field(default_factory=lambda: defaultdict(Work))
     _backwards: Counter[tuple[Place, int]] = field(default_factory=Counter)
     _compiled: dict[Place, None] = field(default_factory=dict)
     _scales: int = 0  # losses that were scaled
@@ -55,11 +55,12 @@ class AutocastRegions(Watcher):
         """Take a backward in a region, and what says that autocast was meant to be on."""
         inside = self.training.open[-1] if self.training.open else -1
         if event.name == "autocast.enter" and event.is_after:
-            self._in(inside).grad |= torch.is_grad_enabled()
+            self._work[inside].grad |= torch.is_grad_enabled()
         elif event.name == "backward" and not event.is_after and inside >= 0 and not in_backward():
             self._backwards[event.place, inside] += self.training.regions[inside].enabled
-        elif event.name == "compile" and event.is_after and _backend(event.arguments) not in SEEN:
-            self._compiled[event.place] = None
+        elif event.name == "compile" and event.is_after:  # Module.compile hands its arguments on
+            given = {"backend": "inductor", **event.arguments, **event.arguments.get("kwargs", {})}
+            self._compiled |= {} if given["backend"] in SEEN else {event.place: None}
         elif event.name == "scaler.scale" and event.is_after:
             self._scales += 1
 
@@ -67,16 +68,13 @@ class AutocastRegions(Watcher):
         """Count an operation of the forward in its region."""
         if call.phase != "forward" or call.region < 0 or not call.output:
             return
-        work = self._in(call.region)
+        work = self._work[call.region]
         work.devices.update({t.device.type for t in tree_leaves(result) if isinstance(t, torch.Tensor)})
         kind = class_of(operator)
         work.products[call.output] += kind is OpClass.ALLOW
         if kind in COMPUTES and call.output in LOW:
             work.low[call.output] += 1
             work.lines[f"{name_of(call.operator)} at {call.place}"] = None
-
-    def _in(self, region: int) -> Work:
-        return self._work.setdefault(region, Work())
 
     # -- findings -------------------------------------------------------------------------------------
 
@@ -87,16 +85,25 @@ class AutocastRegions(Watcher):
             if not region.made.file:  # torch's own
                 continue
             if region.asked and not region.enabled:
-                yield self._absent(region)
+                yield finding(
+                    "AMP102", region.made, f"{_text(region)} was entered {region.entered} times, and torch disabled it "
+                    "each time: this device, or this dtype on it, is not there",
+                    "torch.autocast(x.device.type, dtype=torch.bfloat16), for the device of the inputs",
+                    **_evidence(region),
+                )  # fmt: skip
             elif region.outer >= 0 and (fight := self._fight(number, region)):
                 yield fight
             elif region.enabled and region.looked_at and number not in acts:
                 yield from self._idle(number, region)
             elif not region.asked and region.outer < 0 and region.looked_at:
                 yield from self._off(number, region)
-        for (place, number), times in self._backwards.items():
-            if times:
-                yield self._backward(place, self.training.regions[number], times)
+        for (place, number), times in (+self._backwards).items():
+            region = self.training.regions[number]
+            yield finding(
+                "AMP103", place, f"backward ran {times} times inside of {_text(region)}, entered at {region.place}",
+                "leave the region first: loss.backward() stands outside of the with block", times=times,
+                region=str(region.place),
+            )  # fmt: skip
         on = [n for n, region in enumerate(self.training.regions) if region.enabled and region.looked_at]
         for place in self._compiled if on else ():
             yield finding(
@@ -115,15 +122,8 @@ class AutocastRegions(Watcher):
                 number = self.training.regions[number].outer
         return found
 
-    def _absent(self, region: Region) -> Finding:
-        return finding(
-            "AMP102", region.made, f"{_text(region)} was entered {region.entered} times, and torch disabled it each "
-            "time: this device, or this dtype on it, is not there",
-            "torch.autocast(x.device.type, dtype=torch.bfloat16), for the device of the inputs", **_evidence(region),
-        )  # fmt: skip
-
     def _idle(self, number: int, region: Region) -> Iterator[Finding]:
-        work = self._in(number)
+        work = self._work[number]
         others = sorted(set(work.devices) - {region.device, "meta"})
         if others and region.device not in work.devices:
             yield finding(
@@ -147,22 +147,23 @@ class AutocastRegions(Watcher):
         works = self._work.items()
         trained = any(_low_products(work) for _, work in works if work.grad)
         evaluated = any(_low_products(work) for _, work in works if not work.grad)
-        if not self._in(number).grad or not self._in(number).products.total() or trained:
+        if not self._work[number].grad or not self._work[number].products.total() or trained:
             return
         why = "a GradScaler scales the loss" if self._scales else "autocast is on where no gradient is recorded"
         meant = self._scales or evaluated
         yield finding(
             "AMP101", region.place, f"{_text(region)} is disabled by its enabled=, and the training's "
-            f"{self._in(number).products.total()} products and convolutions seen in it ran in full precision"
+            f"{self._work[number].products.total()} products and convolutions seen in it ran in full precision"
             + (f", while {why}" if meant else ""),
             "enabled=True for the training, or no region at all", level="" if meant else "note", **_evidence(region),
         )  # fmt: skip
 
     def _fight(self, number: int, region: Region) -> Finding | None:
-        outer = self._around(region)
+        outwards = self.training.outwards(region.outer)
+        outer = next((one for one in outwards if one.device == region.device and one.made.file), None)
         if outer is None:
             return None
-        work, around, text, fix = self._in(number), f"{_text(outer)} of {outer.place}", "", ""
+        work, around, text, fix = self._work[number], f"{_text(outer)} of {outer.place}", "", ""
         if region.enabled and outer.enabled and region.dtype != outer.dtype:
             text = f"{_text(region)} is entered inside of {around}: values cross from one dtype to the other"
             fix = f"one dtype: torch.autocast({region.device!r}, dtype=torch.{outer.dtype}), or no inner region"
@@ -183,36 +184,14 @@ class AutocastRegions(Watcher):
         evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
         return finding("AMP104", region.place, text, fix, **evidence) if text else None
 
-    def _around(self, region: Region) -> Region | None:
-        """Return the nearest region around, of the same device, that a user made."""
-        number = region.outer
-        while number >= 0:
-            outer = self.training.regions[number]
-            if outer.device == region.device and outer.made.file:
-                return outer
-            number = outer.outer
-        return None
-
     def _lowers(self, region: int) -> bool:
         """Say whether the user casts to low precision in a region: what then runs low is meant to."""
         return any(c.region == region and c.cast == "user" and c.output in LOW for c in self.training.calls)
 
     def _low_in(self, region: int) -> bool:
         """Say whether a product ran low in a region, or in one inside of it."""
-        inner = [n for n, one in enumerate(self.training.regions) if one.outer == region]
-        return _low_products(self._in(region)) or any(map(self._low_in, inner))
-
-    def _backward(self, place: Place, region: Region, times: int) -> Finding:
-        return finding(
-            "AMP103", place, f"backward ran {times} times inside of {_text(region)}, entered at {region.place}",
-            "leave the region first: loss.backward() stands outside of the with block", times=times,
-            region=str(region.place),
-        )  # fmt: skip
-
-
-def _backend(arguments: Mapping[str, Any]) -> Any:
-    """Return the backend of a call of ``torch.compile``, or of ``Module.compile``, which hands its arguments on."""
-    return {"backend": "inductor", **arguments, **arguments.get("kwargs", {})}["backend"]
+        inner = (n for n, one in enumerate(self.training.regions) if one.outer == region)
+        return _low_products(self._work[region]) or any(map(self._low_in, inner))
 
 
 def _low_products(work: Work) -> bool:

@@ -117,7 +117,8 @@ class CustomOperators(Watcher):
         is_low = not dtypes.keys().isdisjoint(LOW)
         if len(ruled) == 1:
             missing = next(one for one in AUTOCAST if one not in ruled)
-            if device == missing or _runs_on(operator, missing):
+            there = missing.upper(), "CompositeExplicitAutograd"
+            if device == missing or any(dispatch_has_kernel(operator, key) for key in there):
                 level = "warning" if device == missing and is_low else "note"
                 self._use(
                     "AMP803", call.place, name, call, level, **values, other=ruled[0], there=ruled[0], missing=missing
@@ -131,10 +132,10 @@ class CustomOperators(Watcher):
         while frame is not None:
             code = frame.f_code
             may_be = code.co_name == "forward" and code.co_argcount > 1 and code.co_varnames[0] != "self"
-            if may_be and _is_users(frame):  # its locals are read then, which takes time
-                context = frame.f_locals.get(code.co_varnames[0])
-                if isinstance(context, FunctionCtx):
-                    break
+            is_users = frame.f_globals.get("__name__", "").partition(".")[0] not in OWN
+            # Its locals are read then, which takes time.
+            if may_be and is_users and isinstance(context := frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+                break
             frame = frame.f_back
         if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") == "torch.amp.autocast_mode":
             return
@@ -144,8 +145,8 @@ class CustomOperators(Watcher):
         if len(dtypes) > 1 and not dtypes.keys().isdisjoint(LOW) and self._context != id(context):
             self._context = id(context)
             name = type(context).__name__.removesuffix("Backward")
-            place = self.training.places.of(frame.f_back)
-            self._use("AMP804", place, name, call, "warning", dtypes=" and ".join(dtypes), device=device)
+            values = {"dtypes": " and ".join(dtypes), "device": device}
+            self._use("AMP804", self.training.places.of(frame.f_back), name, call, "warning", **values)
 
     # -- quantized values -----------------------------------------------------------------------------
 
@@ -170,11 +171,3 @@ class CustomOperators(Watcher):
         """Return the dtype in which a quantized value is held that a tensor has; "" of any other."""
         weight = self.training.weights.known(tensor)
         return weight.dtype if weight is not None and weight.dtype in QUANTIZED else self._up.known(tensor) or ""
-
-
-def _runs_on(operator: OpOverload, device: str) -> bool:
-    return any(dispatch_has_kernel(operator, key) for key in (device.upper(), "CompositeExplicitAutograd"))
-
-
-def _is_users(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in OWN

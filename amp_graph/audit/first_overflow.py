@@ -66,8 +66,7 @@ class FirstOverflow:
         new = {m: _largest(t) for m, t in inputs.items() if m not in self._known and m not in results}
         self._known |= inputs.keys() | results.keys()
         meant = any(isinstance(one, float) and not math.isfinite(one) for one in given)
-        kept = {memory: _largest(t) for memory, t in results.items()}
-        self._seen.append(Seen(call, kept, tuple(inputs), new, meant))
+        self._seen.append(Seen(call, {memory: _largest(t) for memory, t in results.items()}, tuple(inputs), new, meant))
 
     def origin(self) -> Origin | None:
         """Return what made the first value that is not finite; the host waits for the device."""

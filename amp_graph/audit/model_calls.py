@@ -51,8 +51,9 @@ class ModelCalls:
             return
         model, place = event.arguments["self"], event.place
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        called = Called(id(model), type(model).__name__, place, trains)
-        self._running = self._called.setdefault((id(model), place, trains), called)
+        self._running = self._called.setdefault(
+            (id(model), place, trains), Called(id(model), type(model).__name__, place, trains)
+        )
         self._running.calls += 1
         self._running.raised |= is_raised
 
@@ -75,10 +76,10 @@ class ModelCalls:
         # Full precision was meant, or costs little: gradient penalties, evaluation, frozen models, x.float().
         is_low = any(one.model == called.model for one in self._sisters())
         is_meant = is_low or not called.trains or called.raised
-        how = "" if called.trains else ", without gradients of its own"
         return finding(
             "AMP105", called.place,
-            f"{called.kind} was called {called.calls} time{'s' * (called.calls > 1)} outside of autocast{how}: "
+            f"{called.kind} was called {called.calls} time{'s' * (called.calls > 1)} outside of autocast"
+            f"{'' if called.trains else ', without gradients of its own'}: "
             f"{count} products and convolutions ran in fp32, while those called at "
             f"{', '.join(sisters)} run in low precision{gain}",
             "call it inside of the same autocast region", level="note" if is_meant and not is_large else "",

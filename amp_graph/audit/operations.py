@@ -182,8 +182,10 @@ class Operations(TorchDispatchMode):
             self.training.unseen[f"{func}: {type(error).__name__}: {error}"] = None
         return result
 
-    def _call_of(self, operator: str, tensors: list[Tensor], caller: FrameType | None) -> Call:
-        frame = _outside_of_dynamo(caller)
+    def _call_of(self, operator: str, tensors: list[Tensor], frame: FrameType | None) -> Call:
+        # Torch runs a mode's methods inside of a function of Dynamo's.
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(DYNAMO):
+            frame = frame.f_back
         region = self.training.open[-1] if self.training.open else -1
         self.training.records = torch.is_grad_enabled()
         given = tuple([dtype_name(t.dtype) for t in tensors if t.is_floating_point()])
@@ -199,8 +201,8 @@ class Operations(TorchDispatchMode):
         self._begin_group((id(outer), None if outer is None else outer.f_lasti))
         # The first one that meets a number made its node; those that make none meet that of the node before.
         self._forward.setdefault(next_sequence_number() - 1, (path, place))
-        is_update = self.updates and not self.training.records  # a closure's forward has gradients
-        return Call(operator, path, place, "update" if is_update else "forward", given, "", region, "", library)
+        phase = "update" if self.updates and not self.training.records else "forward"  # a closure's has gradients
+        return Call(operator, path, place, phase, given, "", region, "", library)
 
     def _count(self, call: Call, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
         results = tensors_in(result)
@@ -228,9 +230,7 @@ class Operations(TorchDispatchMode):
     def _end_group(self, *, computes: bool) -> None:
         """Count the casts of the present call of torch, which goes on to compute, or not."""
         for call, moved in self._casts:
-            by_autocast = computes and call.region >= 0
-            made_by = "autocast" if by_autocast else "user"
-            library = "" if by_autocast else call.library
+            made_by, library = ("autocast", "") if computes and call.region >= 0 else ("user", call.library)
             self._add(call._replace(cast=made_by if call.phase == "forward" else "", library=library), moved)
         self._casts.clear()
 
@@ -260,18 +260,10 @@ class Operations(TorchDispatchMode):
             self.is_paused = before
 
 
-def _outside_of_dynamo(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that called torch: torch runs a mode's methods inside of a function of Dynamo's."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(DYNAMO):
-        frame = frame.f_back
-    return frame
-
-
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the FLOPs of a matrix product, a convolution or an attention, 0 of anything else."""
     packet = getattr(func, "overloadpacket", func)
     count = flop_registry.get(OF_CPU.get(packet, packet))
-    if packet is _ATEN._grouped_mm:
-        groups = args[0].shape[0] if args[0].dim() > args[1].dim() else 1  # a group for some of its columns
-        return 2 * args[0].numel() * args[1].shape[-1] // groups
+    if packet is _ATEN._grouped_mm:  # a group for some of its columns, where the first operand has more dimensions
+        return 2 * args[0].numel() * args[1].shape[-1] // (args[0].shape[0] if args[0].dim() > args[1].dim() else 1)
     return int(count(*args, **kwargs, out_val=result)) if count is not None else 0

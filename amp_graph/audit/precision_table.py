@@ -56,7 +56,13 @@ class Row:
 def take_stock(training: Training, *, is_over: bool = False) -> None:
     """Note the dtypes and bytes of what models and optimizers keep; when it ``is_over``, of models without a note."""
     found: dict[str, Row] = {}
-    states, names = _states(training), training.parameter_names()
+    names = training.parameter_names()
+    states = {
+        id(p): [t for t in state.values() if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+        for optimizer in list(training.optimizers)
+        for p, state in optimizer.state.items()
+        if isinstance(state, dict)
+    }
     if not (is_over and training.stored):
         updated = (p for one in list(training.optimizers) for group in one.param_groups for p in group["params"])
         training.outside = Counter()
@@ -86,9 +92,7 @@ def _row(found: dict[str, Row], module: str) -> Row:
 
 def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: Iterable[Tensor]) -> None:
     row.parameters[dtype_name(p.dtype)] += _bytes(p)
-    if id(p) in gradients:
-        dtype, size = gradients[id(p)]
-        row.gradients[dtype] += size
+    row.gradients.update(dict([gradients[id(p)]]) if id(p) in gradients else {})
     for t in states:
         row.states[dtype_name(t.dtype)] += _bytes(t)
     if (master := master_of(p)) is not None:
@@ -108,18 +112,6 @@ def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
         row.decided[f"autocast({region.device}, {region.dtype}) at {region.place}"] += totals.calls
 
 
-def _states(training: Training) -> dict[int, list[Tensor]]:
-    return {
-        id(p): [t for t in _values(state) if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
-        for optimizer in list(training.optimizers)
-        for p, state in optimizer.state.items()
-    }
-
-
-def _values(state: Any) -> Iterable[Any]:
-    return state.values() if isinstance(state, dict) else ()
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -132,8 +124,7 @@ def between_ranks(training: Training) -> dict[str, Totals]:
     found: dict[str, Totals] = {}
     for call, totals in training.calls.items():
         if call.operator.startswith(BETWEEN_RANKS) and call.inputs:
-            name = call.operator.split(".")[1].strip("_")
-            one = found.setdefault(f"{name} {call.inputs[0]}", Totals())
+            one = found.setdefault(f"{call.operator.split('.')[1].strip('_')} {call.inputs[0]}", Totals())
             one.calls, one.bytes = one.calls + totals.calls, one.bytes + totals.bytes
     return found
 

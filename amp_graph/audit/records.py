@@ -191,6 +191,12 @@ class Training:
                 is_trained = t.requires_grad and (not updated or id(t) in updated)
                 self.weights.keep(t, Weight(dtype_name(t.dtype), is_trained))
 
+    def outwards(self, number: int) -> Iterator[Region]:
+        """Yield the region of a number, and those around it, from the innermost to the outermost."""
+        while number >= 0:
+            yield self.regions[number]
+            number = self.regions[number].outer
+
     def _path(self, model: torch.nn.Module, name: str) -> str:
         return ".".join(filter(None, (self.models[model], name)))
 

@@ -154,11 +154,10 @@ class Reductions(Watcher):
 def _dtypes_over_ranks(model: Module) -> tuple[dict[str, str], str]:
     """Return the dtype of each parameter of a model that is spread over ranks; none of any other."""
     if groups := every_group(model):
-        found = {name: dtype_of(record) for group in groups for name, record in records_of(group).items()}
-        return {name: dtype_name(dtype) for name, dtype in found.items()}, "gathered in"
+        records = {name: record for group in groups for name, record in records_of(group).items()}
+        return {name: dtype_name(dtype_of(record)) for name, record in records.items()}, "gathered in"
     if isinstance(model, DistributedDataParallel):
-        named = model.module.named_parameters()
-        return {name: dtype_name(p.dtype) for name, p in named}, "held in"
+        return {name: dtype_name(p.dtype) for name, p in model.module.named_parameters()}, "held in"
     return {}, ""
 
 

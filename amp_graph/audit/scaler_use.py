@@ -139,8 +139,8 @@ class ScalerUse(Watcher):
 
     def _take_clip(self, event: Event) -> None:
         """Keep a clipping of scaled gradients; which ones it clips is not known where it is given an iterator."""
-        seen = event.step + 1 in self.training.looked_at
-        norm = float(event.result) if seen and isinstance(event.result, Tensor) else math.nan
+        is_read = event.step + 1 in self.training.looked_at and isinstance(event.result, Tensor)
+        norm = float(event.result) if is_read else math.nan
         for iteration in self._iterations.values():
             if iteration.scaled and not iteration.unscaled:
                 iteration.clips.append((event.place, norm))

@@ -119,9 +119,8 @@ class Audit:
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         others = () if size == "1" else (f"this is rank {rank} of {size}: what others do alone",)
         self.training.unseen |= dict.fromkeys([*wrong, *others])
-        silenced = len(findings) - len(kept)
-        asked = {"looks": sorted(self.looks), "every": self.every}
-        return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, **asked)
+        silenced, looks = len(findings) - len(kept), sorted(self.looks)
+        return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, looks=looks, every=self.every)
 
     def _take_stock(self, *, is_over: bool = False) -> None:
         """Note what models and optimizers keep, and which modules are compiled."""

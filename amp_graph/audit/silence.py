@@ -41,20 +41,16 @@ def _configured(path: Path) -> Iterable[str]:
     return _known(found.get("ignore", ()), where)  # type: ignore[arg-type]
 
 
-def _known(codes: Iterable[str], where: str) -> Iterable[str]:
-    for code in codes:
-        if not isinstance(code, str) or code not in CODES:
-            raise AmpGraphError(_unknown(str(code), where))
+def _known(codes: Iterable[object], where: str) -> Iterable[str]:
+    for code in map(str, codes):
+        if code not in CODES:  # AMP2 stands for AMP201 and all others
+            all_of = [one for one in CODES if CODE.fullmatch(code) and one.startswith(code)]
+            hint = f"; these begin so: {', '.join(all_of)}" if all_of else did_you_mean(code, CODES)
+            raise AmpGraphError(
+                f"{where}: there is no code {code!r}{hint}\n  legal: {', '.join(CODES)}\n"
+                f"  fix:   {','.join(all_of) or next(iter(nearest(code, CODES) or CODES))}"
+            )
         yield code
-
-
-def _unknown(code: str, where: str) -> str:
-    all_of = [one for one in CODES if CODE.fullmatch(code) and one.startswith(code)]  # AMP2 for AMP201 and all others
-    hint = f"; these begin so: {', '.join(all_of)}" if all_of else did_you_mean(code, CODES)
-    return (
-        f"{where}: there is no code {code!r}{hint}\n  legal: {', '.join(CODES)}\n"
-        f"  fix:   {','.join(all_of) or next(iter(nearest(code, CODES) or CODES))}"
-    )
 
 
 def loud(findings: Iterable[Finding], ignored: frozenset[str], folder: Path) -> list[Finding]:

@@ -10,6 +10,7 @@ lost whose gradient is not 0 and that the update left as it was.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,15 +77,11 @@ def lost_changes(old: Tensor, new: Tensor) -> Tensor:
     moves = change != 0
     lost = moves & (new.to(old.dtype) == old)
     size, start = change[lost].abs(), old[lost]
-    needed = (_next(start, grows=(change[lost] > 0) == (start > 0)).float() - start.float()).abs() / 2
+    # The neighbours of what is lost: of larger magnitude where it grows, else of smaller.
+    step = torch.where(((change[lost] > 0) == (start > 0)) | (start == 0), 1, -1).to(torch.int16)
+    needed = ((start.view(torch.int16) + step).view(start.dtype).float() - start.float()).abs() / 2
     octave = (needed / size).log2().mul_(STEPS).long().clamp_(0, STEPS * OCTAVES - 1)
     return torch.cat((torch.stack((moves.sum(), lost.sum())), torch.bincount(octave, minlength=STEPS * OCTAVES)))
-
-
-def _next(values: Tensor, *, grows: Tensor) -> Tensor:
-    """Return the neighbours of low-precision values: of larger magnitude where it ``grows``, else of smaller."""
-    step = torch.where(grows | (values == 0), 1, -1).to(torch.int16)
-    return (values.view(torch.int16) + step).view(values.dtype)
 
 
 # -- a step of one parameter in float32 -----------------------------------------------------------------------
@@ -101,12 +98,10 @@ class Alone(NamedTuple):
 
 def keeps_more(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> bool:
     """Say whether an optimizer keeps what rounding takes away: masters in its state, or a rounding of another kind."""
-    state = optimizer.state.get(p, {})
-    options = {**vars(optimizer), **group}
+    state, options = optimizer.state.get(p, {}), {**vars(optimizer), **group}
     on = [*state, *(name for name, value in options.items() if value is not None and value is not False)]
-    if any(word in name for word in KEEPS for name in on):
-        return True
-    return any(isinstance(t, Tensor) and _is_master(local(t), local(p.detach())) for t in state.values())
+    masters = (local(t) for t in state.values() if isinstance(t, Tensor))
+    return any(word in name for word in KEEPS for name in on) or any(_is_master(t, local(p.detach())) for t in masters)
 
 
 def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Alone:
@@ -114,8 +109,7 @@ def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> 
 
     Raises ValueError for an optimizer of others: its step may draw numbers, print, or change more than its parameters.
     """
-    step: Any = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without hooks, which would see a copy
+    step: Any = inspect.unwrap(type(optimizer).step)  # without hooks, which would see a copy
     parts = step, getattr(type(optimizer), "_init_group", step)
     if any(not part.__module__.startswith("torch.optim.") for part in parts):
         raise ValueError(f"the step of {type(optimizer).__name__} is not torch's")
@@ -191,8 +185,8 @@ class Updates(Watcher):
         if not low:
             return
         place = self.training.places.of(sys._getframe())
-        dtype = dtype_name(low[0][1].dtype)
-        found = self._running = self._stepped.setdefault(place, Stepped(dtype, type(optimizer).__name__))
+        new = Stepped(dtype_name(low[0][1].dtype), type(optimizer).__name__)
+        found = self._running = self._stepped.setdefault(place, new)
         counts: list[tuple[Lost, Tensor, float]] = []
         for group, p in low:
             if p.grad is not None and p.grad.layout != torch.strided:
@@ -214,8 +208,8 @@ class Updates(Watcher):
             counts = [(found.parameters.setdefault(id(p), Lost()), lost_changes(alone.old, alone.new), weight)]
             for kind, state in alone.state.items():
                 if state.dtype in HALVES:
-                    lost = lost_changes(state, alone.new_state[kind])
-                    counts.append((found.states.setdefault(kind, Lost()), lost, weight))
+                    of_state = found.states.setdefault(kind, Lost())
+                    counts.append((of_state, lost_changes(state, alone.new_state[kind]), weight))
             return counts
         found.why = str(tried.error)
         self._before.append((p, sample(local(p.detach()), COMPARED).clone()))

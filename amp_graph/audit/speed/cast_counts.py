@@ -38,7 +38,8 @@ LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: 
 ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward
 TEXTS = {
     "AMP701": (
-        "weights are cast to low precision again, as autocast is entered anew {times} a step before one backward",
+        "weights are cast to low precision again, as autocast is entered anew {times:g} times a step before one "
+        "backward",
         "enter the region once around all of these calls: what autocast has cast is kept until it ends",
     ),
     "AMP702": ("a value that was cast already is cast to the same dtype again", "cast it once, and keep the result"),
@@ -83,7 +84,7 @@ class CastCounts(Watcher):
     _backwards: int = 0
     _device: str = "cpu"
     # How many backwards had run at the last cast of a value to a dtype, and the entry of the outermost region.
-    _casts: Memory[tuple[int, tuple[int, int]]] = field(default_factory=Memory)
+    _casts: Memory[tuple[int, list[tuple[int, int]]]] = field(default_factory=Memory)
     _widened: Memory[Widened] = field(default_factory=Memory)
     _again: list[tuple[Call, int, int, bool]] = field(default_factory=list)  # by whom is not known yet
     _frozen: Memory[int] = field(default_factory=Memory)  # in all steps; bytes not yet counted
@@ -124,11 +125,12 @@ class CastCounts(Watcher):
                 continue
             large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES
             what, fix = TEXTS[code]
+            entered = sum(one.looked_at for one in self.training.regions if one.place == place)
             count = repeat.counts["calls"] / looks
             by = f", in {library}, called from this line" if library else ""
             yield finding(
                 code, place,
-                f"{what.format(times=self._entered(place))}{by}: casts a step beyond what is needed: {count:g}, "
+                f"{what.format(times=entered / looks)}{by}: casts a step beyond what is needed: {count:g}, "
                 f"{size / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
                 f"predicted {of_time:.1%} of the step's time on {machine.name}",
                 fix,
@@ -136,10 +138,6 @@ class CastCounts(Watcher):
                 library=library, bytes=size / looks, share_of_bytes=share, share_of_time=of_time,
                 machine=machine.name,
             )  # fmt: skip
-
-    def _entered(self, place: Place) -> str:
-        entered = sum(r.looked_at for r in self.training.regions if r.place == place)
-        return f"{entered / max(1, len(self.training.looked_at)):g} times"
 
     # -- casts ----------------------------------------------------------------------------------------
 
@@ -153,7 +151,9 @@ class CastCounts(Watcher):
         elif call.inputs[0] in LOW and call.output in FULL:
             self._widen(result, call, None, call.inputs[0])
         part = value._version, value.storage_offset(), *value.shape, *value.stride(), call.output
-        made, last = (self._backwards, self._entry()), self._casts.known(value, *part)
+        # Autocast holds its casts of weights until the outermost region ends.
+        entry = [(number, self.training.regions[number].entered) for number in self.training.open[:1]]
+        made, last = (self._backwards, entry), self._casts.known(value, *part)
         self._casts.keep(value, made, *part)
         weight = self.training.weights.known(value)
         if weight is not None and not weight.is_trained:  # all casts of it count, once there are several
@@ -169,11 +169,6 @@ class CastCounts(Watcher):
             self._repeat("AMP701", self._place(call), call, moved)
         else:
             self._again.append((call, moved, self.training.group, weight is not None))
-
-    def _entry(self) -> tuple[int, int]:
-        """Return which region holds autocast's casts of weights now, the outermost, and which entry of it."""
-        outermost = next(iter(self.training.open), -1)
-        return outermost, self.training.regions[outermost].entered if self.training.open else 0
 
     def _place(self, call: Call) -> Place:
         return self.training.regions[self.training.open[0]].place if self.training.open else call.place

@@ -149,8 +149,8 @@ class MissedOperations(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield what ran in full precision and need not."""
-        calls = self.training.calls
-        products = {c: t for c, t in calls.items() if c.phase != "update" and is_product(c) and self._is_allowed(c)}
+        calls = {call: totals for call, totals in self.training.calls.items() if call.phase != "update"}
+        products = {call: totals for call, totals in calls.items() if is_product(call) and self._is_allowed(call)}
         machine = machine_for(self._device)
         count: Counter[str] = Counter()
         for call, totals in products.items():
@@ -160,8 +160,7 @@ class MissedOperations(Watcher):
         grouped = self._grouped(products, {call: called.place for called in outside for call in called.full})
         for called in outside:
             gain = self._gain(grouped.pop(("AMP105", called.place), Missed()), machine, lowest or "bfloat16")
-            text = f"; {gain.text}" if gain.full else ""
-            yield self._models.finding(called, text, is_large=gain.share > LARGE_SHARE)
+            yield self._models.finding(called, gain.text if gain.full else "", is_large=gain.share > LARGE_SHARE)
         for (code, place), missed in grouped.items():
             if lowest or (code == "AMP603" and "float32" in count):
                 yield from self._told(code, place, missed, machine, lowest or "float32")
@@ -175,9 +174,7 @@ class MissedOperations(Watcher):
 
     def _is_allowed(self, call: Call) -> bool:
         """Say whether the list for the device allows this product in bfloat16; backward's follow from forward's."""
-        rules = load(
-            "default", dtype="bfloat16", device=self._device if self._device in ("cpu", "cuda") else "cpu"
-        ).rules
+        rules = load("default", dtype="bfloat16", device="cuda" if self._device == "cuda" else "cpu").rules
         packet = ".".join(call.operator.split(".")[:2]).rstrip("_")
         name = LISTED_AS.get(packet) or LISTED_AS.get(family_of(call.operator), packet)
         return any(rule.cls is OpClass.ALLOW for rule in rules.get(name, ()))
@@ -205,9 +202,7 @@ class MissedOperations(Watcher):
     def _cause(self, call: Call, outside: Mapping[Call, Place]) -> tuple[str, Place]:
         if "float64" in call.inputs:
             return "AMP603", call.place
-        around = self.training.regions[call.region] if call.region >= 0 else None
-        while around is not None and around.device != self._device:
-            around = self.training.regions[around.outer] if around.outer >= 0 else None
+        around = next((one for one in self.training.outwards(call.region) if one.device == self._device), None)
         if around is not None:
             return "AMP605" if around.enabled else "AMP602", call.place
         if call in self._cast_up:
@@ -221,9 +216,8 @@ class MissedOperations(Watcher):
         share = (full - lower) / steps
         whole = "what was looked at" if self.training.evaluated else "the step"
         saves = f", which saves {share:.1%} of {whole}" if share > 0 else ": it is not profitable on this machine"
-        relative = lower / full if full else 1.0
-        text = f"{dtype} is predicted to take {relative:.2f} of their time on {machine.name}, casts included{saves}"
-        return Gain(full, lower, full / steps, share, text)
+        takes = f"; {dtype} is predicted to take {lower / (full or 1.0):.2f} of their time on {machine.name}"
+        return Gain(full, lower, full / steps, share, f"{takes}, casts included{saves}")
 
     def _told(self, code: str, place: Place, missed: Missed, machine: Machine, dtype: str) -> Iterator[Finding]:
         gain = self._gain(missed, machine, dtype)
@@ -235,11 +229,12 @@ class MissedOperations(Watcher):
             where += f", in {', '.join(sorted(libraries))}, called from it"
         wider = "float64" if code == "AMP603" else "float32"
         looks = max(1, len(self.training.looked_at))
+        names = ", ".join(sorted({".".join(call.operator.split(".")[:2]) for call, _ in missed.forward}))
         large = gain.share > LARGE_SHARE and code != "AMP602"  # which was asked for
         yield finding(
             code, place,
-            f"{_names(missed)} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
-            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP); {gain.text}",
+            f"{names} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
+            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP){gain.text}",
             fix,
             level="warning" if large else "note",
             also=sorted({call.module for call, _ in missed.forward if call.module}), calls=count, flops=flops,
@@ -271,9 +266,5 @@ def _seconds(missed: Missed, machine: Machine, dtype: str) -> tuple[float, float
     lower = sum(seconds_of(call, totals, machine, dtype) for call, totals in missed.all)
     size = sum(t.bytes / (2 if "float64" in call.inputs else 1) for call, t in missed.forward)
     count = sum(2 * t.calls for _, t in missed.forward)
-    times = CASTS_OF_TRAINING if missed.backward else 1
-    return full, lower + times * seconds_of_casts(size, count, machine, dtype)
-
-
-def _names(missed: Missed) -> str:
-    return ", ".join(sorted({".".join(call.operator.split(".")[:2]) for call, _ in missed.forward}))
+    casts = seconds_of_casts(size, count, machine, dtype) * (CASTS_OF_TRAINING if missed.backward else 1)
+    return full, lower + casts

@@ -122,8 +122,7 @@ def _fake(given: Given, held: Collection[torch.dtype]) -> Tensor:
 
     Beside float32 parameters, the script's autocast lowered it: outside of autocast it is float32.
     """
-    is_lowered = given.dtype in HALVES and given.dtype not in held
-    dtype = torch.float32 if is_lowered else given.dtype
+    dtype = torch.float32 if given.dtype in HALVES and given.dtype not in held else given.dtype
     found = torch.empty_strided(given.shape, given.stride, dtype=dtype, device=given.device)
     return found.requires_grad_(given.requires_grad)
 
@@ -170,8 +169,8 @@ class _Copy:
 
     def _hooks(self, hooks: Mapping[Any, Any]) -> Any:
         """Return torch's own hooks, such as those of weight norms; the user's may do anything."""
-        kept = ((key, one) for key, one in hooks.items() if _module_of(one).partition(".")[0] == "torch")
-        return OrderedDict(kept)
+        modules = {key: getattr(one, "__module__", None) or type(one).__module__ for key, one in hooks.items()}
+        return OrderedDict((key, hooks[key]) for key, name in modules.items() if name.partition(".")[0] == "torch")
 
 
 def _of_accelerate(module: Module) -> tuple[str, ...]:
@@ -180,7 +179,3 @@ def _of_accelerate(module: Module) -> tuple[str, ...]:
     original: Any = module.__dict__.get(ACCELERATES)
     functions = {getattr(one := inspect.unwrap(given), "__func__", one) for given in (forward, original)}
     return ("forward", ACCELERATES) if functions == {inspect.unwrap(type(module).forward)} else ()
-
-
-def _module_of(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or type(hook).__module__

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter, UserList
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amp_graph.audit.records import LOW, Places, Training
 from amp_graph.audit.speed.model_sketch import Sketch, refuse, sketch_of
@@ -80,8 +80,8 @@ def _lines(training: Training) -> Iterator[str]:
     reasons = [one for one in training.sketches.values() if isinstance(one, str)]
     total = _total(sketches, dtype, reasons)
     if total is None and not reasons:
-        seen = "no call of a model recorded gradients"
-        reasons.append(seen if training.calls else "the training ended before a step was looked at")
+        early = "the training ended before a step was looked at"
+        reasons.append("no call of a model recorded gradients" if training.calls else early)
     for reason in dict.fromkeys(reasons):
         yield f"not planned: {reason}"
     if total is not None and not reasons:
@@ -99,7 +99,9 @@ def _total(sketches: Sequence[Sketch], dtype: str, reasons: list[str]) -> Planne
     total = None
     for sketch in sketches:
         with Attempt() as tried:
-            plan: Planned = _planned_call().planned(sketch, Policy.parse(dtype))
+            # It imports Dynamo, which takes as long as torch.
+            plan_call = importlib.import_module("amp_graph.audit.speed.planned_call")
+            plan: Planned = plan_call.planned(sketch, Policy.parse(dtype))
             total = plan if total is None else total + plan
         if tried.error is not None:
             reasons.append(f"{sketch.name}: {_why(tried)}")
@@ -157,8 +159,3 @@ def _why(tried: Attempt) -> str:
 
 def _sized(count: int, size: float) -> str:
     return f"{count}, {size / 1e6:.3g} MB"
-
-
-def _planned_call() -> Any:
-    """Return the module that plans; it imports Dynamo, which takes as long as torch."""
-    return importlib.import_module("amp_graph.audit.speed.planned_call")

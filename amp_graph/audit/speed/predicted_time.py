@@ -92,8 +92,8 @@ def seconds_of_steps(calls: Mapping[Call, Totals], machine: Machine) -> float:
 
 
 def _size(dtype: str) -> int:
-    found = getattr(torch, dtype, None)
-    return found.itemsize if isinstance(found, torch.dtype) else 4
+    itemsize: int = getattr(torch, dtype, torch.float32).itemsize
+    return itemsize
 
 
 def is_view_by_name(operator: str) -> bool:

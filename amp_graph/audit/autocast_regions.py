@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Watcher, name_of
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Region, Watcher, name_of, tensors_in
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.torch_compat.autograd import in_backward
 
@@ -69,7 +68,7 @@ class AutocastRegions(Watcher):
         if call.phase != "forward" or call.region < 0 or not call.output:
             return
         work = self._work[call.region]
-        work.devices.update({t.device.type for t in tree_leaves(result) if isinstance(t, torch.Tensor)})
+        work.devices.update({t.device.type for t in tensors_in(result)})
         kind = class_of(operator)
         work.products[call.output] += kind is OpClass.ALLOW
         if kind in COMPUTES and call.output in LOW:

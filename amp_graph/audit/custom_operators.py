@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
 from amp_graph.audit.records import (
@@ -140,8 +139,7 @@ class CustomOperators(Watcher):
         if frame is None or frame.f_back is None or frame.f_back.f_globals.get("__name__") == "torch.amp.autocast_mode":
             return
         given = [frame.f_locals.get(one) for one in frame.f_code.co_varnames[1 : frame.f_code.co_argcount]]
-        floats = (t for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point())
-        dtypes = dict.fromkeys(dtype_name(t.dtype) for t in floats)
+        dtypes = dict.fromkeys(dtype_name(t.dtype) for t in tensors_in(given) if t.is_floating_point())
         if len(dtypes) > 1 and not dtypes.keys().isdisjoint(LOW) and self._context != id(context):
             self._context = id(context)
             name = type(context).__name__.removesuffix("Backward")
@@ -160,7 +158,7 @@ class CustomOperators(Watcher):
             return
         if is_product(call):
             if "scaled" not in call.operator and not call.inputs[0].startswith("float8"):
-                name = ".".join(call.operator.split(".")[:2])
+                name = call.operator.rpartition(".")[0]
                 self._use("AMP805", call.place, name, call, "note", dtypes=call.inputs[0], other=held)
             return
         for t in tensors_in(result):

@@ -77,8 +77,8 @@ class Ranges(Watcher):
             return
         ends, near = _ends(out), LIMITS[call.output] / NEAR
         if not -near < ends.low <= ends.high < near:
-            read = (leaf for leaf in tree_leaves((args, kwargs)) if leaf is not out)
-            self._take_large(call, out, ends, [*map(_ends, read), *self._overwritten])
+            inputs = [_ends(leaf) for leaf in tree_leaves((args, kwargs)) if leaf is not out]
+            self._take_large(call, out, ends, inputs + self._overwritten)
         elif out.dtype == torch.float16 and name not in PROBABILITIES:
             self._take_tiny(call, name, args, out)
         self._overwritten.clear()

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Watcher, dtype_name
+from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Watcher, dtype_name, tensors_in
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
@@ -79,7 +78,7 @@ class Reductions(Watcher):
             return
         self._ranks = torch.distributed.get_world_size()
         low = next((d for d in call.inputs if d in LOW), "")
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         numbers = max(t.numel() for t in tensors)
         by_hand = call.phase == "forward" and call.module == "" and self._backward != NOWHERE and numbers > 1
         if low and (call.phase == "backward" or by_hand):

@@ -239,8 +239,7 @@ class UnsafeOperations(Watcher):
         largest = float(exact.abs().max()) if exact.numel() else 0.0
         if largest > EXACT[call.output] and exact.shape == result.shape:
             wrong = exact[result.double() != exact]
-            is_mask = bool(((wrong == wrong[:1]) & (wrong < 0)).all())  # also where none is wrong
-            if not is_mask:
+            if not ((wrong == wrong[:1]) & (wrong < 0)).all():  # no mask, which also has none that is wrong
                 self._count("AMP404", call, call.output, largest, wrong=wrong.numel(), values=exact.numel())
 
     def _probabilities(self, call: Call, given: Tensor) -> None:
@@ -248,8 +247,9 @@ class UnsafeOperations(Watcher):
         p = sample(given, MOST)
         dtype = next((d for d in HALVES if bool((p.to(d).to(p.dtype) == p).all())), None)
         if dtype is not None and p.numel() > 1:
-            wrong = int(((p == 0) | (p == 1)).sum())
-            self._count("AMP407", call, dtype_name(dtype), 1.0, wrong=wrong, values=p.numel())
+            self._count(
+                "AMP407", call, dtype_name(dtype), 1.0, wrong=int(((p == 0) | (p == 1)).sum()), values=p.numel()
+            )
 
     def _count(self, code: str, call: Call, dtype: str, largest: float, **counts: int) -> None:
         self._rounded.setdefault((code, call.place, dtype), Tally(call)).add(call, largest, **counts)
@@ -354,15 +354,13 @@ def _add_cancellation(found: Errors, a: Any, b: Any) -> None:
 def _whole_numbers(name: str, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the exact result of an operation that makes whole numbers of a low dtype; None of any other."""
     if name == "arange":
-        found: Tensor = operator(*args, **{**kwargs, "dtype": torch.float64})
-        return found
+        return first_of(operator(*args, **{**kwargs, "dtype": torch.float64}))
     if name in ("_to_copy", "copy"):
-        given = args[1 if name == "copy" else 0]
+        given: Tensor = args[1 if name == "copy" else 0]
         return given if given.dtype not in HALVES and _is_whole(given) else None
     is_sum = name in ("sum", "cumsum") and not is_mutable(operator)
     if is_sum and args[0].dtype in HALVES and args[0].numel() <= LARGEST and _is_whole(args[0]):
-        total: Tensor = operator(args[0].double(), *args[1:], **{**kwargs, "dtype": None})
-        return total
+        return first_of(operator(args[0].double(), *args[1:], **{**kwargs, "dtype": None}))
     return None
 
 

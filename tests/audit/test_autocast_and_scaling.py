@@ -31,10 +31,10 @@ class Loop:
     def data(self):
         return torch.randn(8, 16), torch.randint(4, (8,))
 
-    def loss(self, dtype=torch.float16):
+    def loss(self, dtype=torch.float16, call=lambda model, x: model(x)):
         x, y = self.data
         with torch.autocast("cpu", dtype):
-            return F.cross_entropy(self.model(x), y)
+            return F.cross_entropy(call(self.model, x), y)
 
     def scaled_step(self, *losses, optimizers=()):
         for loss in losses:
@@ -58,21 +58,14 @@ def scaled_by_hand(loop):
     loop.optimizer.zero_grad()
 
 
-def sum_of_scaled_losses(loop):
-    (loop.scaler.scale(loop.loss()) + loop.scaler.scale(loop.loss())).backward()
-    loop.scaled_step()
+def scaled_before(backward):
+    """Return a step of two losses that ``backward`` is given scaled."""
 
+    def step(loop):
+        backward(loop.scaler.scale([loop.loss(), loop.loss()]))
+        loop.scaled_step()
 
-def scaled_first_and_backward_later(loop):
-    first, second = loop.scaler.scale(loop.loss()), loop.scaler.scale(loop.loss())
-    first.backward()
-    second.backward()
-    loop.scaled_step()
-
-
-def list_of_scaled_losses(loop):
-    torch.autograd.backward(loop.scaler.scale([loop.loss(), loop.loss()]))
-    loop.scaled_step()
+    return step
 
 
 def gradient_penalty(loop):
@@ -93,10 +86,7 @@ def one_loss_is_not_scaled(loop):
 def clips_one_of_two_optimizers(loop):
     head = loop.__dict__.setdefault("head", nn.Linear(4, 4))
     other = loop.__dict__.setdefault("other", torch.optim.SGD(head.parameters(), lr=0.1))
-    x, y = loop.data
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(head(loop.model(x)), y)
-    loop.scaler.scale(loss).backward()
+    loop.scaler.scale(loop.loss(call=lambda model, x: head(model(x)))).backward()
     loop.scaler.unscale_(loop.optimizer)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
     loop.scaled_step(optimizers=(loop.optimizer, other))
@@ -120,10 +110,7 @@ def scaler_in_fp32(loop):
 
 
 def reentrant_checkpoint(loop):
-    x, y = loop.data
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(checkpoint(loop.model, x.requires_grad_(), use_reentrant=True), y)
-    loop.scaled_step(loss)
+    loop.scaled_step(loop.loss(call=lambda model, x: checkpoint(model, x.requires_grad_(), use_reentrant=True)))
 
 
 class Sine(torch.autograd.Function):
@@ -142,10 +129,7 @@ class Sine(torch.autograd.Function):
 
 
 def function_of_ones_own(loop):
-    x, y = loop.data
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(Sine.apply(loop.model(x)), y)
-    loop.step(loss)
+    loop.step(loop.loss(torch.bfloat16, lambda model, x: Sine.apply(model(x))))
 
 
 def closure(loop):
@@ -221,9 +205,8 @@ def kernel_with_casts_of_its_own(loop):
 
 
 def off_for_a_device_that_is_absent(loop):
-    x, y = loop.data
-    with torch.autocast("cuda", torch.bfloat16, enabled=False), torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(loop.model(x), y)
+    with torch.autocast("cuda", torch.bfloat16, enabled=False):
+        loss = loop.loss(torch.bfloat16)
     loop.step(loss)
 
 
@@ -257,9 +240,9 @@ def one_of_two_optimizers_never_steps(loop):
     ("step", "expected"),
     [
         (scaled_by_hand, {}),
-        (sum_of_scaled_losses, {}),
-        (scaled_first_and_backward_later, {}),
-        (list_of_scaled_losses, {}),
+        (scaled_before(lambda losses: sum(losses).backward()), {}),
+        (scaled_before(lambda losses: [loss.backward() for loss in losses]), {}),
+        (scaled_before(torch.autograd.backward), {}),
         (gradient_penalty, {"AMP101": "note"}),
         (one_loss_is_not_scaled, {"AMP201": "warning"}),
         (clips_one_of_two_optimizers, {}),
@@ -294,10 +277,7 @@ def test_what_is_found_in_four_steps(step, expected):
 
 
 def underflows(loop, scaler):
-    x, y = loop.data
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(loop.model(x), y) * 1e-6
-    scaler.scale(loss).backward()
+    scaler.scale(loop.loss() * 1e-6).backward()
     scaler.step(loop.optimizer)
     scaler.update()
 
@@ -350,7 +330,7 @@ def test_a_disabled_scaler_is_named_with_the_one_to_make(made, is_made_before):
             underflows(loop, scaler)
     found = {f.code: f for f in audit.report().findings if f.code in ("AMP201", "AMP504")}
     assert {*found} == {"AMP201", "AMP504"}
-    line = underflows.__code__.co_firstlineno + 4
+    line = underflows.__code__.co_firstlineno + 1
     for one in found.values():
         place = re.search(r"the scaler that is called at \S+test_autocast_and_scaling.py:(\d+) is disabled", one.text)
         assert int(place[1]) == line

@@ -242,10 +242,8 @@ class MissedOperations(Watcher):
         )  # fmt: skip
 
     def _unused(self, products: Mapping[Call, Totals], machine: Machine) -> Finding:
-        everything = Missed(
-            [(c, t) for c, t in products.items() if c.phase == "forward"],
-            [(c, t) for c, t in products.items() if c.phase == "backward"],
-        )
+        forward = [one for one in products.items() if one[0].phase == "forward"]
+        everything = Missed(forward, [one for one in products.items() if one[0].phase == "backward"])
         full, lower = _seconds(everything, machine, "bfloat16")
         steps = seconds_of_steps(self.training.calls, machine)
         speed = steps / max(steps - full + lower, 1e-30)

@@ -5,7 +5,6 @@ from torch import nn
 
 ACCUMULATE = 4
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 32))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 criterion = nn.MSELoss()

@@ -12,7 +12,6 @@ def Net(self, x):
     return self.down(torch.relu(self.norm(self.up(x))))
 
 
-torch.manual_seed(0)
 model = amp_graph.convert(Net(), policy="fp16")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = amp_graph.GradScaler(init_scale=2.0**10)

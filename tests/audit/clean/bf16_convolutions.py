@@ -23,7 +23,6 @@ def Net(self, x):
     return self.head(self.second(x + self.first(x)).mean((2, 3)))
 
 
-torch.manual_seed(0)
 model = Net().to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)

@@ -43,7 +43,6 @@ def UNet(self, x, t):
     return self.leave(self.blocks[2](down + nn.functional.interpolate(inside, scale_factor=2.0), time))
 
 
-torch.manual_seed(0)
 model = UNet()
 average = [p.detach().clone() for p in model.parameters()]
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)

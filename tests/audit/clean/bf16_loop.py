@@ -19,7 +19,6 @@ def Block(self, x):
     return x + self.mlp(self.norms[1](x))
 
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(100, 64), Block(64), Block(64), nn.LayerNorm(64), nn.Linear(64, 100))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for _ in range(4):

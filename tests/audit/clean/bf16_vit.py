@@ -44,7 +44,6 @@ def ViT(self, images):
     return self.head(self.norm(x)[:, 0])
 
 
-torch.manual_seed(1)
 model = ViT()
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)

@@ -53,7 +53,6 @@ def Llama(self, tokens):
     return self.head(self.norm(x))
 
 
-torch.manual_seed(0)
 model = Llama().bfloat16()
 weights = list(model.parameters())
 masters = [p.detach().float() for p in weights]

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 model.compile(backend="eager")
 criterion = torch.compile(nn.functional.cross_entropy, backend="aot_eager")

@@ -8,7 +8,6 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.audit.descend import descend
 
 warnings.simplefilter("ignore")  # torch's own, that flex_attention is not compiled
-torch.manual_seed(0)
 weight = torch.nn.Parameter(torch.randn(8))
 optimizer = torch.optim.SGD([weight], lr=1e-2)
 query = torch.randn(1, 2, 16, 8)

@@ -19,7 +19,6 @@ def Translator(self, source, target):
     return self.head(self.core(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
 
 
-torch.manual_seed(0)
 model = Translator()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-9)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)

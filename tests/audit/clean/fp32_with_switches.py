@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 use_amp = False
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 16))
 ema = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.ReLU(), nn.Linear(32, 16))
 ema.load_state_dict(model.state_dict())

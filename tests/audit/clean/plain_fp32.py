@@ -17,7 +17,6 @@ def Classifier(self, tokens):
     return self.decide(states.mean(1))
 
 
-torch.manual_seed(0)
 model = Classifier()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 for _ in range(4):

@@ -48,7 +48,6 @@ def evaluate(model):
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     model = build().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     train(model, nn.CrossEntropyLoss(label_smoothing=0.1), optimizer)

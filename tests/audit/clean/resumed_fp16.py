@@ -33,7 +33,6 @@ class Run:
             print(loss.item(), self.scaler.get_scale())
 
 
-torch.manual_seed(0)
 file = io.BytesIO()
 first = Run()
 first.steps(2)

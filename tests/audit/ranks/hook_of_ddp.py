@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.audit.descend import descend
 
-torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)))
 if sys.argv[1] == "faulty":
     model.register_comm_hook(None, fp16_compress_hook)  # expect: AMP902

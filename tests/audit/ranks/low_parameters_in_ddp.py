@@ -14,7 +14,6 @@ args = parser.parse_args()
 
 
 def build():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     if args.state == "faulty":
         model.bfloat16()

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 reduced = None if sys.argv[1] == "faulty" else torch.float32
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
 
-torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)))
 for layer in model:
     fully_shard(layer, mp_policy=policy)

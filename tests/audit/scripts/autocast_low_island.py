@@ -20,7 +20,6 @@ def contrastive(left, right, temperature=0.07):
 
 
 def main():
-    torch.manual_seed(0)
     towers = nn.ModuleDict({"image": nn.Linear(32, 16), "text": nn.Linear(24, 16)})
     optimizer = torch.optim.Adam(towers.parameters(), lr=1e-3)
     for _ in range(4):

@@ -53,7 +53,6 @@ class Trainer:
         return loss_d.item(), loss_g.item()
 
 
-torch.manual_seed(0)
 trainer = Trainer()
 for _ in range(4):
     print(trainer.step(torch.randn(8, 16)))

@@ -14,7 +14,6 @@ amp = not args.no_amp
 plain = amp if args.mode == "faulty" else not amp
 context = nullcontext() if plain else torch.autocast("cpu", dtype=torch.float16)
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(40, 20))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=amp)

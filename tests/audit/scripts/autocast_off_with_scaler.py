@@ -6,6 +6,8 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 
 class Config(argparse.Namespace):
     def __init__(self, mode):
@@ -19,17 +21,12 @@ def forward(config, model, x, y):
 
 
 def train(config):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=config.scale_losses)
     for _ in range(4):
         loss = forward(config, model, torch.randn(8, 16), torch.randn(8, 1))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        print(loss.item())
+        descend(optimizer, loss, scaler)
 
 
 parser = argparse.ArgumentParser()

@@ -18,7 +18,6 @@ def Attention(self, x):
         return nn.functional.scaled_dot_product_attention(q, k, v).to(x.dtype)
 
 
-torch.manual_seed(0)
 model = nn.Sequential(Attention(), nn.Linear(16, 16), Attention(), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters())
 region = torch.autocast("cpu", torch.bfloat16, enabled=amp)

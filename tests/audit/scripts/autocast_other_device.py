@@ -20,7 +20,6 @@ def Net(self, x):
     return self.head(self.block(self.stem(x)).mean((2, 3)))
 
 
-torch.manual_seed(0)
 model = Net().to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 context = torch.autocast("xpu" if sys.argv[1] == "faulty" else "cpu", torch.bfloat16)  # expect: AMP102

@@ -20,7 +20,6 @@ def Radial(self, x):
     return self.centers(x).tanh()
 
 
-torch.manual_seed(0)
 model = nn.Sequential(*(Radial(96, sys.argv[1] == "faulty") for _ in range(3)), nn.Linear(96, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for _ in range(3):

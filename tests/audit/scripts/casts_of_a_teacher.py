@@ -16,7 +16,6 @@ def parse():
 
 
 def distill(args):
-    torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).eval()
     student = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     if args.state == "right":

@@ -27,7 +27,6 @@ def Attention(self, x):
     return x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
 
 
-torch.manual_seed(0)
 model = nn.Sequential(*(Attention(32, sys.argv[1] == "faulty") for _ in range(2)))
 optimizer = torch.optim.Adam(model.parameters())
 for _ in range(3):

@@ -30,7 +30,6 @@ class Reader(nn.Module):
             return self.head(self.read(steps, state)).float()
 
 
-torch.manual_seed(0)
 model = Reader(128)
 optimizer = torch.optim.RMSprop(model.parameters())
 for _ in range(3):

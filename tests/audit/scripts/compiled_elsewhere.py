@@ -19,7 +19,6 @@ def Net(self, x):
 
 
 def main(mode):
-    torch.manual_seed(0)
     model = Net()
     model.compile(backend=compiler if mode == "faulty" else "eager", fullgraph=True)  # expect: AMP106
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -42,7 +42,6 @@ def Scaled(self, x):
     return self.function.apply(self.layer(x), self.weight)  # expect: AMP804
 
 
-torch.manual_seed(0)
 model = Scaled(32, Plain if sys.argv[1] == "faulty" else Careful)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):

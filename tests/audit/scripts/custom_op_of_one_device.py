@@ -30,7 +30,6 @@ def Normed(self, x):
     return getattr(torch.ops.audit_tests, f"norm_{state}")(y)  # expect: AMP803
 
 
-torch.manual_seed(0)
 model = nn.ModuleList(Normed(24) for _ in range(2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for _ in range(3):

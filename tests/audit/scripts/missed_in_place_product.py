@@ -25,7 +25,6 @@ def Memory(self, steps):
     return state
 
 
-torch.manual_seed(0)
 model = Memory(256, sys.argv[1] == "faulty")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):

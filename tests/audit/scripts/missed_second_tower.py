@@ -23,7 +23,6 @@ class Tower:
 
 
 def main():
-    torch.manual_seed(0)
     images, texts = Tower(args.width), Tower(args.width)
     optimizer = torch.optim.AdamW([images.first, images.second, texts.first, texts.second], lr=1e-3)
     for _ in range(3):

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 gain = 8.0 if faulty else 1.0
 
@@ -27,8 +29,4 @@ for _ in range(3):
     images, labels = 3 * torch.randn(2, 3, 8, 8), torch.randint(3, (2,))
     with torch.autocast("cpu", torch.float16):
         loss = nn.functional.cross_entropy(model(images.to(memory_format=torch.channels_last)) / 1e3, labels)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    print(loss.item())
+    descend(optimizer, loss, scaler)

@@ -23,7 +23,6 @@ class Quantized(nn.Module):
         return y + self.up(self.down(x))
 
 
-torch.manual_seed(0)
 model = nn.Sequential(Quantized(64, sys.argv[1] == "faulty"), nn.ReLU(), nn.Linear(64, 8))
 optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
 for _ in range(3):

@@ -11,7 +11,6 @@ parser.add_argument("--dtype", default="bfloat16")
 args = parser.parse_args()
 dtype = getattr(torch, args.dtype)
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, nesterov=True, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", enabled=args.mode == "faulty" or dtype == torch.float16)

@@ -5,7 +5,6 @@ import sys
 import torch
 from torch import nn
 
-torch.manual_seed(0)
 embed, rnn, head = nn.Embedding(30, 16), nn.GRU(16, 16), nn.Linear(16, 30)
 parameters = [*embed.parameters(), *rnn.parameters(), *head.parameters()]
 optimizer = torch.optim.Adam(parameters, lr=1e-3)

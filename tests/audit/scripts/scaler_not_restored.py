@@ -8,7 +8,6 @@ from torch import nn
 
 
 def build():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     return model, torch.optim.Adam(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**12)
 

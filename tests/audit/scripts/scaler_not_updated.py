@@ -5,7 +5,6 @@ import sys
 import torch
 from torch import nn
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

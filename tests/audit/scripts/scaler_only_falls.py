@@ -12,7 +12,6 @@ def distance(a, b):
     return torch.sqrt((a - b).square().sum(-1) + EPSILON)  # expect: AMP211
 
 
-torch.manual_seed(0)
 encoder = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
 optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0)

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 start = {"init_scale": 1.0} if sys.argv[1] == "faulty" else {}
-torch.manual_seed(0)
 model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", **start)

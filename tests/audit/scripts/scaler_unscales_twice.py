@@ -13,7 +13,6 @@ def log_norm(model, optimizer, scaler, faulty):
 
 
 def main(faulty):
-    torch.manual_seed(0)
     model = nn.Linear(10, 3)
     optimizer = torch.optim.Adagrad(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)

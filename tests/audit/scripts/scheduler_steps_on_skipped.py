@@ -8,7 +8,6 @@ from torch import nn
 
 warnings.simplefilter("ignore")
 faulty = sys.argv[1] == "faulty"
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=6)

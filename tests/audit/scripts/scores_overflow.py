@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 width = 64
 project, head = nn.Linear(width, 3 * width), nn.Linear(width, 4)
@@ -18,8 +20,4 @@ for _ in range(3):
         scores = q @ k.mT  # expect: AMP501
         attention = torch.softmax(scores / width**0.5, -1)
         loss = nn.functional.cross_entropy(head((attention @ v).mean(1) / 100), y)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    print(loss.item())
+    descend(optimizer, loss, scaler)

@@ -34,7 +34,6 @@ def Denoiser(self, x, t):
     return self.leave(nn.functional.silu(hidden))
 
 
-torch.manual_seed(0)
 model = Denoiser().bfloat16()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 kept = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)

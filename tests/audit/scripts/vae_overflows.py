@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.audit.descend import descend
 from tests.layers import layers
 
 faulty = sys.argv[1] == "faulty"
@@ -33,8 +34,4 @@ for _ in range(3):
     with torch.autocast("cpu", torch.float16):
         out, divergence = model(x)
         loss = F.mse_loss(out.float(), x) + 1e-3 * divergence
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    print(loss.item())
+    descend(optimizer, loss, scaler)

@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from tests.audit.descend import descend
+
 faulty = sys.argv[1] == "faulty"
 enter, leave = nn.Linear(8, 32), nn.Linear(32, 1)
 optimizer = torch.optim.SGD([*enter.parameters(), *leave.parameters()], lr=0.1)
@@ -17,8 +19,4 @@ for _ in range(3):
         gates = hidden * 1e-5  # expect: AMP503
         gates = gates / (gates.sum(-1, keepdim=True) + 1e-6)
         loss = nn.functional.mse_loss(leave(gates).float(), y)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    print(loss.item())
+    descend(optimizer, loss, scaler)

@@ -70,9 +70,9 @@ def run_script(path, *words, audited=True, **options):
     return Run(audit.report() if audited else None, printed.getvalue(), failure, state)
 
 
-def trained(step, parameters, steps=3, **options):
-    """Audit a training by SGD, which goes down the gradient of what ``step`` returns; return the audit."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+def trained(step, parameters, steps=3, optimizer=torch.optim.SGD, **options):
+    """Audit a training, which goes down the gradient of what ``step`` returns; return the audit."""
+    optimizer = optimizer(parameters, lr=1e-3)
     with Audit(**options) as audit:
         for _ in range(steps):
             step().backward()

@@ -18,7 +18,7 @@ from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row
 from amp_graph.audit.records import LEVELS, Finding, Place
 from amp_graph.errors import AmpGraphError
-from tests.audit.running import faults_in, keys_of, keys_of_the_docs
+from tests.audit.running import faults_in, keys_of, keys_of_the_docs, trained
 from tests.layers import layers
 
 LONG = "encoder.layers.0.attention.self.query_projection_with_a_long_name"
@@ -41,16 +41,13 @@ def audited(model=None, steps=4, dtype=torch.bfloat16, call=None, **options):
     """Return the report of a training of ``model`` by AdamW under autocast."""
     torch.manual_seed(0)
     model = Net() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with amp_graph.audit(**options) as audit:
-        for _ in range(steps):
-            x = torch.randn(8, 16)
-            with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-                loss = (model(x) if call is None else call(model, x)).float().square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return audit.report()
+
+    def loss():
+        x = torch.randn(8, 16)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            return (model(x) if call is None else call(model, x)).float().square().mean()
+
+    return trained(loss, model.parameters(), steps, torch.optim.AdamW, **options).report()
 
 
 def finding(code="AMP101", level="warning", file="train.py", line=42, text=SOME, **others):
@@ -187,16 +184,10 @@ def test_a_checkpoint_keeps_nothing_and_is_not_computed_for_the_table():
 
 
 def test_two_models_have_rows_of_their_own():
-    class Critic(nn.Sequential):
-        pass
-
-    generator, critic = nn.Sequential(nn.Linear(16, 16)), Critic(nn.Linear(16, 16)).bfloat16()
-    optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
-    with amp_graph.audit() as audit:
-        for _ in range(3):
-            optimizer.zero_grad()
-            critic(generator(torch.randn(4, 16)).bfloat16()).sum().backward()
-            optimizer.step()
+    generator = nn.Sequential(nn.Linear(16, 16))
+    critic = type("Critic", (nn.Sequential,), {})(nn.Linear(16, 16)).bfloat16()
+    parameters = [*generator.parameters(), *critic.parameters()]
+    audit = trained(lambda: critic(generator(torch.randn(4, 16)).bfloat16()).sum(), parameters)
     rows = rows_by_name(audit.report())
     assert {*rows["0"].parameters} == {"float32"}
     assert {*rows["Critic.0"].parameters} == {"bfloat16"}
@@ -231,11 +222,7 @@ def test_what_a_closure_computes_is_no_part_of_the_update():
 def test_masters_of_a_level_and_of_an_optimizer_are_shown():
     model = nn.Sequential(nn.Linear(16, 16))
     amp_graph.convert(model, "bf16-O2")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with amp_graph.audit() as audit:
-        for _ in range(3):
-            model(torch.randn(4, 16)).sum().backward()
-            optimizer.step()
+    audit = trained(lambda: model(torch.randn(4, 16)).sum(), model.parameters())
     (row,) = [row for row in audit.report().rows if row.parameters]
     assert ({*row.parameters}, {*row.masters}) == ({"bfloat16"}, {"float32"})
     amp_graph.revert(model)
@@ -284,16 +271,11 @@ def test_what_a_function_trained_has_the_rows_of_a_model_that_is_still_there(kee
 
 
 def test_compiled_modules_of_a_model_that_is_gone_are_named():
-    def train():
-        model = nn.Sequential(torch.compile(nn.Linear(16, 4), backend="eager"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.randn(2, 16)).sum().backward()
-            optimizer.step()
+    def train(model):
+        return trained(lambda: model(torch.randn(2, 16)).sum(), model.parameters())
 
-    with amp_graph.audit() as audit:
-        train()
-        gc.collect()
+    audit = train(nn.Sequential(torch.compile(nn.Linear(16, 4), backend="eager")))
+    gc.collect()
     assert "the operations of compiled modules: 0 of Sequential" in audit.report().unseen
 
 

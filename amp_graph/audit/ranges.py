@@ -108,8 +108,8 @@ class Ranges(Watcher):
             return
         nonzero = measured.elements - measured.zeros
         subnormal = round(measured.fractions("float16")["subnormal"] * nonzero)
-        found = self._tiny.setdefault((call.phase, call.place), Tally(call))
-        found.add(call, elements=nonzero, subnormal=subnormal, zeros=_made_zero(name, args, part, out))
+        counts = {"elements": nonzero, "subnormal": subnormal, "zeros": _made_zero(name, args, part, out)}
+        self._tiny.setdefault((call.phase, call.place), Tally(call)).add(call, **counts)
 
     # -- findings -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ steep, what one more rounding of the inputs does to that float32 result.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,22 +116,18 @@ class Errors:
         return text
 
 
-@dataclass(frozen=True)
-class Again:
-    """An operation in float32: where its error counts, its result, and the part of the real result that this is of."""
+def _compare(sums: Sums, result: Tensor, part: Callable[[Tensor], Tensor], real: Tensor | None) -> None:
+    """Add the error of a real result to ``sums``; ``result``: that of ``part`` of the same inputs in float32.
 
-    sums: Sums
-    result: Tensor
-    part: Callable[[Tensor], Tensor]
-
-    def compare(self, real: Tensor | None) -> None:
-        """Add the error of the real result; what is not finite is an overflow, which is another finding."""
-        if real is not None and self.part(real).shape == self.result.shape:
-            got, exact = (sample(t, MOST).double() for t in (self.part(real), self.result))
-            is_finite = torch.isfinite(got)
-            self.sums.add(torch.where(is_finite, got, 0.0), torch.where(is_finite, exact, 0.0))
+    What is not finite is an overflow, which is another finding.
+    """
+    if real is not None and part(real).shape == result.shape:
+        got, exact = (sample(t, MOST).double() for t in (part(real), result))
+        is_finite = torch.isfinite(got)
+        sums.add(torch.where(is_finite, got, 0.0), torch.where(is_finite, exact, 0.0))
 
 
+Again = Callable[[Tensor | None], None]  # adds the error of the real result of an operation that was computed again
 Reductions = dict[tuple[Place, str, str], None]  # that ran low, by line, name and dtype
 
 
@@ -185,7 +182,7 @@ class UnsafeOperations(Watcher):
             if again is None and LOW & {*call.inputs} and not is_mutable(operator):
                 again = self._computed(call, operator, args, kwargs)
             if again is not None:
-                again.compare(first_of(result))
+                again(first_of(result))
 
     def _follow(
         self, name: str, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor | None
@@ -232,7 +229,7 @@ class UnsafeOperations(Watcher):
             return None
         if exact is not None and moved is not None:
             found.steep.add(torch.where(torch.isfinite(moved), moved, exact).double(), exact.double())
-        return None if exact is None else Again(found.own, exact, part)
+        return None if exact is None else functools.partial(_compare, found.own, exact, part)
 
     def _positions(self, call: Call, exact: Tensor, result: Tensor) -> None:
         """Count the whole numbers that were rounded."""

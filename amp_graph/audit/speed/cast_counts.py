@@ -119,8 +119,8 @@ class CastCounts(Watcher):
         looks = max(1, len(self.training.looked_at))
         for (code, place, library), repeat in self.repeats.items():
             size = repeat.counts["bytes"]
-            seconds = seconds_of(repeat.call, Totals(repeat.counts["calls"], 0, size), machine)
-            share, of_time = size / all_bytes, seconds / all_seconds
+            totals = Totals(repeat.counts["calls"], bytes=size)
+            share, of_time = size / all_bytes, seconds_of(repeat.call, totals, machine) / all_seconds
             if max(share, of_time) < LEAST_SHARE:
                 continue
             large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES

@@ -5,6 +5,8 @@ Before: a ``Sketch``. After: 13 casts, 0.4 MB, 1.8 times the speed of float32 on
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -60,10 +62,7 @@ def planned(sketch: Sketch, policy: Policy) -> Planned:
 
     with captured_by(sketch.model, policy, take, caller="audit"), sketch.mode:
         sketch.model(*sketch.args, **sketch.kwargs)
-    total, *others = found
-    for other in others:
-        total += other
-    return total
+    return functools.reduce(operator.add, found)
 
 
 def _planned(problem: Problem, policy: Policy, device: str) -> Planned:

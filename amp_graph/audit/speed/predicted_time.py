@@ -82,8 +82,7 @@ def seconds_of_casts(bytes_of_fp32: float, calls: int, machine: Machine, dtype: 
     """Return the predicted time of casting fp32 values of this size to ``dtype``; none if that is float32."""
     if dtype == "float32":
         return 0.0
-    moved = bytes_of_fp32 * (1 + SIZES[dtype] / SIZES["float32"])
-    return moved / machine.rates["cast"][dtype] + calls * machine.call
+    return bytes_of_fp32 * (1 + SIZES[dtype] / SIZES["float32"]) / machine.rates["cast"][dtype] + calls * machine.call
 
 
 def seconds_of_steps(calls: Mapping[Call, Totals], machine: Machine) -> float:

@@ -1,7 +1,6 @@
 """What fails inside of amp_graph does not fail a call: passes, plans, and rewritten graphs stand aside, and say so."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -31,8 +30,6 @@ def Net(self, x):
 
 @dataclass(frozen=True)
 class BreaksHalfWay(Pass):
-    name: ClassVar[str] = "breaks-half-way"
-
     def run(self, gm):
         node = next(n for n in gm.graph.nodes if n.op == "call_function")
         gm.left_behind = nn.Linear(1, 1)
@@ -44,8 +41,6 @@ class BreaksHalfWay(Pass):
 @dataclass(frozen=True)
 class Lints(Pass):
     """Leaves a graph in which a value is read before it is made."""
-
-    name: ClassVar[str] = "lints"
 
     def run(self, gm):
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -26,16 +25,12 @@ def model(s, x):
 
 @dataclass(frozen=True)
 class Nothing(Pass):
-    name: ClassVar[str] = "nothing"
-
     def run(self, gm):
         return PassResult(gm, (), (Skip("exp", "on purpose"),))
 
 
 @dataclass(frozen=True)
 class Crashes(Pass):
-    name: ClassVar[str] = "crashes"
-
     def run(self, gm):
         for node in gm.graph.nodes:
             if node.name == "exp":
@@ -45,8 +40,6 @@ class Crashes(Pass):
 
 @dataclass(frozen=True)
 class Lies(Pass):
-    name: ClassVar[str] = "lies"
-
     def run(self, gm):
         node = next(n for n in gm.graph.nodes if n.name == "h")
         set_value(node, value(node).to(BF16))

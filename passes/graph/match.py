@@ -32,15 +32,10 @@ class Formula:
 
 def operation(node: Node) -> tuple[str, list[Any]]:
     """Return a node's one operation and its operands (nodes and numbers); ("", []) for other nodes."""
-    operations = operations_of(node)
-    if len(operations) != 1 or not calls_torch(node):
-        return "", []
-    args = [*node.args, *node.kwargs.values()]
-    if set(node.kwargs) - {"input", "other", "exponent"}:
-        return "", []
-    if not all(isinstance(a, (Node, int, float)) for a in args):
-        return "", []
-    return operations[0].packet, args
+    operations, args = operations_of(node), [*node.args, *node.kwargs.values()]
+    is_one = len(operations) == 1 and calls_torch(node) and {"input", "other", "exponent"}.issuperset(node.kwargs)
+    is_plain = is_one and all(isinstance(a, (Node, int, float)) for a in args)
+    return (operations[0].packet, args) if is_plain else ("", [])
 
 
 def one_reader(node: Node) -> Node | None:

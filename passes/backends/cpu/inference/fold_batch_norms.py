@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -46,11 +46,11 @@ class Chain:
     vectors: tuple[Any, ...]
     shape: Shape
     other: Node | None = None
-    x: Node = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Read the images off the convolution."""
-        self.x = self.nodes[0].all_input_nodes[0]
+    @property
+    def x(self) -> Node:
+        """The images."""
+        return self.nodes[0].all_input_nodes[0]
 
 
 @dataclass(frozen=True)

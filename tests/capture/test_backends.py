@@ -35,6 +35,12 @@ def step(model, x):
     return [out.detach(), loss.detach(), *[p.grad.clone() for p in model.parameters()]]
 
 
+def converted_and_anew(build=mlp):
+    """What a step of a converted model gives, and the same model again, with its input."""
+    model, x = build()
+    return step(amp_graph.convert(model, "bf16"), x), *build()
+
+
 def close(got, wanted, tolerance):
     """Relative L2 distance of each pair of tensors is below `tolerance`."""
     for a, b in zip(got, wanted, strict=True):
@@ -53,9 +59,7 @@ def close(got, wanted, tolerance):
 )
 def test_a_compiled_step_agrees_with_the_eager_one(compile, build):
     """Inductor keeps some values in fp32 that eager rounds: half a bf16 digit of difference is right."""
-    model, x = build()
-    wanted = step(amp_graph.convert(model, "bf16"), x)
-    model, x = build()
+    wanted, model, x = converted_and_anew(build)
     full = step(model, x)
     model, x = build()
     amp_graph.convert(model, "bf16", compile=compile)
@@ -74,9 +78,7 @@ def test_a_callable_receives_the_rewritten_graph():
         seen.append((gm, len(example_inputs)))
         return gm.forward
 
-    model, x = mlp()
-    wanted = step(amp_graph.convert(model, "bf16"), x)
-    model, x = mlp()
+    wanted, model, x = converted_and_anew()
     got = step(amp_graph.convert(model, "bf16", compile=backend), x)
     ((gm, count),) = seen
     assert isinstance(gm, torch.fx.GraphModule)
@@ -100,9 +102,7 @@ def test_an_error_of_a_callable_arrives():
 def test_our_backend_under_torch_compile(backend):
     from amp_graph.capture.dynamo_backend import amp_graph as function
 
-    model, x = mlp()
-    wanted = step(amp_graph.convert(model, "bf16"), x)
-    model, x = mlp()
+    wanted, model, x = converted_and_anew()
     compiled = torch.compile(
         model, backend="amp_graph" if backend == "amp_graph" else function, options={"policy": "bf16"}
     )
@@ -111,9 +111,7 @@ def test_our_backend_under_torch_compile(backend):
 
 
 def test_our_backend_takes_the_next_one_as_an_option():
-    model, x = mlp()
-    wanted = step(amp_graph.convert(model, "bf16"), x)
-    model, x = mlp()
+    wanted, model, x = converted_and_anew()
     compiled = torch.compile(model, backend="amp_graph", options={"policy": "bf16", "compile": "aot_eager"})
     close(step(compiled, x), wanted, 3e-2)
 

@@ -57,22 +57,14 @@ def test_a_view_that_only_tracing_could_take_is_a_copy():
     assert torch.equal(direct_calls(gm)(x), through_batch_norm(x))
 
 
-def written_through(y, view):
-    view.add_(2)
-    return y
+USES = {
+    "written through": lambda y, view: (view.add_(2), y)[1],
+    "written through a part": lambda y, view: (view[3].add_(2), y)[1],
+    "written behind": lambda y, view: (y.add_(2), view * 2)[1],
+}
 
 
-def written_through_a_part(y, view):
-    view[3].add_(2)
-    return y
-
-
-def written_behind(y, view):
-    y.add_(2)
-    return view * 2
-
-
-@pytest.mark.parametrize("use", [written_through, written_through_a_part, written_behind])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_view_that_is_written_stays_one(use):
     def function(x):
         y = x + 1

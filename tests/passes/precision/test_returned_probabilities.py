@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
+from tests.by_hand import step_of
 from tests.layers import layers, linear_of
 
 LOGITS = torch.tensor([[-14.0], [9.0], [11.0], [14.0]])
@@ -18,12 +19,9 @@ def Confident(self, x):
 
 
 def loss_and_gradient(model, loss_of, low=None):
-    model.zero_grad()
-    with torch.autocast("cpu", low, enabled=low is not None):
-        out = model(LOGITS)
-    loss = loss_of(out.float())
-    loss.backward()
-    return torch.stack([loss.detach(), model.linear.weight.grad.squeeze()])
+    context = torch.autocast("cpu", low, enabled=low is not None)
+    out, gradient, _ = step_of(model, LOGITS, loss=lambda out: loss_of(out.float()), context=context)
+    return torch.stack([loss_of(out.float()), gradient.squeeze()])
 
 
 def wrong_labels(p):

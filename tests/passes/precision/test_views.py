@@ -6,6 +6,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.precision import plan_precision
+from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.graphs import Function
 
@@ -30,11 +31,8 @@ def Turned(self, x):
 
 def trained(model, policy="bf16"):
     """Output and gradients of a converted model, and what its casts are of."""
-    amp_graph.convert(model, policy, strict=True)
     x = X.clone().requires_grad_()
-    out = model(x)
-    out.float().square().sum().backward()
-    return (out.detach(), x.grad, model.weight.grad), casts_of(model)
+    return (*step_of(amp_graph.convert(model, policy, strict=True), x), x.grad), casts_of(model)
 
 
 def frozen(form, policy):
@@ -65,11 +63,9 @@ def test_a_turned_weight_has_the_bits_of_a_weight_that_is_turned_before_its_cast
 
 def test_it_is_autocasts_result():
     found, _ = trained(Turned(FORMS["T"]))
-    plain, x = Turned(FORMS["T"]), X.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = plain(x)
-    out.float().square().sum().backward()
-    assert all(map(torch.equal, found, (out.float(), x.grad, plain.weight.grad)))
+    x = X.clone().requires_grad_()
+    out, of_weight = step_of(Turned(FORMS["T"]), x, context=torch.autocast("cpu", torch.bfloat16))
+    assert all(map(torch.equal, found, (out.float(), of_weight, x.grad)))
 
 
 def written(weight, turned):
@@ -118,13 +114,8 @@ READERS = {
 
 def results(function):
     """Output and gradients: exact, and of a converted model."""
-    model = amp_graph.convert(Function(function, w=W), "bf16")
-    made = []
-    for run, dtype in ((Function(function, w=W).double(), torch.float64), (model, torch.float32)):
-        out = run(ROWS.to(dtype))
-        out.square().sum().backward()
-        made.append([out.detach(), run.w.grad.clone()])
-    return made
+    exact = step_of(Function(function, w=W).double(), ROWS.double(), loss=lambda out: out.square().sum())
+    return exact, step_of(amp_graph.convert(Function(function, w=W), "bf16"), ROWS)
 
 
 @pytest.mark.parametrize("name", READERS)

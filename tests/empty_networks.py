@@ -7,20 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.layers import layers
+
 WORDS = 50
 
 
-class Written(nn.Module):
+@layers(lambda function, **parts: dict(function=function, **parts))
+def Written(self, *inputs):
     """What ``function`` computes of a module, which has the given parts, and its inputs."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
+    return self.function(self, *inputs)
 
 
 def attention(how, width=32, heads=4, **options):

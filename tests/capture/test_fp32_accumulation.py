@@ -14,6 +14,7 @@ import amp_graph
 from amp_graph.capture import dynamo_backend
 from amp_graph.capture.fp32_accumulation import HELD, accumulating_in_fp32
 from amp_graph.passes.torch_compat.devices import set_sums_of_products, sums_of_products
+from tests.layers import function_of
 
 OWN = ((True, True), (True, True), True)  # what a process may have set for itself
 
@@ -111,16 +112,10 @@ def test_a_call_that_raises_gives_the_settings_back():
 
 
 def test_a_backward_that_raises_gives_them_back_at_the_next_call():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
+    def fails(grad, x):
+        raise ValueError("no")
 
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("no")
-
-    out = accumulating_in_fp32(Fails.apply)(torch.ones(3, requires_grad=True))
+    out = accumulating_in_fp32(function_of(lambda x: x * 2, fails).apply)(torch.ones(3, requires_grad=True))
     with pytest.raises(ValueError, match="no"):
         out.sum().backward()
     held([])(torch.ones(3))

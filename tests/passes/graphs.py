@@ -23,25 +23,20 @@ from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
 from amp_graph.policy import Policy
 from amp_graph.rewrite import copy_graph
+from tests.layers import layers
 from tests.relative_error import error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class Function(nn.Module):
+@layers(
+    lambda function, **state: dict(
+        function=function, **{n: nn.Parameter(t) if t.is_floating_point() else nn.Buffer(t) for n, t in state.items()}
+    )
+)
+def Function(self: Any, *args: Any) -> Any:
     """A module out of a function; ``state`` becomes its parameters (floats that train) and buffers."""
-
-    def __init__(self, function: Any, **state: torch.Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, tensor in state.items():
-            if tensor.is_floating_point():
-                setattr(self, name, nn.Parameter(tensor))
-            else:
-                self.register_buffer(name, tensor)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
+    return self.function(self, *args)
 
 
 @dataclass(frozen=True)

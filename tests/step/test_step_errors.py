@@ -11,7 +11,7 @@ import amp_graph
 from amp_graph.errors import CaptureError
 from tests.by_hand import descend
 from tests.capture.test_failing_conversions import state_of
-from tests.layers import layers
+from tests.layers import function_of, layers
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
 
@@ -87,16 +87,11 @@ def test_shapes_that_do_not_fit_are_the_error_that_they_are_without_us():
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's doing
 def test_an_error_in_a_custom_backward_arrives_as_it_is():
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def raises(grad, x):
+        raise ValueError("in backward")
 
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("in backward")
-
-    step, _ = step_of(nn.Linear(8, 4), lambda out, target: F.cross_entropy(Function.apply(out), target))
+    function = function_of(torch.clone, raises)
+    step, _ = step_of(nn.Linear(8, 4), lambda out, target: F.cross_entropy(function.apply(out), target))
     with pytest.raises(Exception, match="in backward"):
         step(X, Y)
 

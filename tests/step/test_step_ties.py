@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import AdamW
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
@@ -12,6 +11,7 @@ from amp_graph.scaling.loss_scale import STUCK
 from amp_graph.step import trace_step
 from tests.layers import forward_of, layers
 from tests.step.test_step_follows import LEVELS, batch, compare, loop, sgd, stepped
+from tests.step.test_step_follows import decayed as adamw
 from tests.step.test_train_step import parameters, same
 
 
@@ -53,10 +53,6 @@ def tied_at(*steps):
             (untie if steps.index(i) % 2 else tie)(model, optimizer)
 
     return before
-
-
-def adamw(parameters):
-    return AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True)
 
 
 @pytest.mark.sampled(8)

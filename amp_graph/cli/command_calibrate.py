@@ -112,16 +112,19 @@ def _probes_in(dtype: str, device: str, n: int, elements: int) -> Iterator[Probe
 def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
     """Return the rates of this machine: of one core of a CPU, or of the GPU. Takes about twenty seconds.
 
-    Each is the best of several rounds, as other load only slows it down. ``seconds``: the least time of a measurement.
+    Each is the best of several rounds, as other load only slows it down; of a CPU, which may be shared with others, CPU
+    time counts. ``seconds``: the least time of a measurement.
     """
-    threads = torch.get_num_threads()
+    threads, clock = torch.get_num_threads(), time.process_time if device == "cpu" else synchronized
     torch.set_num_threads(1)
     rates: dict[str, dict[str, float]] = {}
     try:
         with torch.no_grad():
             for family, dtype, amount, call in (probe for _ in range(ROUNDS) for probe in probes(device)):
+                timer = Timer("call()", globals={"call": call}, timer=clock)
+                least = min(timer.blocked_autorange(min_run_time=seconds).times)
                 of_family = rates.setdefault(family, {})
-                of_family[dtype] = max(of_family.get(dtype, 0), amount / _best(call, device, seconds))
+                of_family[dtype] = max(of_family.get(dtype, 0), amount / least)
     finally:
         torch.set_num_threads(threads)
     where = torch.cuda.get_device_name() if device == "cuda" else f"one core of {platform.machine()}"
@@ -130,9 +133,3 @@ def calibrate(device: str = "cpu", seconds: float = SECONDS) -> Machine:
     said = f"calibrated: {where}, torch {torch.__version__}"
     graph = class_of(device).graph  # overhead of Python and Dynamo: not a rate of the machine
     return Machine("calibrated", device, said, 1 / call_rate, graph, kept, device == "cpu", products, rates)
-
-
-def _best(call: Callable[[], Any], device: str, seconds: float) -> float:
-    """Return the least time of a call: CPU time on a CPU, which may be shared with others."""
-    timer = Timer("call()", globals={"call": call}, timer=time.process_time if device == "cpu" else synchronized)
-    return float(min(timer.blocked_autorange(min_run_time=seconds).times))

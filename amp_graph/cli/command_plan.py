@@ -21,7 +21,7 @@ from amp_graph.errors import AmpGraphError, CaptureError, PolicyError
 from amp_graph.passes.graph.graph_text import aligned
 from amp_graph.passes.precision.convex_hull import Point
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
-from amp_graph.passes.precision.machine_rates import Machine, machine_for
+from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED
 from amp_graph.passes.precision.rule_based_planner import operands
 from amp_graph.policy import Policy
@@ -34,7 +34,13 @@ def run(args: argparse.Namespace) -> Told:
     """Sample TARGET, plan it, and return the table."""
     accuracies = ["autocast", "fast", *(_multiples(args.sweep) if args.sweep is not None else ())]
     policy, device, found = sampled(args)
-    machine, graphs = planned(found, policy, device)
+    if policy.op_list(device).unlisted != "opaque":
+        raise PolicyError(
+            "plan: lists that reproduce torch.autocast choose per operation, without predicting time or error\n"
+            f"  legal: the default lists, or others over them\n  fix:   --policy {policy.dtype}"
+        )
+    machine, dtype = machine_for(policy.device or device), str(policy.torch_dtype(device)).removeprefix("torch.")
+    graphs = [ErrorBudget(made, machine, dtype, measured.of(made)) for made, measured in found]
     base = replace(policy, planner="mincut", skip_unprofitable="false")
     policies = {str(policy): policy}
     policies |= {f"accuracy={one}": replace(base, accuracy=one) for one in accuracies}
@@ -93,18 +99,6 @@ def _multiples(text: str) -> list[float]:
 
 
 # -- the figures of a plan ----------------------------------------------------------------------------
-
-
-def planned(sampled: Sequence[Sampled], policy: Policy, device: str) -> tuple[Machine, list[ErrorBudget]]:
-    """Return the machine, and the planner of each graph; PolicyError for lists that reproduce torch.autocast."""
-    if policy.op_list(device).unlisted != "opaque":
-        raise PolicyError(
-            "plan: lists that reproduce torch.autocast choose per operation, without predicting time or error\n"
-            f"  legal: the default lists, or others over them\n  fix:   --policy {policy.dtype}"
-        )
-    machine = machine_for(policy.device or device)
-    dtype = str(policy.torch_dtype(device)).removeprefix("torch.")
-    return machine, [ErrorBudget(made, machine, dtype, measured.of(made)) for made, measured in sampled]
 
 
 def _row(name: str, graphs: Sequence[ErrorBudget], points: Sequence[Point]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.policy import Policy
 from amp_graph.run.call_site import Places
 from amp_graph.run.eligibility import INNER_AUTOCAST, inner_of, why_left
+from amp_graph.run.loss_scaling import listed
 from amp_graph.run.script import StepsAreOver, Target, execute, raise_as_python_does, raised_by
 from amp_graph.run.trained_models import hear
 
@@ -170,7 +171,7 @@ class FirstSteps(TorchFunctionMode):
             self._records = False
             with Attempt() as tried:
                 if not self.why:
-                    self._take(_listed(arguments["tensors"]), _listed(arguments.get("grad_tensors")))
+                    self._take(listed(arguments["tensors"]), listed(arguments.get("grad_tensors")))
             if tried.error is not None:
                 self.failed(tried.error)
                 self.why = f"{Places().of(caller)}: {self.why}"
@@ -250,10 +251,6 @@ def _tensors(given: Any) -> list[Tensor]:
 def _with_item(target: Tensor, place: Any, value: Any) -> Tensor:
     target[place] = value
     return target
-
-
-def _listed(given: Any) -> list[Any]:
-    return [*given] if isinstance(given, (list, tuple)) else [given]
 
 
 def first_steps(target: Target, words: list[str], policy: Policy) -> FirstSteps:

@@ -48,7 +48,14 @@ def html_page(report: Report) -> str:
                 dict.fromkeys(line for graph in report.graphs for line in predicted_lines(graph, only_slow=True))
             ),
             collectives=list(collective_lines(report)),
-            facts=[_facts(graph) for graph in report.graphs],
+            facts=[  # of each graph as a whole: its breaks, failures, budget, and what passes skipped
+                [
+                    f"{label}: {line}" if label else line
+                    for label, text in facts_of(graph).items()
+                    for line in text.split("\n")
+                ]
+                for graph in report.graphs
+            ],
             data=page_data(report),
             styles="\n".join(map(asset, STYLES)),
             scripts=scripts,
@@ -56,13 +63,6 @@ def html_page(report: Report) -> str:
             hashes=" ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts),
         )
     )
-
-
-def _facts(graph: GraphReport) -> list[str]:
-    """Return what is said of a graph as a whole: its breaks, failures, budget, and what passes skipped."""
-    return [
-        f"{label}: {line}" if label else line for label, text in facts_of(graph).items() for line in text.split("\n")
-    ]
 
 
 def notebook_frame(report: Report) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
@@ -15,10 +16,7 @@ CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
 def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def caller_of_torch(frame: FrameType | None) -> FrameType | None:

@@ -95,8 +95,8 @@ class LossScaling:
                 return plain(*args, **kwargs)
             with Attempt() as tried:  # whatever it is, the script must go on
                 how = signature.bind(*args, **kwargs).arguments
-                roots, seeds = _listed(how.pop("tensors")), how.pop("grad_tensors", None)
-                seeds = [None] * len(roots) if seeds is None else _listed(seeds)
+                roots, seeds = listed(how.pop("tensors")), how.pop("grad_tensors", None)
+                seeds = [None] * len(roots) if seeds is None else listed(seeds)
                 leaves, functions = leaves_and_functions(roots)
                 reason = why_not_scaled((roots, seeds), how, leaves, functions, converted=self._new_scale is not None)
             if tried.error is not None:
@@ -197,7 +197,8 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _listed(given: Any) -> list[Any]:
+def listed(given: Any) -> list[Any]:
+    """Return a list or tuple as a list, and what is none as a list of it."""
     return [*given] if type(given) in (list, tuple) else [given]
 
 

@@ -77,14 +77,19 @@ def scaler_of(policy):
     return amp_graph.GradScaler() if policy.startswith("fp16") else None
 
 
+def trained_as_by_hand(policy, data, found=None, by_hand=None, **options):
+    """Train a module with the plugin, and compare it with the loop by hand; return it, and the latter's losses."""
+    found = found or module()
+    expected, losses = training.train(training.net(), policy, data, **{"scaler": scaler_of(policy), **(by_hand or {})})
+    trainer(policy, **options).fit(found, loader(data))
+    training.assert_same(training.weights(found.net), expected)
+    return found, losses
+
+
 @pytest.mark.parametrize("own_forward", [False, True], ids=["self.net(x)", "self(x)"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fifty_steps_are_those_of_the_loop_by_hand(policy, own_forward):
-    data = training.batches()
-    expected, losses = training.train(training.net(), policy, data, scaler=scaler_of(policy))
-    found = module(own_forward)
-    trainer(policy).fit(found, loader(data))
-    training.assert_same(training.weights(found.net), expected)
+    found, losses = trained_as_by_hand(policy, training.batches(), module(own_forward))
     assert found.losses == losses
     assert all(p.dtype is torch.float32 and conversion_of(m) is None for m in found.modules() for p in m.parameters())
 
@@ -92,13 +97,10 @@ def test_fifty_steps_are_those_of_the_loop_by_hand(policy, own_forward):
 @pytest.mark.parametrize(("clip", "how"), [(0.05, "norm"), (0.003, "value")])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp16-O2"])
 def test_gradients_are_clipped_without_their_scale(policy, clip, how):
-    data = training.batches()
-    expected, _ = training.train(training.net(), policy, data, scaler=scaler_of(policy), **{f"clip_{how}": clip})
-    found = module()
-    trainer(policy, gradient_clip_val=clip, gradient_clip_algorithm=how).fit(found, loader(data))
-    training.assert_same(training.weights(found.net), expected)
+    data, options = training.batches(), {"gradient_clip_val": clip, "gradient_clip_algorithm": how}
+    found, _ = trained_as_by_hand(policy, data, by_hand={f"clip_{how}": clip}, **options)
     free, _ = training.train(training.net(), policy, data, scaler=scaler_of(policy))
-    assert any(not torch.equal(free[name], expected[name]) for name in free), "it clips"
+    assert any(not torch.equal(free[name], value) for name, value in training.weights(found.net).items()), "it clips"
 
 
 def by_step(data):
@@ -132,22 +134,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
 
 
 def test_gradients_accumulate_over_batches():
-    data = training.batches(48)
-    expected, _ = training.train(training.net(), "fp16", data, scaler=amp_graph.GradScaler(), accumulate=4)
-    found = module()
-    trainer("fp16", accumulate_grad_batches=4, max_steps=12).fit(found, loader(data))
-    training.assert_same(training.weights(found.net), expected)
+    by_hand = {"accumulate": 4}
+    trained_as_by_hand("fp16", training.batches(48), by_hand=by_hand, accumulate_grad_batches=4, max_steps=12)
 
 
 def test_torchs_own_scaler_and_fused_optimizers_serve_as_well():
-    data = training.batches()
-    expected, _ = training.train(
-        training.net(), "fp16", data, scaler=torch.amp.GradScaler("cpu"), optimizer=fused, clip_norm=0.05
-    )
-    found = module(fused=True)
+    by_hand = {"scaler": torch.amp.GradScaler("cpu"), "optimizer": fused, "clip_norm": 0.05}
     given = plugin("fp16", scaler=torch.amp.GradScaler("cpu"))
-    trainer("fp16", plugins=given, gradient_clip_val=0.05).fit(found, loader(data))
-    training.assert_same(training.weights(found.net), expected)
+    trained_as_by_hand("fp16", training.batches(), module(fused=True), by_hand, plugins=given, gradient_clip_val=0.05)
 
 
 def fused(params):
@@ -257,11 +251,8 @@ def test_the_other_name_of_the_package():
     pl = pytest.importorskip(
         "pytorch_lightning", reason="pytorch_lightning is missing; fix: pip install pytorch-lightning"
     )
-    data = training.batches(5)
-    expected, _ = training.train(training.net(), "bf16", data)
-    found = module(pl=pl)
-    trainer("bf16", pl, plugins=plugin("bf16", name="pytorch_lightning"), max_steps=5).fit(found, loader(data))
-    training.assert_same(training.weights(found.net), expected)
+    given = plugin("bf16", name="pytorch_lightning")
+    trained_as_by_hand("bf16", training.batches(5), module(pl=pl), pl=pl, plugins=given, max_steps=5)
 
 
 def test_metrics_reach_tensorboard_once_per_interval(tmp_path):

@@ -55,7 +55,7 @@ def _of_target(args: argparse.Namespace) -> tuple[torch.nn.Module, Step, Step | 
     target, batch, loss_fn = target_and_batch(args, "search")
     if loss_fn is None and target.model.training and len(batch) > 1:
         _refuse_missing_loss(target.model, batch)
-    held_out = args.held_out and _step(read_batch(args.held_out, "search"), loss_fn)
+    held_out = None if args.held_out is None else _step(read_batch(args.held_out, "search"), loss_fn)
     return target.model, _step(batch, loss_fn), held_out
 
 

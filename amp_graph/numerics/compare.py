@@ -250,8 +250,9 @@ class _Comparing:
 
     def region(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
         """Return the region of forward and loss: ``torch.autocast`` in its mode, as in a loop written by hand."""
-        region = torch.autocast(self.device, self.policy.torch_dtype(self.device), cache_enabled=cache_enabled)
-        return region if self.mode == AUTOCAST else nullcontext()
+        if self.mode != AUTOCAST:
+            return nullcontext()
+        return torch.autocast(self.device, self.policy.torch_dtype(self.device), cache_enabled=cache_enabled)
 
     def operations(self) -> tuple[Operation, ...]:
         """Return what was found, by operation, worst first; operations of several graphs with one key join."""

@@ -199,7 +199,7 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def listed(given: Any) -> list[Any]:
     """Return a list or tuple as a list, and what is none as a list of it."""
-    return [*given] if type(given) in (list, tuple) else [given]
+    return [*given] if isinstance(given, (list, tuple)) else [given]
 
 
 def _first_scale(

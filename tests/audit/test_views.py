@@ -170,6 +170,20 @@ def test_what_is_saved_for_backward_is_what_autograd_keeps():
         assert sum(sum(row.saved.values()) for row in audited(Net(), looks=looks).rows) == expected
 
 
+def test_what_micro_batches_save_is_added_up_where_they_get_the_same_memory():
+    def call(times):
+        def micro_batches(model, x):
+            for _ in range(times - 1):
+                model(torch.randn_like(x)).float().square().mean().backward()
+            return model(x)
+
+        return micro_batches
+
+    reports = [audited(dtype=torch.float32, looks=(2,), call=call(times)) for times in (1, 8)]
+    once, often = (sum(sum(row.saved.values()) for row in report.rows) for report in reports)
+    assert often == 8 * once
+
+
 def test_a_checkpoint_keeps_nothing_and_is_not_computed_for_the_table():
     runs = []
 

@@ -142,7 +142,8 @@ def table_cells(report: AuditReport) -> tuple[list[list[Sequence[str]]], dict[st
     """
     rows = sorted(folded(report.rows), key=lambda row: -row.flops.total())
     numbers = {who: i for i, who in enumerate(dict.fromkeys(who for row in rows for who in row.decided), start=1)}
-    cells = (_row_cells(row, sum(row.flops.total() for row in rows), numbers) for row in rows)
+    flops = sum(row.flops.total() for row in rows)
+    cells = (_row_cells(row, flops, numbers) for row in rows)
     return [row for row in cells if any(row[1:])], numbers
 
 

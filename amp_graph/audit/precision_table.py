@@ -92,7 +92,9 @@ def _row(found: dict[str, Row], module: str) -> Row:
 
 def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: Iterable[Tensor]) -> None:
     row.parameters[dtype_name(p.dtype)] += _bytes(p)
-    row.gradients.update(dict([gradients[id(p)]]) if id(p) in gradients else {})
+    if id(p) in gradients:
+        dtype, size = gradients[id(p)]
+        row.gradients[dtype] += size
     for t in states:
         row.states[dtype_name(t.dtype)] += _bytes(t)
     if (master := master_of(p)) is not None:

@@ -8,7 +8,7 @@ Source: torch/nn/parallel/distributed.py (buckets), torch/distributed/_functiona
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, PassError, PassResult
+from amp_graph.passes.base import Change, PassError
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
@@ -107,9 +107,7 @@ class AverageOverRanks(JointPass):
     without: frozenset[str] = frozenset()
     absent: frozenset[str] = frozenset()
 
-    name: ClassVar[str] = "average-over-ranks"
-
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the all-reduces, then move each up to where its last gradient is made."""
         # A rank that has looked for infinite gradients must know of those of all others.
         refuse_behind(gm, self.name, "check-finite-and-unscale", "clip-gradients", *UPDATES)
@@ -117,7 +115,7 @@ class AverageOverRanks(JointPass):
         names = list(joint_of(gm).gradients)
         own = [i for i, name in enumerate(names) if name not in self.without]
         if not own:
-            return PassResult(gm)
+            return
         absent = {n: names[i] for n, i in enumerate(own) if names[i] in self.absent}
         made, skips = append(gm, average, [grads[i] for i in own], self.group, self.size, self.dtype, tuple(absent))
         for i, node in zip(own, made, strict=True):
@@ -126,7 +124,7 @@ class AverageOverRanks(JointPass):
         change_joint(gm, skips={name: node.name for name, node in zip(absent.values(), skips, strict=True)})
         record_done(gm, self.name)
         start_early(gm)
-        return PassResult(gm, (Change("average", "average gradients", made[0].name, f"over {self.size} ranks"),))
+        yield Change("average", "average gradients", made[0].name, f"over {self.size} ranks")
 
 
 def start_early(gm: GraphModule) -> None:
@@ -189,10 +187,9 @@ class ClipGradients(JointPass):
     value: float | None = None
     into: StateInput | None = None
 
-    name: ClassVar[str] = "clip-gradients"
     adds_inputs: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the clipping."""
         joint = joint_of(gm)
         refuse_behind(gm, self.name, *UPDATES)
@@ -205,10 +202,10 @@ class ClipGradients(JointPass):
             f"{name} {limit:g}" for name, limit in (("norm", self.norm), ("value", self.value)) if limit is not None
         ]
         if not limits or not joint.gradients:
-            return PassResult(gm)
+            return
         grads = own_gradients(gm)
         into = add_inputs(gm, [self.into])[0] if self.into is not None else None
         total = node_named(gm, joint.norm) if joint.norm else None
         append(gm, clip_, grads, self.norm, self.value, into, total)
         record_done(gm, self.name)
-        return PassResult(gm, (Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}"),))
+        yield Change("clip", "clip gradients", grads[0].name, f"to a {' and a '.join(limits)}")

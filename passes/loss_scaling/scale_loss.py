@@ -8,7 +8,7 @@ it is divided by the number of micro-batches and multiplied by ``loss_scale``, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, PassError, PassResult, Writes
+from amp_graph.passes.base import Change, PassError, Writes
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import (
@@ -61,18 +61,17 @@ class ScaleLoss(JointPass):
     micro_batches: int = 1
     scaled: bool = True
 
-    name: ClassVar[str] = "scale-loss"
     writes: ClassVar[Writes] = Writes.KEPT
     adds_inputs: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Put the scaled seed in the place of the seed."""
         joint = joint_of(gm)
         if joint.scale:
             raise PassError(f"pass scale-loss: gradients are multiplied by {joint.scale} already\n  fix:   run it once")
         refuse_behind(gm, self.name, "check-finite-and-unscale", "clip-gradients", *UPDATES)
         if not joint.gradients or (not self.scaled and self.micro_batches == 1):
-            return PassResult(gm)
+            return
         seed = node_named(gm, joint.seed)
         like = tensors(value(seed))[0].new_empty((), dtype=torch.float32)
         (scale,) = add_inputs(gm, [StateInput(SCALE, like, "loss scale")]) if self.scaled else (None,)
@@ -85,7 +84,7 @@ class ScaleLoss(JointPass):
         what = " / ".join(
             ["the loss scale"] * self.scaled + [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         )
-        return PassResult(gm, (Change("scale loss", "multiply the gradient of the loss", made.name, f"by {what}"),))
+        yield Change("scale loss", "multiply the gradient of the loss", made.name, f"by {what}")
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -123,10 +122,9 @@ class CheckFiniteAndUnscale(JointPass):
     any element of any gradient is infinite or NaN, else 0.0. Exactness: bit-exact where the scale is a power of two.
     """
 
-    name: ClassVar[str] = "check-finite-and-unscale"
     changes_outputs = True  # it adds one
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the check."""
         joint = joint_of(gm)
         refuse_behind(gm, self.name, *UPDATES)
@@ -135,13 +133,13 @@ class CheckFiniteAndUnscale(JointPass):
                 "pass check-finite-and-unscale: gradients are not scaled\n  fix:   run ScaleLoss() over the graph first"
             )
         if not joint.gradients:
-            return PassResult(gm)
+            return
         grads = own_gradients(gm)
         found_inf = append(gm, unscale, grads, node_named(gm, joint.scale))
         return_found_inf(gm, found_inf)
         record_done(gm, self.name)
         how = f"{len(grads)} gradients by one operator"
-        return PassResult(gm, (Change("unscale", "check and unscale gradients", found_inf.name, how),))
+        yield Change("unscale", "check and unscale gradients", found_inf.name, how)
 
 
 # The other inputs of ``update_loss_scale_``, 0-d int32, as graphs name them and as people read them.
@@ -169,10 +167,9 @@ class UpdateLossScale(JointPass):
     floor: float = 2.0**-14
     ceiling: float = 2.0**32
 
-    name: ClassVar[str] = "update-loss-scale"
     adds_inputs: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the operator."""
         found_inf = found_inf_node(gm)
         if found_inf is None:
@@ -186,4 +183,4 @@ class UpdateLossScale(JointPass):
         scale, *counters = add_inputs(gm, [StateInput(SCALE, verdict, "loss scale"), *counts])
         options = (self.growth_factor, self.backoff_factor, self.growth_interval, self.hysteresis)
         append(gm, OPS.update_loss_scale_, scale, *counters, found_inf, *options, self.floor, self.ceiling)
-        return PassResult(gm, (Change("loss scale", "update the loss scale", scale.name, f"by {found_inf.name}"),))
+        yield Change("loss scale", "update the loss scale", scale.name, f"by {found_inf.name}")

@@ -6,15 +6,15 @@ to fp32 behind it. Backward reads no table: its gradient is summed in fp32, as b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import input_nodes
@@ -35,24 +35,21 @@ class RoundLookups(Pass):
 
     tables: Mapping[str, torch.dtype] = field(default_factory=dict)
 
-    name: ClassVar[str] = "round-lookups"
-
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every table."""
-        known, changes, skips = input_nodes(gm), [], []
+        known = input_nodes(gm)
         for name, dtype in self.tables.items():
             lookups = [node for node in known[name].users if node.target is EMBEDDING]
             casts = [node for node in known[name].users if node.target is TO_COPY and value(node).dtype == dtype]
             others = [node for node in known[name].users if node not in (*lookups, *casts)]
             if others:
-                skips.append(Skip(name, f"{others[0].name} reads it as it is"))
+                yield Skip(name, f"{others[0].name} reads it as it is")
                 continue
             for node in lookups:
                 rounded = append(gm, _look_up, dtype, *node.args, before=node)
                 node.replace_all_uses_with(rounded)
                 gm.graph.erase_node(node)
-                changes.append(Change(self.name, "round", rounded.name, f"looked up in {name}"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+                yield Change(self.name, "round", rounded.name, f"looked up in {name}")
 
 
 def _look_up(dtype: torch.dtype, table: Tensor, *given: Any) -> Tensor:

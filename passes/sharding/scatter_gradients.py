@@ -7,16 +7,15 @@ others are told by one all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import SENT
 from amp_graph.passes.graph.node_info import is_collective
@@ -70,10 +69,9 @@ class ScatterGradients(JointPass):
     units: Sequence[Unit] = ()
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
-    name: ClassVar[str] = "scatter-gradients"
     changes_outputs = True  # gradients in low precision become fp32
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Start each reduction behind the unit's last gradient, and wait for all at the end."""
         refuse_behind(gm, self.name, "average-over-ranks", "check-finite-and-unscale", "clip-gradients", *UPDATES)
         grads, names = gradient_nodes(gm), list(joint_of(gm).gradients)
@@ -87,7 +85,6 @@ class ScatterGradients(JointPass):
                 asked = " as reduce_dtype says" if unit.reduce_dtype else ""
                 flat.meta[SENT] = Sent(unit.name, "reduce", f"gradients{asked}")
                 started.append((unit, own, flat))
-        changes = []
         for unit, own, flat in started:
             shapes, shards = [value(grads[i]).shape for i in own], [self.shards[names[i]].local for i in own]
             fakes = [value(grads[i]).new_empty(one.shape, dtype=one.dtype) for i, one in zip(own, shards, strict=True)]
@@ -96,10 +93,9 @@ class ScatterGradients(JointPass):
             if unit.replicas:
                 _label(gm, Sent(unit.name, "sum", "gradients of replicas"))
             what = f"{len(own)} gradients of {unit.name or 'the whole model'}"
-            changes.append(Change("reduce", "reduce gradients to shards", flat.name, what))
+            yield Change("reduce", "reduce gradients to shards", flat.name, what)
         set_gradients(gm, grads)
         record_done(gm, self.name)
-        return PassResult(gm, tuple(changes))
 
 
 def _label(gm: GraphModule, sent: Sent) -> None:
@@ -150,14 +146,12 @@ class AgreeOnShards(JointPass):
     unit: Unit
     sharded: frozenset[str] = frozenset()
 
-    name: ClassVar[str] = "agree-on-shards"
-
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append one all-reduce; later passes read its results."""
         refuse_behind(gm, self.name, "clip-gradients", *UPDATES)
         joint, verdict = joint_of(gm), found_inf_node(gm)
         if not joint.gradients:
-            return PassResult(gm)
+            return
         named = list(zip(joint.gradients, gradient_nodes(gm), strict=True))
         sharded = [grad for name, grad in named if name in self.sharded]
         equal = [grad for name, grad in named if name not in self.sharded]
@@ -169,4 +163,4 @@ class AgreeOnShards(JointPass):
             outs[joint.found_inf] = agreed
             set_outputs(gm, outs)
         record_done(gm, self.name)
-        return PassResult(gm, (Change("agree", "agree on norm and verdict", norm.name, f"{self.unit.size} ranks"),))
+        yield Change("agree", "agree on norm and verdict", norm.name, f"{self.unit.size} ranks")

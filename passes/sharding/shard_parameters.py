@@ -7,7 +7,7 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, PassError, PassResult, Writes
+from amp_graph.passes.base import Change, PassError, Writes
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import INPUT, SENT
@@ -135,10 +135,9 @@ class ShardParameters(JointPass):
     units: Sequence[Unit] = ()
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
-    name: ClassVar[str] = "shard-parameters"
     writes: ClassVar[Writes] = Writes.KEPT
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Change the inputs, and put the gathers in."""
         known, mode = input_nodes(gm), mode_of(gm)
         inputs = {known[name]: shard for name, shard in self.shards.items()}
@@ -150,15 +149,14 @@ class ShardParameters(JointPass):
         owns = [one.wanted(casts) for one in gathers]
         for node, shard in inputs.items():
             node.meta["val"] = like_in(mode, shard.local)
-        before, changes = None, []
+        before = None
         for one, own in zip(gathers, owns, strict=True):
             _put_in(gm, one, own, wholes, casts, self.units[one.unit], before or one.first)
             before = one.first
             what = f"{len(own)} of {self.units[one.unit].name or 'the whole model'}"
-            changes.append(Change("gather", "gather shards", one.first.name, what))
+            yield Change("gather", "gather shards", one.first.name, what)
         for node in casts:
             gm.graph.erase_node(node)
-        return PassResult(gm, tuple(changes))
 
     def _gathers(self, gm: GraphModule, inputs: Mapping[Node, Shard], casts: Mapping[Node, Node]) -> list[Gather]:
         """Return the gathers that readers of ``inputs`` and ``casts`` need, in the order of their first readers."""

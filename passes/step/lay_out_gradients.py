@@ -6,15 +6,14 @@ unless the update reads low precision itself, in the strides of what is updated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from amp_graph.passes.base import Change, PassResult
+from amp_graph.passes.base import Change
 from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.gradient_layout import laid_out_as
 from amp_graph.passes.loss_scaling.joint_graph import (
@@ -65,10 +64,9 @@ class LayOutGradients(JointPass):
     keeps: tuple[torch.dtype, ...] = ()
     together: bool = False
 
-    name: ClassVar[str] = "lay-out-gradients"
     changes_outputs = True  # gradients in low precision become fp32
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append a cast, and a copy into other strides, where they are needed."""
         joint = joint_of(gm)
         grads = gradient_nodes(gm)
@@ -82,4 +80,4 @@ class LayOutGradients(JointPass):
         made = append(gm, all_laid_out, grads, likes) if grads else []
         set_gradients(gm, made)
         changed = [(new, name) for old, new, name in zip(grads, made, joint.gradients, strict=True) if old is not new]
-        return PassResult(gm, tuple(Change("gradients", "lay out a gradient", n.name, f"as {p}") for n, p in changed))
+        yield from (Change("gradients", "lay out a gradient", n.name, f"as {p}") for n, p in changed)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.node_info import HALVES
@@ -38,11 +38,9 @@ class RowGradients(Pass):
     Law: fp32 gradients of embeddings on the CPU, which are added to the other in fp32. Exactness: rounding-equal.
     """
 
-    name: ClassVar[str] = "row-gradients"
-
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every gradient."""
-        found, changes, lives = gradient_nodes(gm), [], Lifetimes.of(gm)
+        found, lives = gradient_nodes(gm), Lifetimes.of(gm)
         for i, total in enumerate(found):
             parts = list(_parts(total))
             reads = [n for n in parts if n.target is EMBEDDING and not any(n.args[4:])]
@@ -53,8 +51,7 @@ class RowGradients(Pass):
             found[i] = append(gm, _joined, others, given, paddings, len(value(total)))
             set_gradients(gm, found)
             _erase(gm, total)
-            changes.append(Change(self.name, "rows", found[i].name, f"{len(reads)} embeddings of one table"))
-        return PassResult(gm, tuple(changes))
+            yield Change(self.name, "rows", found[i].name, f"{len(reads)} embeddings of one table")
 
 
 def _parts(total: Node) -> Iterator[Node]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, PassError, PassResult, Writes
+from amp_graph.passes.base import Change, PassError, Writes
 from amp_graph.passes.loss_scaling.append import StateInput, add_inputs, append
 from amp_graph.passes.loss_scaling.joint_graph import (
     JointPass,
@@ -105,17 +105,15 @@ class UpdateParameters(JointPass):
 
     groups: Sequence[GroupInputs] = ()
 
-    name: ClassVar[str] = "update-parameters"
     adds_inputs: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the update of each group."""
         if joint_of(gm).scale:
             raise PassError(
                 "pass update-parameters: gradients are still scaled\n"
                 "  fix:   run CheckFiniteAndUnscale() over the graph first"
             )
-        changes = []
         skips = joint_of(gm).skips
         for group in (part for whole in self.groups for part in _apart(whole, skips)):
             parameters, gradients, states, rate = nodes_of(gm, group)
@@ -125,9 +123,8 @@ class UpdateParameters(JointPass):
             append(gm, apply, parameters, grads, states, rate, _verdict(gm, group), rows)
             _remove(gm, [*sums.values()])
             what = f"{len(parameters)} parameters"
-            changes.append(Change("update", "update a parameter group", parameters[0].name, what))
+            yield Change("update", "update a parameter group", parameters[0].name, what)
         record_done(gm, self.name)
-        return PassResult(gm, tuple(changes))
 
 
 @dataclass(frozen=True)
@@ -140,17 +137,15 @@ class AddUpdateTargets(JointPass):
 
     targets: Mapping[str, StateInput] = field(default_factory=dict)
 
-    name: ClassVar[str] = "add-update-targets"
     writes: ClassVar[Writes] = Writes.KEPT
     adds_inputs: ClassVar[bool] = True
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Add the inputs."""
         nodes = add_inputs(gm, list(self.targets.values()))
         made = {parameter: node.name for parameter, node in zip(self.targets, nodes, strict=True)}
         change_joint(gm, parameters={**joint_of(gm).parameters, **made})
-        changes = (Change("targets", "update an input", name, f"for {parameter}") for parameter, name in made.items())
-        return PassResult(gm, tuple(changes))
+        yield from (Change("targets", "update an input", name, f"for {parameter}") for parameter, name in made.items())
 
 
 def write_copies(lows: Sequence[Tensor], fulls: Sequence[Tensor], pointwise: bool) -> None:
@@ -172,17 +167,15 @@ class WriteLowCopies(JointPass):
     copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     pointwise: bool = False
 
-    name: ClassVar[str] = "write-low-copies"
-
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Append the casts."""
         known = input_nodes(gm)
         fulls = dict(zip(self.copies, parameter_nodes(gm, list(self.copies)), strict=True))
         pairs = [(known[low], fulls[name]) for name, lows in self.copies.items() for low in lows]
         if not pairs:
-            return PassResult(gm)
+            return
         append(gm, write_copies, [low for low, _ in pairs], [full for _, full in pairs], self.pointwise)
-        return PassResult(gm, (Change("low copies", "write copies", pairs[0][0].name, f"{len(pairs)} casts"),))
+        yield Change("low copies", "write copies", pairs[0][0].name, f"{len(pairs)} casts")
 
 
 @dataclass(frozen=True)
@@ -196,11 +189,10 @@ class ReturnOutputs(JointPass):
     count: int = 1
     gradients: bool = False
 
-    name: ClassVar[str] = "return-outputs"
     writes: ClassVar[Writes] = Writes.KEPT
     changes_outputs = True  # there are fewer, or in another order
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Choose among the outputs."""
         joint, outs, verdict = joint_of(gm), outputs(gm), found_inf_node(gm)
         found = outs[: self.count]
@@ -211,4 +203,4 @@ class ReturnOutputs(JointPass):
         places = {name: self.count + i for i, name in enumerate(joint.gradients)} if self.gradients else {}
         change_joint(gm, gradients=places, found_inf=self.count + len(places) if behind else None)
         output = gm.graph.output_node()
-        return PassResult(gm, (Change("outputs", "return outputs", output.name, f"{len(found)}, and what is read"),))
+        yield Change("outputs", "return outputs", output.name, f"{len(found)}, and what is read")

@@ -13,13 +13,13 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult
+from amp_graph.passes.base import Change, Pass
 from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.fake_values import captured, value
 from amp_graph.passes.graph.grad_regions import is_trained
@@ -54,25 +54,22 @@ class BatchWeightCasts(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "batch-weight-casts"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change]:
         """Visit every inserted cast of a parameter."""
         if not few_calls_are_profitable(self.options.device) or any(_switches_gradients(n) for n in gm.graph.nodes):
-            return PassResult(gm)
+            return
         may: dict[torch.device, list[Node]] = {}
         for node, reason in casts_of_parameters(gm, self.options.dtype):
             if not reason and _fits(node):
                 may.setdefault(value(node).device, []).append(node)
-        changes = []
         reached = outputs_reached(gm, observe(gm, marks(gm))) if may and torch.is_grad_enabled() else {}
         for together in chain.from_iterable(_in_groups(on_one_device, reached) for on_one_device in may.values()):
             trains = torch.is_grad_enabled() and any(map(is_trained, together))
             if len(together) >= (LEAST_TRAINED if trains else LEAST):
                 self._group(gm, together)
                 told = f"with {len(together) - 1} others"
-                changes += [Change(self.name, "grouped", n.name, told) for n in together]
-        return PassResult(gm, tuple(changes))
+                yield from (Change(self.name, "grouped", n.name, told) for n in together)
 
     def _group(self, gm: GraphModule, together: list[Node]) -> None:
         formats = tuple(n.kwargs.get("memory_format") for n in together)

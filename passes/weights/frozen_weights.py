@@ -7,15 +7,15 @@ that ``weight`` was written: another version, other memory, another tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from amp_graph.passes.base import Change, Pass, PassResult, Skip
+from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.meta_keys import CAST
 from amp_graph.passes.pipeline_options import PipelineOptions
@@ -147,23 +147,20 @@ class FreezeWeights(Pass):
     """
 
     options: PipelineOptions
-    name: ClassVar[str] = "freeze-weights"
 
-    def run(self, gm: GraphModule) -> PassResult:
+    def rewrite(self, gm: GraphModule) -> Iterator[Change | Skip]:
         """Visit every inserted cast of a parameter."""
-        changes, skips = [], []
         weights: FrozenWeights = self.options.frozen
         if may_record_gradients(gm):  # in a region that enables them
-            return PassResult(gm)
+            return
         for node, reason in casts_of_parameters(gm, weights.dtype):
             if node.kwargs or len(node.args) > 1:  # into another layout
                 continue
             if reason:
-                skips.append(Skip(node.name, f"cast at each call: {reason}"))
+                yield Skip(node.name, f"cast at each call: {reason}")
                 continue
             node.op, node.target = "call_function", weights.read
-            changes.append(Change(self.name, "frozen", node.name, "cast once"))
-        return PassResult(gm, tuple(changes), tuple(skips))
+            yield Change(self.name, "frozen", node.name, "cast once")
 
 
 def is_frozen(node: Node) -> bool:

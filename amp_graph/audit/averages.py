@@ -76,7 +76,7 @@ class Averages(Watcher):
                 self._followed.pop(_key(t), None)
         for t, one in written:
             key = _key(t)
-            self._followed.keep(t, one, *key[1:])
+            self._followed.keep(t, one, *_part(t))
             if one.old is not None and t.dtype in HALVES and key in one.sources and one.adds_up:
                 moves = one.exact[:-1] != one.old
                 stays = moves & (sample(t, MOST) == one.old)
@@ -136,7 +136,7 @@ class Averages(Watcher):
         return Followed(exact, frozenset().union(*sources), old)
 
     def _known(self, tensor: Tensor) -> Followed | None:
-        return self._followed.known(tensor, *_key(tensor)[1:])
+        return self._followed.known(tensor, *_part(tensor)) if self._followed else None
 
     def _wide(self, leaf: Any) -> Any:
         """Return a copy of a sample, with 1 behind it; of a tensor that is one number, that number."""
@@ -150,4 +150,9 @@ class Averages(Watcher):
 
 
 def _key(tensor: Tensor) -> Key:
-    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return storage_key(tensor), *_part(tensor)
+
+
+def _part(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells values in one memory apart."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -105,36 +105,50 @@ class ScalerUse(Watcher):
             self._scales.append(self._iterations[scaler].scales)
             self._scalers[event.place] += event.name == "scaler.scale"
         iteration = self._iterations[scaler]
-        optimizer: Any = event.arguments.get("optimizer")
-        is_step = event.name == "scaler.step"
         if event.name == "scaler.scale":
             iteration.inside = False
             losses = tensors_in(event.result)  # none before the call
             iteration.waiting += len(losses)
             self._scaled.update(dict.fromkeys(losses))
             iteration.scales[event.place] += event.is_after and event.step + 1 in self.training.looked_at
-        elif is_step and event.is_after:
-            iteration.inside = False
-            iteration.stepped.add(optimizer)
+        elif event.name == "scaler.unscale_" and not event.is_after and not iteration.inside:
+            self._take_unscale(iteration, event.arguments["optimizer"], event)
+        elif event.name == "scaler.step":
+            self._take_step(iteration, event.arguments["optimizer"], event)
         elif event.name == "scaler.update" and event.is_after:
             self._iterations[scaler] = Iteration(iteration.scales)
-        elif is_step or (event.name == "scaler.unscale_" and not event.is_after and not iteration.inside):
-            iteration.inside = is_step
-            if optimizer in iteration.stepped or (optimizer in iteration.unscaled and not is_step):
-                self._faults["AMP205" if is_step else "AMP204", event.place].append(event.step + 1)
-            for place, norm in iteration.clips if optimizer not in iteration.unscaled else ():
-                self._faults["AMP203", place].append(event.step + 1)
+
+    def _take_unscale(self, iteration: Iteration, optimizer: Optimizer, event: Event) -> None:
+        if optimizer in iteration.unscaled or optimizer in iteration.stepped:
+            self._faults["AMP204", event.place].append(event.step + 1)
+        self._check_clips(iteration, optimizer, event.step)
+        iteration.unscaled.add(optimizer)
+
+    def _take_step(self, iteration: Iteration, optimizer: Optimizer, event: Event) -> None:
+        iteration.inside = not event.is_after
+        if event.is_after:
+            iteration.stepped.add(optimizer)
+            return
+        if optimizer in iteration.stepped:
+            self._faults["AMP205", event.place].append(event.step + 1)
+        self._check_clips(iteration, optimizer, event.step)
+
+    def _check_clips(self, iteration: Iteration, optimizer: Optimizer, step: int) -> None:
+        if optimizer not in iteration.unscaled:
+            for place, norm in iteration.clips:
+                self._faults["AMP203", place].append(step + 1)
                 if math.isfinite(norm):
                     self._norms[place] = norm
-            iteration.clips.clear()
-            if not is_step:
-                iteration.unscaled.add(optimizer)
+        iteration.clips.clear()
 
     def _take_backward(self, event: Event) -> None:
+        if event.is_after:
+            self._backward = None
+            return
         waiting = [one for one in self._iterations.values() if one.waiting]
         is_known = waiting or any(t in self._scaled for t in tensors_in(event.arguments["tensors"]))
-        self._backward = None if event.is_after or is_known else event.place
-        for one in () if event.is_after else waiting[:1]:
+        self._backward = None if is_known else event.place
+        for one in waiting[:1]:
             one.waiting, one.scaled = one.waiting - 1, True
 
     def _take_clip(self, event: Event) -> None:

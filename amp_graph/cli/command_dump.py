@@ -63,8 +63,10 @@ def _lines(args: argparse.Namespace, graph: GraphReport) -> Iterator[str]:
 def text_lines(graph: GraphReport, *, reasons: bool = False) -> Iterator[str]:
     """Yield the lines of the rewritten graph's text, followed by its subgraphs."""
     for line, node in graph.lines():
-        told = f"{' |' if '  # ' in line else '  #'} {node.precision}: {node.reason}" if node and node.reason else ""
-        yield line + told * reasons
+        if node is None or not reasons or not node.reason:
+            yield line
+        else:
+            yield f"{line}{' |' if '  # ' in line else '  #'} {node.precision}: {node.reason}"
 
 
 def diff_lines(graph: GraphReport) -> Iterator[str]:

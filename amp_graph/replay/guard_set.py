@@ -141,8 +141,8 @@ class GuardSet:
         if why := why_not_with_ranks(self.replays.model):
             raise CannotRecord(why)
         devices = {a.device for a in args if isinstance(a, Tensor)}
-        if len(devices) > 1:
-            raise CannotRecord(f"its inputs are on {' and '.join(sorted(map(str, devices)))}")
+        if len(devices) != 1:
+            raise CannotRecord(f"its inputs are on {' and '.join(sorted(map(str, devices))) or 'no device'}")
         own, (device,) = self.replays.own_tensors(), devices
         by_copy = [i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own]
         return Slot(self.recorded, args, by_copy, RECORDERS[device.type](device))

@@ -47,32 +47,27 @@ def kind_of(module: torch.nn.Module) -> str:
 
 def why_left(module: torch.nn.Module, policy: Policy) -> str:
     """Return why ``module`` is left as it is; "" if it can be converted as far as is known."""
-    parts, inner = list(module.modules()), inner_of(module)
+    parts = list(module.modules())
     units = [part for part in parts if is_sharded(part)]
-    reasons = {
-        "wrapped by FullyShardedDataParallel, whose flat parameters have one dtype": any(
-            is_fsdp(part) for part in parts if part not in units
-        ),
-        "sharded by fully_shard, and in fp16 losses are scaled: amp_graph.convert and amp_graph.GradScaler": (
-            units and needs_scale(policy)
-        ),
-        "run by DeepSpeed, which decides precision itself": any(
-            type(part).__module__.partition(".")[0] == "deepspeed" for part in parts
-        ),
-        "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with "
-        "the script's compilation switched off": any(map(is_compiled, parts)),
-        "its parameters are distributed or wrapped tensors": (
-            not units and any(is_wrapper(parameter) for parameter in module.parameters())
-        ),
-        "its forward was replaced by another library, below DistributedDataParallel": (
-            module is not inner and "forward" in inner.__dict__
-        ),
-        "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler": (
-            policy.dtype == "auto"
-            and any(policy.torch_dtype(parameter.device.type) == torch.float16 for parameter in module.parameters())
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if any(is_fsdp(part) for part in parts if part not in units):
+        return "wrapped by FullyShardedDataParallel, whose flat parameters have one dtype"
+    if units and needs_scale(policy):
+        return "sharded by fully_shard, and in fp16 losses are scaled: amp_graph.convert and amp_graph.GradScaler"
+    if any(type(part).__module__.partition(".")[0] == "deepspeed" for part in parts):
+        return "run by DeepSpeed, which decides precision itself"
+    if any(map(is_compiled, parts)):
+        return (
+            "compiled by the script; torch.compile(model, backend='amp_graph') rewrites it, or --compile inductor with "
+            "the script's compilation switched off"
+        )
+    if not units and any(is_wrapper(parameter) for parameter in module.parameters()):
+        return "its parameters are distributed or wrapped tensors"
+    if module is not inner_of(module) and "forward" in inner_of(module).__dict__:
+        return "its forward was replaced by another library, below DistributedDataParallel"
+    devices = {parameter.device.type for parameter in module.parameters()}
+    if policy.dtype == "auto" and any(policy.torch_dtype(device) == torch.float16 for device in devices):
+        return "its device computes in fp16 only, which needs a loss scale: amp_graph.convert and amp_graph.GradScaler"
+    return ""
 
 
 def needs_scale(policy: Policy) -> bool:

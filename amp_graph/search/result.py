@@ -142,18 +142,20 @@ class SearchResult:
 
     def fate(self, one: Trial) -> str:
         """Say whether a policy is the answer, or why it is not. one: what was measured of it."""
-        best, goal = self.best, self.goal
-        fates = {
-            ANSWER: one == best,
-            "no: fails": math.isinf(one.time),
-            "to compare": one.policy == AUTOCAST,
-            "no: too much memory": one.memory > goal.memory,
-            f"no: {goal.excess(one):.3g} times the budget": not goal.is_met(one),
-            "no: slower": one.time >= best.time,
-            "no: as fast, by the noise": one.time * (1 + self.noise) >= best.time,
-            "no: beyond the budget on held-out data": True,
-        }
-        return next(fate for fate, holds in fates.items() if holds)
+        if one == self.best:
+            return ANSWER
+        if math.isinf(one.time):
+            return "no: fails"
+        if one.policy == AUTOCAST:
+            return "to compare"
+        if one.memory > self.goal.memory:
+            return "no: too much memory"
+        if not self.goal.is_met(one):
+            return f"no: {self.goal.excess(one):.3g} times the budget"
+        if one.time >= self.best.time:
+            return "no: slower"
+        within = one.time * (1 + self.noise) >= self.best.time
+        return "no: as fast, by the noise" if within else "no: beyond the budget on held-out data"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values; infinite numbers and NaN as text."""

@@ -126,9 +126,8 @@ def search(
             if proposal is None:
                 ended = "nothing is predicted to gain more than the noise"
             elif (runs := sum(one.runs for one in trials)) >= limits.runs or time.monotonic() - began > limits.seconds:
-                ended = (
-                    f"its limit of {f'{limits.runs} runs' if runs >= limits.runs else f'{limits.seconds:g} seconds'}"
-                )
+                spent = f"{limits.runs} runs" if runs >= limits.runs else f"{limits.seconds:g} seconds"
+                ended = f"its limit of {spent}"
             else:
                 last = _measure(bench, trials, *proposal, best_of(trials, goal, noise) if trials else None)
                 kept.write(before)

@@ -100,7 +100,7 @@ def _joined(
         ids.append(read.reshape(read.numel()).long())
         own = grad.reshape(read.numel(), grad.shape[-1])
         rows.append(own if padding < 0 else own.masked_fill((ids[-1] == padding).unsqueeze(1), 0.0))
-    dense = others[0] if others else rows[0].new_zeros((), dtype=torch.bfloat16)  # for each element
+    dense = others[0] if others else rows[0].new_zeros(())  # one number for all
     found: Tensor = ADD_ROWS(dense, torch.cat(ids), torch.cat(rows), count)
     return found
 

@@ -96,7 +96,8 @@ def first_of(ran: Ran) -> Event | None:
 def _told_in_fp32(found: Located, event: Event | None) -> Located:
     """Return what is told where a run in fp32 is not finite either, first by ``event``."""
     facts = Located() if event is None else event.facts
-    first = facts.given or facts.line or f"module {facts.module}" * bool(facts.module) or facts.operator or "the loss"
+    module = f"module {facts.module}" if facts.module else ""
+    first = facts.given or facts.line or module or facts.operator or "the loss"
     if facts.dtype in LOW and facts.is_finite_in_fp32:  # the code casts to low precision itself
         fix = f"the code itself casts to {found.dtype}, under any policy: change that before {first}"
         return replace(found, kind="overflow", fix=(fix,))

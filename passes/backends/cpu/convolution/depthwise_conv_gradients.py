@@ -84,8 +84,9 @@ def _of_sequences(node: Node) -> tuple[Any, ...] | None:
     out, inner, kernel = (concrete_size(n) for n in value(weight).shape)
     stride, padding = pair(given["stride"])[0], padding_of(given["padding"], (1, kernel))
     device, dtype = value(x).device.type, value(x).dtype
-    compiled = device == "cpu" and dtype == torch.bfloat16 and not why_missing(library, dtype)
-    if padding is None or inner != 1 or out != given["groups"] or out == 1 or not compiled:
+    if padding is None or inner != 1 or out != given["groups"] or out == 1:
+        return None
+    if device != "cpu" or dtype != torch.bfloat16 or why_missing(library, dtype):  # which may compile it
         return None
     own = _are_profitable(x, weight, (1, kernel), (1, stride)) if is_trained(node) else (False, False)
     if not any(own) and not depthwise_by_images_is_profitable(device, dtype, kernel):

@@ -19,7 +19,7 @@ from amp_graph.passes.graph.propagate_fake_values import record_values
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
-from amp_graph.passes.precision.build_assignment import formulate
+from amp_graph.passes.precision.build_assignment import Formulation, formulate
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.plan_precision import PlanPrecision
@@ -63,9 +63,9 @@ def problem_of(operations: int, policy: Policy) -> Problem:
     assert isinstance(plan, PlanPrecision), "the plan is a pass of every policy"
     choices = plan._choices
 
-    def kept(problem: Problem) -> dict:
-        found.append(problem)
-        return choices(problem)
+    def kept(made: Formulation) -> dict:
+        found.append(made.problem)
+        return choices(made)
 
     object.__setattr__(plan, "_choices", kept)
     run_passes(gm, passes[: last + 1], checked=False)
@@ -88,7 +88,7 @@ def main(operations: str = "10000", policy: str = "bf16,accuracy=fast") -> None:
     task = made.task()
     rows: dict[str, Callable[[], object]] = {
         "painting": lambda: paint(problem),
-        "minimum cut, in all": lambda: mincut(problem, machine, "bfloat16"),
+        "minimum cut, in all": lambda: mincut(formulate(problem, machine, "bfloat16")),
         "  the cut alone": lambda: cheapest(task),
     }
     free = sum(made.is_free(node) for node in made.of)

@@ -27,7 +27,7 @@ from amp_graph.passes.precision.error_budget_planner import ErrorBudget, harm_of
 from amp_graph.passes.precision.machine_rates import is_faster_in, machine_for
 from amp_graph.passes.precision.planning_problem import Problem
 from amp_graph.passes.precision.precision_assignment import LOW_ALWAYS, cost
-from amp_graph.passes.precision.predict_time import prediction
+from amp_graph.passes.precision.predict_time import predicted
 from amp_graph.policy import Policy
 from amp_graph.policy_words import ACCURACIES, DTYPES
 from amp_graph.search.proposals import Space
@@ -102,7 +102,7 @@ def point_of(graph: ErrorBudget, policy: Policy) -> Point:
     else:
         accuracy, is_painted = str(policy.accuracy), policy.planner == "paint"
         found = graph.painted(accuracy) if is_painted else graph.cut(accuracy, policy.leaves == "true")
-    left = policy.leaves == "graphs" and not prediction(graph.made, graph.plans.costs, found.low).is_worth_it
+    left = policy.leaves == "graphs" and not predicted(graph.made, found.low).is_worth_it
     return graph.plans.point({LOW_ALWAYS}) if left else found
 
 

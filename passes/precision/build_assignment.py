@@ -35,7 +35,6 @@ class Formulation:
     problem: Problem
     machine: Machine
     dtype: str
-    skip: bool
     painted: dict[Node, Choice]
     permitted: RuleBasedPlan
     of: dict[Node, int] = field(default_factory=dict)
@@ -50,14 +49,20 @@ class Formulation:
     keepers: dict[Node, list[int]] = field(default_factory=dict)
     promotions: list[Term] = field(default_factory=list)
 
-    def task(self) -> Task:
-        """Return the task as numbers."""
+    def task(self, skip: bool = True) -> Task:
+        """Return the task as numbers.
+
+        ``skip``: an ``allow`` operation may also stay in full precision where low precision is not profitable.
+        """
         terms = [term for _, term in self.casts()] + self.promotions
         for node, readers in self.keepers.items():
             terms.append(Term(_once(readers), (FULL_ALWAYS,), kept_picoseconds(node, self.machine, self.dtype)))
             if not is_leaf(node):  # which stays in memory anyway
                 terms.append(Term((LOW_ALWAYS,), _once(readers), kept_picoseconds(node, self.machine, "float32")))
-        return Task(tuple(self.full), tuple(self.low), self.fixed, tuple(self.limits), tuple(terms))
+        kinds = self.problem.classes
+        low = [] if skip else [i for n, i in self.of.items() if kinds[n].cls is OpClass.ALLOW and self.is_free(n)]
+        fixed = self.fixed | dict.fromkeys(low, True)
+        return Task(tuple(self.full), tuple(self.low), fixed, tuple(self.limits), tuple(terms))
 
     def casts(self) -> list[tuple[Node, Term]]:
         """Return each value that may be cast, down and up, and the cost of that."""
@@ -73,7 +78,7 @@ class Formulation:
         if self.painted[node].precision != LOW or node in self.tied:
             return False
         if kind.cls is OpClass.ALLOW:
-            return self.skip and WISH not in node.meta and kind.origin != "amp_graph.precision"
+            return WISH not in node.meta and kind.origin != "amp_graph.precision"
         return kind.cls in FREE or kind.cls is OpClass.PROMOTE
 
     def _cast_price(self, node: Node, within: bool = False) -> int:
@@ -219,13 +224,10 @@ def _once(variables: list[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(variables))
 
 
-def formulate(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> Formulation:
-    """Formulate ``problem`` as a task for ``machine`` with the low precision ``dtype`` ("bfloat16", "float16").
-
-    ``skip``: an ``allow`` operation may also stay in full precision where low precision is not profitable.
-    """
+def formulate(problem: Problem, machine: Machine, dtype: str) -> Formulation:
+    """Formulate ``problem`` as a task for ``machine`` with the low precision ``dtype`` ("bfloat16", "float16")."""
     permitted = RuleBasedPlan(problem)
-    return Formulation(problem, machine, dtype, skip, permitted.run(), permitted).build()
+    return Formulation(problem, machine, dtype, permitted.run(), permitted).build()
 
 
 def low_of(choices: Mapping[Node, Choice], made: Formulation) -> frozenset[int]:

@@ -20,8 +20,7 @@ from amp_graph.passes.precision.build_assignment import Formulation, formulate, 
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
 from amp_graph.passes.precision.machine_rates import Machine
-from amp_graph.passes.precision.min_cut_planner import choices
-from amp_graph.passes.precision.planning_problem import LOW, Choice, Problem
+from amp_graph.passes.precision.planning_problem import LOW, Problem
 from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term, cheapest
 from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
 from amp_graph.passes.precision.sensitivity import Influence, influence_by_rule
@@ -114,7 +113,7 @@ class ErrorBudget:
         self.influence = influence or influence_by_rule(problem)
         self.problem = replace(problem, accuracy=1.0, unbounded=self.influence.unmeasured)
         self.machine, self.dtype = machine, dtype
-        self.made = formulate(self.problem, machine, dtype, skip=True)
+        self.made = formulate(self.problem, machine, dtype)
         self.plans = Tradeoff(self.made.task(), harm_of(self.made, self.influence))
         self.autocast = self.painted("autocast")
 
@@ -131,7 +130,7 @@ class ErrorBudget:
     def cut(self, accuracy: str, skip: bool = False) -> Point:
         """Return the plan of least cost for a named accuracy; ``skip`` as in ``mincut``."""
         named = replace(self.problem, accuracy=accuracy)
-        return self.plans.point(cheapest(formulate(named, self.machine, self.dtype, skip).task()))
+        return self.plans.point(cheapest(formulate(named, self.machine, self.dtype).task(skip)))
 
     def within(self, multiple: float) -> Point:
         """Return the fastest plan found with error up to ``multiple``, or the safest plan if there is none.
@@ -147,7 +146,7 @@ class ErrorBudget:
     @cached_property
     def _as_exact(self) -> Tradeoff:
         """The plans whose roundings are among those of accuracy "autocast"."""
-        made = formulate(replace(self.problem, accuracy="autocast"), self.machine, self.dtype, skip=True)
+        made = formulate(replace(self.problem, accuracy="autocast"), self.machine, self.dtype)
         return Tradeoff(made.task(), harm_of(made, self.influence))
 
     def error(self, plan: Point) -> float:
@@ -164,16 +163,3 @@ class ErrorBudget:
         """Summarize a plan."""
         unmeasured = len(self.influence.unmeasured)
         return Budget(multiple, self.error(plan), plan.cost, self.autocast.cost, self.influence.origin, unmeasured)
-
-    def choices(self, plan: Point) -> dict[Node, Choice]:
-        """Return the choices of a plan."""
-        return choices(self.made, plan.low)
-
-
-def plan_within(
-    problem: Problem, machine: Machine, dtype: str, multiple: float, influence: Influence | None = None
-) -> tuple[dict[Node, Choice], Budget]:
-    """Choose a precision for every classified node: the fastest plan with error up to ``multiple`` of autocast's."""
-    plans = ErrorBudget(problem, machine, dtype, influence)
-    plan = plans.within(multiple)
-    return plans.choices(plan), plans.budget(multiple, plan)

@@ -10,24 +10,23 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from amp_graph.lists import OpClass
 from amp_graph.passes.graph.fake_values import captured, is_eligible
-from amp_graph.passes.precision.build_assignment import Formulation, formulate
+from amp_graph.passes.precision.build_assignment import Formulation
 from amp_graph.passes.precision.classify import Classification
-from amp_graph.passes.precision.machine_rates import Machine
-from amp_graph.passes.precision.planning_problem import FULL, LOW, Choice, Problem
+from amp_graph.passes.precision.planning_problem import FULL, LOW, Choice
 from amp_graph.passes.precision.precision_assignment import cheapest
 from amp_graph.passes.precision.rule_based_planner import Operands, operands
 
 BY_TIME = "at the least predicted time"
 
 
-def mincut(problem: Problem, machine: Machine, dtype: str, skip: bool = False) -> dict[Node, Choice]:
-    """Choose a precision for every classified node of ``problem``, at the least cost on ``machine``.
+def mincut(made: Formulation, skip: bool = False) -> dict[Node, Choice]:
+    """Choose a precision for every classified node of a problem, at the least cost on its machine.
 
     ``skip``: leave an ``allow`` operation in full precision where its casts cost more than it gains.
     """
-    made = formulate(problem, machine, dtype, skip)
-    return choices(made, cheapest(made.task()))
+    return choices(made, cheapest(made.task(skip)))
 
 
 def choices(made: Formulation, low: frozenset[int]) -> dict[Node, Choice]:
@@ -44,7 +43,7 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], limits: Mapping[
     if not made.is_free(node):
         return painted
     if i in low:
-        return replace(painted, reason=f"{painted.reason}; {BY_TIME}")
+        return painted if kind.cls is OpClass.ALLOW else replace(painted, reason=f"{painted.reason}; {BY_TIME}")
     given = operands(node, kind)
     wants = dict.fromkeys((*given.moved, *given.beside), FULL)
     if given.promoted and all(made.holds[n] in low for n in given.promoted):

@@ -33,15 +33,15 @@ from amp_graph.passes.graph.meta_keys import (
     WISH,
 )
 from amp_graph.passes.pipeline_options import PipelineOptions
+from amp_graph.passes.precision.build_assignment import Formulation, formulate, low_of
 from amp_graph.passes.precision.classify import Classification, classified
 from amp_graph.passes.precision.conditioning import POSITIONS, carriers_of_positions
-from amp_graph.passes.precision.error_budget_planner import plan_within
+from amp_graph.passes.precision.error_budget_planner import ErrorBudget
 from amp_graph.passes.precision.fp32_operands import RETURNED, left_full, returned_probabilities, trained_in_fp32
 from amp_graph.passes.precision.machine_rates import Machine, class_of, machine_for
-from amp_graph.passes.precision.min_cut_planner import mincut
+from amp_graph.passes.precision.min_cut_planner import choices, mincut
 from amp_graph.passes.precision.planning_problem import AS_CAPTURED, FULL, LOW, Choice, Problem
 from amp_graph.passes.precision.predict_time import left_alone, predicted
-from amp_graph.passes.precision.rule_based_planner import paint
 from amp_graph.passes.precision.views import OF_A_WEIGHT, READ_BY_STRIDES, read_by_strides, views_of_weights
 
 MASKED = frozenset({"aten.softmax", "aten._softmax", "aten.scaled_dot_product_attention"})
@@ -86,7 +86,8 @@ class PlanPrecision(Pass):
         gm.meta[LOW_DTYPE] = self.options.dtype
         keys = node_keys(gm)
         gm.meta[UNKEPT] = unmatched_keys(self.options.keep_ops, list(keys.values()))
-        for node, choice in self._worth_it(problem, self._choices(problem)).items():
+        made = formulate(problem, self._machine, str(self.options.dtype).removeprefix("torch."))
+        for node, choice in self._worth_it(made, self._choices(made)).items():
             node.meta[MARK] = _mark(node, keys[node], choice, problem)
             yield Change(self.name, choice.precision, node.name, choice.reason)
         if self.options.calibration is not None:  # what is low without a record of its range
@@ -107,16 +108,17 @@ class PlanPrecision(Pass):
         classes = self._constrained(gm, classes)
         return Problem(gm, classes, aliasing.observe_with_caller(gm, classes), o.lists, o.accuracy, o.keep_outputs)
 
-    def _choices(self, problem: Problem) -> dict[Node, Choice]:
+    def _choices(self, made: Formulation) -> dict[Node, Choice]:
         """Ask the planner; PyTorch's own policy is reproduced by rules, operator by operator."""
         if self.options.planner == "paint" or self.options.lists.unlisted != "opaque":
-            return paint(problem)
-        machine, dtype = self._machine, str(self.options.dtype).removeprefix("torch.")
+            return made.painted
         if isinstance(self.options.accuracy, str):
-            return mincut(problem, machine, dtype, self.options.leaves == "true")
-        influence = next(filter(None, (one.of(problem) for one in self.options.measured)), None)
-        chosen, problem.gm.meta[BUDGET] = plan_within(problem, machine, dtype, self.options.accuracy, influence)
-        return chosen
+            return mincut(made, self.options.leaves == "true")
+        influence = next(filter(None, (one.of(made.problem) for one in self.options.measured)), None)
+        plans = ErrorBudget(made.problem, made.machine, made.dtype, influence)
+        plan = plans.within(self.options.accuracy)
+        made.problem.gm.meta[BUDGET] = plans.budget(self.options.accuracy, plan)
+        return choices(plans.made, plan.low)
 
     @property
     def _machine(self) -> Machine:
@@ -131,20 +133,20 @@ class PlanPrecision(Pass):
         measured = o.planned_for == "cpu" or machine_for(o.device) is not class_of(o.device)  # those of GPUs were read
         return measured and not o.portable  # which another machine runs
 
-    def _worth_it(self, problem: Problem, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
+    def _worth_it(self, made: Formulation, chosen: dict[Node, Choice]) -> dict[Node, Choice]:
         """Return the plan, or an all-full plan if that is predicted to be as fast and the policy permits it.
 
         Symbolic sizes count as in the call at hand.
         """
-        machine, dtype = self._machine, str(self.options.dtype).removeprefix("torch.")
         if not self.options.eager:  # a compiler fuses calls
-            machine = replace(machine, graph=0.0, call=0.0)
-        found = problem.gm.meta[PREDICTED] = predicted(problem, chosen, machine, dtype)
+            made = formulate(made.problem, replace(made.machine, graph=0.0, call=0.0), made.dtype)
+        problem = made.problem
+        found = problem.gm.meta[PREDICTED] = predicted(made, low_of(chosen, made))
         leaves = self.options.leaves == "graphs" and self._knows_costs and self.options.lists.unlisted == "opaque"
         if not leaves or found.is_worth_it:
             return chosen
         problem.gm.meta[LEFT_ALONE] = found
-        return left_alone(problem, found, machine, dtype)
+        return left_alone(problem, found, made.dtype)
 
     def _constrained(self, gm: GraphModule, classes: dict[Node, Classification]) -> dict[Node, Classification]:
         """Apply the rules that override the lists: the user's regions, modules, positions, and constants."""

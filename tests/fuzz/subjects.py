@@ -243,7 +243,7 @@ def use_machine(data: bytes) -> None:
         found = read_machine(read_text(Path(file.name), "calibrate"), file.name)
     read_machine(machine_text(found), "again.toml")
     problem, dtype = _problem()
-    formulate(problem, found, dtype, True)
+    formulate(problem, found, dtype)
 
 
 # -- calibrations -------------------------------------------------------------------------------------------

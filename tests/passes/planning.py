@@ -19,10 +19,10 @@ def problems_of(run, visit=lambda problem, dtype: None):
     found = []
     choices = PlanPrecision._choices
 
-    def kept(self, problem):
-        found.append((problem, str(self.options.dtype).removeprefix("torch.")))
+    def kept(self, made):
+        found.append((made.problem, made.dtype))
         visit(*found[-1])
-        return choices(self, problem)
+        return choices(self, made)
 
     PlanPrecision._choices = kept
     try:
@@ -41,6 +41,6 @@ def problem_of(captured, policy="bf16"):
 once_problem_of = cache(problem_of)  # the same for every machine
 
 
-def formulated(captured, policy="bf16", on="cpu_bf16", skip=False):
+def formulated(captured, policy="bf16", on="cpu_bf16"):
     problem, dtype = once_problem_of(captured, policy)
-    return formulate(problem, machine(on), dtype, skip)
+    return formulate(problem, machine(on), dtype)

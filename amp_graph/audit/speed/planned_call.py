@@ -15,10 +15,10 @@ from amp_graph.audit.speed.model_sketch import Sketch
 from amp_graph.capture.sensitivity_sample import captured_by
 from amp_graph.devices import device_of
 from amp_graph.passes.graph.fake_values import captured, tensors
-from amp_graph.passes.precision.build_assignment import formulate, low_of
+from amp_graph.passes.precision.build_assignment import formulate
 from amp_graph.passes.precision.machine_rates import SIZES, machine_for
-from amp_graph.passes.precision.min_cut_planner import mincut
 from amp_graph.passes.precision.planning_problem import Problem
+from amp_graph.passes.precision.precision_assignment import cheapest
 from amp_graph.passes.precision.predict_time import predicted
 from amp_graph.passes.torch_compat.dynamo_capture import Runner
 from amp_graph.passes.torch_compat.fake import numel
@@ -68,9 +68,9 @@ def planned(sketch: Sketch, policy: Policy) -> Planned:
 def _planned(problem: Problem, policy: Policy, device: str) -> Planned:
     machine = machine_for(device)
     dtype = str(policy.torch_dtype(device)).removeprefix("torch.")
-    chosen = mincut(problem, machine, dtype, policy.leaves == "true")
-    made, times = formulate(problem, machine, dtype, skip=True), predicted(problem, chosen, machine, dtype)
-    low = low_of(chosen, made)
+    made = formulate(problem, machine, dtype)
+    low = cheapest(made.task(skip=policy.leaves == "true"))
+    times = predicted(made, low)
     cast = [sum(map(numel, tensors(captured(node)))) for node, term in made.casts() if term.is_due(low)]
     return Planned(
         machine.name, len(cast), sum(cast) * (SIZES["float32"] + SIZES[dtype]), times.planned * PICOSECOND,

@@ -20,7 +20,7 @@ def made():
     """Two products and their sum, with the time of what is cast once: [64, 16] values, and the gradients of them."""
     given = capture_function(two_products, torch.randn(64, 32), w=torch.randn(32, 16), v=torch.randn(32, 16))
     problem, dtype = problem_of(given)
-    return formulate(problem, PLAIN, dtype, skip=True)
+    return formulate(problem, PLAIN, dtype)
 
 
 def of(made, *names):
@@ -56,7 +56,7 @@ def shaped(s, x):
 def test_what_only_the_shape_is_read_of_is_not_cast():
     given = capture_function(shaped, torch.randn(64, 32), w=torch.randn(32, 16), v=torch.randn(16, 16))
     problem, dtype = problem_of(given)
-    made = formulate(problem, PLAIN, dtype, skip=True)
+    made = formulate(problem, PLAIN, dtype)
     nodes = {node.name: node for node in problem.gm.graph.nodes}
     read = [*made.lowers[nodes["product"]], *made.widens.get(nodes["product"], ())]
     assert made.of[nodes["matmul_1"]] in read

@@ -13,6 +13,7 @@ from amp_graph.passes.casts.insert_casts import InsertCasts
 from amp_graph.passes.graph.meta_keys import BUDGET, CAST
 from amp_graph.passes.precision.build_assignment import low_of
 from amp_graph.passes.precision.error_budget_planner import ErrorBudget
+from amp_graph.passes.precision.min_cut_planner import choices
 from amp_graph.passes.precision.plan_precision import marks
 from amp_graph.passes.precision.planning_problem import FULL
 from amp_graph.passes.precision.precision_assignment import is_legal
@@ -48,7 +49,7 @@ def keeps_its_promises(made):
     assert found[1.0].cost <= painted.cost
     assert cut.harm > painted.harm or found[1.0].cost <= cut.cost
     assert found[1000.0].cost <= min(made.painted("fast").cost, made.cut("fast").cost)
-    assert all(low_of(made.choices(p), made.made) == p.low for p in found.values())
+    assert all(low_of(choices(made.made, p.low), made.made) == p.low for p in found.values())
     return len({p.low for p in found.values()})
 
 

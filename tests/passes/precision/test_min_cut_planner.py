@@ -29,7 +29,7 @@ MACHINES = ("cpu_amx", "cpu_bf16", "cpu", "cuda")
 
 
 def test_control_the_painting_is_not_always_the_cheapest():
-    made = [formulated(captured(seed), "bf16", skip=True) for seed in FEW]
+    made = [formulated(captured(seed), "bf16") for seed in FEW]
     painted = [cost(m.task(), low_of(paint(m.problem), m)) for m in made]
     best = [cost(m.task(), cheapest(m.task())) for m in made]
     assert sum(p > b for p, b in zip(painted, best, strict=True)) >= 3
@@ -45,11 +45,11 @@ def test_never_above_the_painting(policy, on, seeds):
 
 
 def never_above(made):
-    task = made.task()
+    task = made.task(skip=False)
     low = cheapest(task)
     assert is_legal(task, low)
     assert cost(task, low) <= cost(task, low_of(paint(made.problem), made))
-    chosen = mincut(made.problem, made.machine, made.dtype, made.skip)
+    chosen = mincut(made)
     assert cost(task, low_of(chosen, made)) == cost(task, low)
 
 
@@ -79,7 +79,7 @@ def test_the_casts_that_are_counted_are_those_that_are_made(policy, seeds):
     compared = 0
     for seed in seeds:
         made = formulated(captured(seed), policy)
-        low = cheapest(made.task())
+        low = cheapest(made.task(skip=False))
         casts, marked, kept = inserted(seed, policy)
         if kept:  # a kernel refused, which no plan knows
             continue
@@ -141,7 +141,7 @@ def test_reasons_of_what_the_cut_leaves_full_are_true(policy):
     """Low precision is not permitted, or takes longer. The reason of the list may argue for it, and is not said."""
     seen = set()
     for seed in SEEDS:
-        made = formulated(captured(seed), policy, skip=True)
+        made = formulated(captured(seed), policy)
         task, low = made.task(), cheapest(made.task())
         for node, choice in choices(made, low).items():
             i = made.of[node]

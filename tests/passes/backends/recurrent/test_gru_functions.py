@@ -8,7 +8,6 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.lists import load
 from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
-from amp_graph.passes.native.operator_library import OPS
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
 from tests.passes.whole_steps import stepped
@@ -62,15 +61,6 @@ def test_control_a_state_that_is_rounded_is_less_exact():
     with torch.no_grad():
         rounded = low(x.bfloat16())[0]
     assert error(mine, exact) < 0.75 * error(rounded, exact)
-
-
-def test_the_operators_fakes_are_truthful():
-    x, h = drawn(5, BATCH, WIDTH, seed=1).bfloat16(), drawn(BATCH, SIZE, seed=2).bfloat16()
-    w = [p.detach().bfloat16() for p in built().parameters()]
-    for reverse in (False, True):
-        torch.library.opcheck(OPS.gru_forward.default, (x, *w, h, reverse))
-        out, last, states, gates = OPS.gru_forward(x, *w, h, reverse)
-        torch.library.opcheck(OPS.gru_backward.default, (out, last, x, *w[:2], states, gates, reverse))
 
 
 def test_of_other_precisions_layers_are_torchs_and_packed_sequences_stay_full():

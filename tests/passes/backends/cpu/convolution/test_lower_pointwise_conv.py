@@ -112,10 +112,6 @@ def test_where_it_runs(policy, compile, count):
     assert len(products(model)) == count
 
 
-def test_strides_are_each_calls_own():
-    assert [n.args[3] for n in products(trained("bf16")[0])] == [(1, 1), (1, 1), (2, 2), (1, 1)]
-
-
 @pytest.mark.parametrize("few", [512, 0])
 def test_a_block_trains_as_without_it(monkeypatch, few):
     monkeypatch.setattr("amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv.FEW_PLACES", few)

@@ -79,20 +79,52 @@ def assert_close(a, b):
     assert (a - b).norm() <= 2**-6 * b.norm()
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_every_form_is_folded(in_place):
-    ours, theirs = pair(lambda: Block(in_place))
-    assert_close(called(ours), called(theirs))
-    assert folded(ours) == 4
-    assert folded(theirs) == 0
+def exact_of(model):
+    return copy.deepcopy(amp_graph.revert(copy.deepcopy(model))).double()(X.double())
+
+
+@layers(
+    lambda activation, in_place: dict(
+        activation=activation,
+        in_place=in_place,
+        stem=nn.Conv2d(3, 16, 3, 2, 1, bias=False),
+        norm0=nn.BatchNorm2d(16),
+        deep=nn.Conv2d(16, 16, 3, 1, 1, groups=16),
+        norm1=nn.BatchNorm2d(16),
+        last=nn.Conv2d(16, 16, 1),
+        norm2=nn.BatchNorm2d(16),
+    )
+)
+def Activations(self, x):
+    """What EfficientNet, MobileNetV3 and YOLO have behind their norms, the last behind a sum."""
+    x = self.activation(self.norm0(self.stem(x)), inplace=self.in_place)
+    h = self.activation(self.norm1(self.deep(x)), inplace=self.in_place)
+    return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
+
+
+FOLDED = {f"relu, {in_place}": (lambda in_place=in_place: Block(in_place), 4, "relu") for in_place in (True, False)} | {
+    f"{f.__name__}, {in_place}": (lambda f=f, in_place=in_place: Activations(f, in_place), 3, f.__name__)
+    for f in (F.silu, F.hardswish)
+    for in_place in (True, False)
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", FOLDED)
+def test_every_form_is_folded_with_its_activation(name):
+    kind, count, activation = FOLDED[name]
+    ours, theirs = pair(kind)
+    exact = exact_of(theirs)
+    assert (called(ours) - exact).norm() <= 1.1 * (called(theirs) - exact).norm()
+    assert (folded(ours), folded(theirs)) == (count, 0)
     graph = amp_graph.report(ours).graphs[0].text
-    assert graph.count("convolution_with_norm") == 4
+    assert graph.count("convolution_with_norm") == count
     assert "batch_norm" not in graph
+    assert activation not in graph.replace(f"'{activation}'", "")
     x = X.clone()
-    x[0, 0, 0, 0] = float("nan")
+    x[0, 0, 0, 0], x[1, 1, 5, 5] = float("nan"), float("inf")
     assert called(theirs, x).isnan().any()
-    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan()), "through the relu"
-    assert "relu" not in graph.replace("'relu'", "")
+    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan()), "through the activation"
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 20.0])
@@ -102,9 +134,7 @@ def test_folded_is_as_exact_as_unfolded(offset):
         with torch.no_grad():
             model.conv3.bias += offset
             model.norm3.running_mean += offset
-    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
-    errors = [(called(model) - exact).norm() for model in (ours, theirs)]
-    assert folded(ours) == 4
+    errors = [(called(model) - exact_of(theirs)).norm() for model in (ours, theirs)]
     assert errors[0] <= 1.1 * errors[1]
 
 
@@ -212,42 +242,7 @@ def test_sums_take_the_place_of_what_is_read_no_more_bit_for_bit(late, monkeypat
     assert torch.equal(got, called(wrong)) is not late, "control: written over what is read later"
 
 
-@layers(
-    lambda activation, in_place: dict(
-        activation=activation,
-        in_place=in_place,
-        stem=nn.Conv2d(3, 16, 3, 2, 1, bias=False),
-        norm0=nn.BatchNorm2d(16),
-        deep=nn.Conv2d(16, 16, 3, 1, 1, groups=16),
-        norm1=nn.BatchNorm2d(16),
-        last=nn.Conv2d(16, 16, 1),
-        norm2=nn.BatchNorm2d(16),
-    )
-)
-def Activations(self, x):
-    """What EfficientNet, MobileNetV3 and YOLO have behind their norms, the last behind a sum."""
-    x = self.activation(self.norm0(self.stem(x)), inplace=self.in_place)
-    h = self.activation(self.norm1(self.deep(x)), inplace=self.in_place)
-    return self.activation(self.norm2(self.last(h)) + x, inplace=self.in_place)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("activation", [F.silu, F.hardswish])
-def test_activations_of_the_kernel_are_folded_too(activation, in_place):
-    ours, theirs = pair(lambda: Activations(activation, in_place))
-    exact = copy.deepcopy(amp_graph.revert(copy.deepcopy(theirs))).double()(X.double())
-    assert (called(ours) - exact).norm() <= 1.1 * (called(theirs) - exact).norm()
-    assert folded(ours) == 3
-    text = amp_graph.report(ours).graphs[0].text
-    assert activation.__name__ not in text.replace(f"'{activation.__name__}'", "")
-    x = X.clone()
-    x[0, 0, 0, 0], x[1, 1, 5, 5] = float("nan"), float("inf")
-    assert torch.equal(called(ours, x).isnan(), called(theirs, x).isnan())
-
-
 def test_control_another_activation_is_another_result(monkeypatch):
     monkeypatch.setattr(folded_conv, "KERNELS_OWN", {"silu": "hardswish"})
-    ours, theirs = pair(lambda: Activations(F.silu, True))
-    ours, theirs = called(ours), called(theirs)
+    ours, theirs = map(called, pair(lambda: Activations(F.silu, True)))
     assert (ours - theirs).norm() > 2**-6 * theirs.norm()

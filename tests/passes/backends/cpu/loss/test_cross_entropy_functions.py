@@ -1,15 +1,14 @@
 """The loss from low-precision logits: torch's loss and gradients, to the last rounding."""
 
-import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from amp_graph.passes.backends.cpu.loss import cross_entropy_functions
 from amp_graph.passes.backends.cpu.loss import cross_entropy_functions as runtime
 from amp_graph.passes.backends.cpu.loss.cross_entropy_functions import cross_entropy_and_logits, cross_entropy_low
-from tests.passes.drawn import drawn
+from tests.passes.drawn import differentiated, drawn
 from tests.relative_error import error
 
 ROWS, CLASSES = 37, 50
@@ -18,67 +17,54 @@ ROWS, CLASSES = 37, 50
 @pytest.fixture(autouse=True, params=[pytest.param("compiled C", marks=pytest.mark.compiled), "torch"])
 def kernel(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(cross_entropy_functions, "library", lambda low: None)
+        monkeypatch.setattr(runtime, "library", lambda low: None)
     return request.param
 
 
 LOGITS = (3 * drawn(ROWS, CLASSES)).bfloat16()
 TARGET = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(1))
 TARGET[::5] = -100
-FORMS = list(itertools.product(("none", "mean", "sum"), (-100, 3)))
 
 
-def torchs(logits, target, reduction, ignore):
-    return F.cross_entropy(logits, target, ignore_index=ignore, reduction=reduction)
-
-
-def ours(logits, target, reduction, ignore):
-    return cross_entropy_low(logits, target, ignore, reduction)
-
-
-def both(form, logits=LOGITS, target=TARGET):
+def both(logits=LOGITS, target=TARGET, reduction="none", ignore=-100):
     """Loss and gradient of the logits: ours, torch's on ``logits.float()``, and those of fp64."""
-    reduction, ignore = form
     target = target.masked_fill(target == -100, ignore)
-    results = []
-    for function, wide in ((ours, lambda x: x), (torchs, torch.Tensor.float), (torchs, torch.Tensor.double)):
-        x = (logits.double() if function is torchs and results[1:] else logits.clone()).requires_grad_()
-        loss = function(wide(x), target, reduction, ignore)
-        (grad,) = torch.autograd.grad(loss, x, drawn(*loss.shape, seed=3).to(loss.dtype))
-        results.append((loss.detach(), grad))
-    return results
+    torchs = partial(F.cross_entropy, target=target, ignore_index=ignore, reduction=reduction)
+    ours = differentiated(lambda x: cross_entropy_low(x, target, ignore, reduction), [logits], like=torch.float32)
+    theirs = differentiated(lambda x: torchs(x.float()), [logits])
+    return ours, theirs, differentiated(torchs, [logits], torch.float64, like=torch.float32)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_loss_and_gradients_are_torchs(form):
-    (loss, grad), (expected, expected_grad), (exact, exact_grad) = both(form)
-    assert (loss.dtype, loss.shape) == (expected.dtype, expected.shape)
-    assert (grad.dtype, grad.shape) == (expected_grad.dtype, expected_grad.shape)
-    assert error(loss, exact) < 1e-6
-    # One rounding to bf16 of nearly the same fp32 numbers: a few fall to the other side.
-    assert error(grad, expected_grad) < 1e-4
-    assert error(grad, exact_grad) <= 1.01 * error(expected_grad, exact_grad)
+FORMS = [{"reduction": form, "ignore": ignore} for form in ("none", "mean", "sum") for ignore in (-100, 3)]
+# Around the width of vectors, and of what is summed in fp32.
+FORMS += [
+    {"logits": (4 * drawn(5, n, seed=4)).to(low), "target": torch.tensor([0, n - 1, -100, n // 2, 0])}
+    for n in (1, 15, 16, 33, 4099, 9000)
+    for low in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients_are_torchs(form, kernel):
+    ours, theirs, exact = both(**form)
+    assert [(t.dtype, t.shape) for t in ours] == [(t.dtype, t.shape) for t in theirs]
+    if form.get("logits", LOGITS).shape[1] == 1:
+        assert not any(t.any() for t in ours)
+        return
+    assert error(ours[0], exact[0]) < 1e-6
+    # One rounding to low precision of nearly the same fp32 numbers: a few fall to the other side.
+    assert error(ours[1], theirs[1]) < 1e-4
+    assert error(ours[1], exact[1]) <= 1.01 * error(theirs[1], exact[1])
+    assert (runtime.losses_of_rows(LOGITS, TARGET, -100) is not None) is (kernel == "compiled C")
 
 
 def test_control_a_gradient_rounded_twice_is_seen(monkeypatch):
-    monkeypatch.setattr(cross_entropy_functions, "library", lambda low: None)
+    monkeypatch.setattr(runtime, "library", lambda low: None)
     kernel = torch.softmax
     monkeypatch.setattr(runtime.torch, "softmax", lambda x, dim: kernel(x, dim).bfloat16().float())
-    (_, grad), (_, expected), (_, exact) = both(("sum", -100))
+    (_, grad), (_, expected), (_, exact) = both(reduction="sum")
     assert error(grad, exact) > 1.01 * error(expected, exact)
     assert error(grad, expected) > 1e-4
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("classes", [1, 15, 16, 33, 4099, 9000])
-def test_any_number_of_classes(classes, low, kernel):
-    """Around the width of vectors, and of what is summed in fp32."""
-    logits = (4 * drawn(5, classes, seed=4)).to(low)
-    target = torch.tensor([0, classes - 1, -100, classes // 2, 0])
-    (loss, grad), (_, expected_grad), (exact, exact_grad) = both(("none", -100), logits, target)
-    assert (error(loss, exact) if classes > 1 else loss.abs().max()) < 1e-6
-    assert error(grad, exact_grad) <= 1.01 * error(expected_grad, exact_grad) if classes > 1 else not grad.any()
-    assert (runtime.losses_of_rows(logits, target, -100) is not None) is (kernel == "compiled C")
 
 
 def test_control_a_wrong_logit_is_seen_by_the_kernel():
@@ -88,42 +74,31 @@ def test_control_a_wrong_logit_is_seen_by_the_kernel():
     assert seen > 1e-5, "ten times what the tests above allow"
 
 
-def test_a_nan_is_not_lost_and_stays_in_its_row():
-    logits = LOGITS.clone()
-    logits[1, 3] = float("nan")
-    logits[2, 4] = torch.inf
-    (loss, grad), (expected, expected_grad), _ = both(("none", -100), logits)
-    assert torch.equal(loss.isnan(), expected.isnan())
-    assert torch.equal(grad.isnan(), expected_grad.isnan())
+EXTREME = LOGITS.clone()
+EXTREME[0, 4:20] = -torch.inf  # words that are masked out; a target among them in row 1
+EXTREME[1, TARGET[1]] = -torch.inf
+EXTREME[2, 7] = 3e38
+NO_NUMBERS = LOGITS.clone()
+NO_NUMBERS[1, 3], NO_NUMBERS[2, 4] = torch.nan, torch.inf
+ODD = {
+    "extreme": {"logits": EXTREME},
+    "a NaN stays in its row": {"logits": NO_NUMBERS},
+    "no target counts": {"target": torch.full((ROWS,), -100), "reduction": "mean"},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_logits_and_targets_are_as_torchs(name):
+    ours, theirs, _ = both(**ODD[name])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=8e-3, atol=1e-30, equal_nan=True)
 
 
 def test_several_threads_compute_the_same_bits():
-    logits, target = drawn(300, 5000).bfloat16(), torch.arange(300)
-    results = []
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        x = logits.clone().requires_grad_()
-        loss = cross_entropy_low(x, target, -100, "none")
-        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
-    assert all(map(torch.equal, *results))
-
-
-def test_extreme_logits():
-    logits = LOGITS.clone()
-    logits[0, 4:20] = -torch.inf  # words that are masked out; a target among them in row 1
-    logits[1, TARGET[1]] = -torch.inf
-    logits[2, 7] = 3e38
-    (loss, grad), (expected, expected_grad), _ = both(("none", -100), logits)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(grad, expected_grad, rtol=8e-3, atol=1e-30)
-
-
-def test_where_no_target_counts():
-    (loss, grad), (expected, expected_grad), _ = both(("mean", -100), target=torch.full((ROWS,), -100))
-    assert loss.isnan()
-    assert expected.isnan()
-    assert torch.equal(grad, expected_grad)
-    assert not grad.any()
+    given = {"logits": drawn(300, 5000).bfloat16(), "target": torch.arange(300)}
+    alone = both(**given)[0]
+    torch.set_num_threads(3)
+    assert all(map(torch.equal, both(**given)[0], alone))
 
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1])

@@ -1,13 +1,13 @@
 """A batch norm that trains and its relu as one operation: as exact as torch's by fp64, computed again or not."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import amp_graph
 from amp_graph.passes.backends.cpu.convolution.lower_pointwise_conv import pointwise_conv
 from amp_graph.passes.backends.cpu.norm import batch_norm_kernel, fuse_batch_norm_relu
 from amp_graph.passes.backends.cpu.norm.batch_norm_functions import (
@@ -17,17 +17,16 @@ from amp_graph.passes.backends.cpu.norm.batch_norm_functions import (
     norm_and_relu,
     norm_and_relu_computed_again,
 )
-from amp_graph.passes.backends.cpu.norm.batch_norm_kernel import OPS
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.memory import recompute_activations
 from amp_graph.passes.memory.ops_with_recomputed_inputs import computing_again
 from amp_graph.passes.memory.recompute_functions import KEY
 from amp_graph.policy import Policy
-from tests.by_hand import descend
 from tests.layers import layers
 from tests.passes.builds import no_compiler  # noqa: F401
-from tests.passes.drawn import differentiated, drawn
+from tests.passes.drawn import drawn
 from tests.passes.graphs import assert_near, capture, differences, multiply_bf16, passes_for, run_step
+from tests.passes.whole_steps import stepped
 from tests.relative_error import assert_as_exact, error
 
 pytestmark = pytest.mark.compiled
@@ -46,83 +45,61 @@ def _any_size(monkeypatch):
     monkeypatch.setattr(recompute_activations, "FEWEST_AGAIN", {})
 
 
-def inputs(shape, low=BF16, away=0.0):
-    """x, running mean and variance, weight, bias; channels lie ``away`` deviations from zero."""
+def inputs(shape, low=BF16, away=0.0, form="relu"):
+    """x, what is added, running mean and variance, weight, bias; channels lie ``away`` deviations from zero."""
     x = (drawn(*shape) + away).to(low).contiguous(memory_format=LAST)
-    channels = shape[1]
-    return (
-        x,
-        drawn(channels, seed=1),
-        drawn(channels, seed=2).square(),
-        drawn(channels, seed=3) + 1,
-        drawn(channels, seed=4),
-    )
+    other = [drawn(*shape, seed=8, dtype=low).contiguous(memory_format=LAST)] * (form == "sum")
+    mean, var, weight, bias = (drawn(shape[1], seed=seed) for seed in range(1, 5))
+    return x, *other, mean, var.square(), weight + 1, bias
 
 
-def torchs(x, mean, var, weight, bias, momentum, eps, relu):
+def torchs(form, x, *rest):
+    *other, mean, var, weight, bias, momentum, eps = rest
     out = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
-    return F.relu(out) if relu else out
+    out = out + other[0] if other else out
+    return out if form == "alone" else F.relu(out)
 
 
-def step(function, given, relu=True, dtype=None, momentum=0.2):
+OURS = {"alone": partial(norm_and_relu, relu=False), "relu": norm_and_relu, "sum": norm_add_relu}
+
+
+def step(function, given, dtype=None):
     """Result, gradients of x, weight and bias, and the running statistics, for a cotangent in low precision."""
-    cotangent = drawn(*given[0].shape, seed=9, dtype=given[0].dtype)
     copies = [t.clone().to(dtype or t.dtype) for t in given]
-    leaves = [copies[i].requires_grad_() for i in (0, 3, 4)]
-    out = function(*copies, momentum, EPS, relu)
-    grads = torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
-    return [out.detach(), *grads, *copies[1:3]]
+    leaves = [t.requires_grad_() for t in (*copies[:-4], *copies[-2:])]
+    out = function(*copies, 0.2, EPS)
+    grads = torch.autograd.grad(out, leaves, drawn(*out.shape, seed=9, dtype=given[0].dtype).to(out.dtype))
+    return [out.detach(), *grads, *copies[-4:-2]]
 
 
-@pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("low", [BF16, FP16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_gradients_and_running_statistics_are_as_exact_as_torchs(shape, low, relu):
-    given = inputs(shape, low)
-    mine, other = step(norm_and_relu, given, relu), step(torchs, given, relu)
-    assert_as_exact(mine, other, step(torchs, given, relu, torch.float64))
-    assert mine[0].is_contiguous(memory_format=LAST)
+def assert_as_exact_as_torchs(found, form, given):
+    assert_as_exact(found, step(partial(torchs, form), given), step(partial(torchs, form), given, torch.float64))
 
 
-def sum_step(function, given, dtype=None):
-    """Result, and gradients of x, what is added, weight and bias."""
-    x, *_, weight, bias = given
-    other = drawn(*x.shape, seed=8, dtype=x.dtype).contiguous(memory_format=LAST)
-    called = lambda x, other, *affine: function(x, other, None, None, *affine, 0.1, EPS)  # noqa: E731
-    return differentiated(called, (x, other, weight, bias), dtype, seed=9, like=x.dtype)
+CASES = [(shape, low, 0.0) for shape in SHAPES for low in (BF16, FP16)]
+CASES += [((2, 20, 16, 16), FP16, away) for away in (8.0, 100.0)]  # channels far from zero keep their variance
 
 
-def torchs_sum(x, other, mean, var, weight, bias, momentum, eps):
-    return F.relu(F.batch_norm(x, mean, var, weight, bias, True, momentum, eps) + other)
-
-
-@pytest.mark.parametrize("low", [BF16, FP16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sum_behind_the_norm_is_as_exact_as_torchs(shape, low):
-    given = inputs(shape, low)
-    assert_as_exact(
-        sum_step(norm_add_relu, given), sum_step(torchs_sum, given), sum_step(torchs_sum, given, torch.float64)
-    )
-
-
-@pytest.mark.parametrize("away", [8.0, 100.0])
-def test_channels_far_from_zero_keep_their_variance(away):
-    given = inputs((2, 20, 16, 16), FP16, away)
-    assert_as_exact(step(norm_and_relu, given), step(torchs, given), step(torchs, given, dtype=torch.float64))
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize(("shape", "low", "away"), CASES, ids=str)
+def test_results_gradients_and_running_statistics_are_as_exact_as_torchs(shape, low, away, form):
+    given = inputs(shape, low, away, form)
+    found = step(OURS[form], given)
+    assert_as_exact_as_torchs(found, form, given)
+    assert found[0].is_contiguous(memory_format=LAST)
 
 
 def test_control_a_wrong_epsilon_is_seen():
     given = inputs((2, 20, 16, 16))
-    wrong = step(lambda *a: norm_and_relu(*a[:6], 3e-2, a[7]), given)
     with pytest.raises(AssertionError):
-        assert_as_exact(wrong, step(torchs, given), step(torchs, given, dtype=torch.float64))
+        assert_as_exact_as_torchs(step(lambda *a: norm_and_relu(*a[:6], 3e-2), given), "relu", given)
 
 
 def test_nan_and_infinity_come_through_the_relu():
     given = inputs((2, 3, 4, 4))
     given[0][0, 1, 0, 0] = float("nan")
     given[0][0, 2, 0, 0] = float("inf")
-    out, other = (f(*given, 0.1, EPS, True).isnan() for f in (norm_and_relu, torchs))
+    out, other = (f(*given, 0.1, EPS).isnan() for f in (norm_and_relu, partial(torchs, "relu")))
     assert torch.equal(out, other)
     assert out[:, 1:].all()
     assert not out[:, 0].any()
@@ -145,31 +122,20 @@ def test_without_gradients_and_in_one_place_they_are_torchs():
         norm_and_relu(x[:1, :, :1, :1], mean, var, weight, bias)
 
 
-def test_the_operators_fakes_are_truthful():
-    x, mean, var, weight, bias = inputs((2, 4, 3, 3))
-    _, stats = batch_norm_kernel.batch_norm_relu(x, None, None, None, weight, bias, 0.1, EPS, True)
-    for other in (None, x):
-        torch.library.opcheck(OPS.batch_norm_relu.default, (x, other, mean, var, weight, bias, 0.1, EPS, True))
-        torch.library.opcheck(OPS.batch_norm_relu_again.default, (x, other, weight, bias, stats, True))
-        for wants_x in (True, False):
-            given = (x, x, other, weight, bias, stats, True, wants_x)
-            torch.library.opcheck(OPS.batch_norm_relu_backward.default, given)
-
-
 # -- the pass ---------------------------------------------------------------------------------------------
 
 
 @layers(
-    lambda inplace=True, channels=32: dict(
-        stem=nn.Conv2d(3, channels, 3, padding=1, bias=False),
-        norm1=nn.BatchNorm2d(channels),
-        conv2=nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-        norm2=nn.BatchNorm2d(channels),
-        conv3=nn.Conv2d(channels, channels, 1, bias=False),
-        norm3=nn.BatchNorm2d(channels),
-        conv4=nn.Conv2d(channels, channels, 1, bias=False),
+    lambda inplace=True, affine=True: dict(
+        stem=nn.Conv2d(3, 32, 3, padding=1, bias=False),
+        norm1=nn.BatchNorm2d(32, affine=affine),
+        conv2=nn.Conv2d(32, 32, 3, padding=1, bias=False),
+        norm2=nn.BatchNorm2d(32, affine=affine),
+        conv3=nn.Conv2d(32, 32, 1, bias=False),
+        norm3=nn.BatchNorm2d(32, affine=affine),
+        conv4=nn.Conv2d(32, 32, 1, bias=False),
         relu=nn.ReLU(inplace),
-        head=nn.Linear(channels, 4),
+        head=nn.Linear(32, 4),
     ),
     seed=0,
 )
@@ -184,18 +150,14 @@ def Net(self, x):
 IMAGES = drawn(4, 3, 12, 12, seed=7)
 
 
-def made(inplace=True):
-    return Net(inplace)
-
-
-def graphs(model, policy="bf16", images=IMAGES):
-    captured = capture(model, images)
-    found = []
-    for skip in ("", WITHOUT):
-        gm = captured.fresh()
-        found.append((gm, run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)))
-    (ours, done), (plain, _) = found
-    return ours, plain, captured.given, next((t.result for t in done if t.name == "fuse-batch-norm-relu"), None)
+def graphs(model, policy="bf16", without=WITHOUT):
+    """The graph of a model with a pass and without, what it is given, and what fusing norms has done."""
+    captured = capture(model, IMAGES)
+    ours, plain = (
+        captured.through(passes_for(Policy.parse(policy + skip), "cpu", eager=True)) for skip in ("", without)
+    )
+    done = {timed.name: timed.result for timed in ours[1]}
+    return ours[0], plain[0], captured.given, done.get("fuse-batch-norm-relu")
 
 
 def targets(gm):
@@ -207,7 +169,7 @@ def targets(gm):
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.multiplied
 def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace, policy):
-    gm, plain, given, result = graphs(made(inplace), policy)
+    gm, plain, given, result = graphs(Net(inplace), policy)
     assert len(result.changes) == 3
     assert sum(t in (norm_add_relu, norm_add_relu_computed_again) for t in targets(gm)) == 1
     assert sum(t in (norm_and_relu, norm_and_relu_computed_again) for t in targets(gm)) == 2
@@ -217,15 +179,10 @@ def test_norms_that_train_are_fused_with_the_relu_that_alone_reads_them(inplace,
 @pytest.mark.parametrize("policy", ["bf16", "bf16,recompute=all", "bf16,accuracy=fast,recompute=all"])
 @pytest.mark.multiplied
 def test_computed_again_no_bit_changes(policy):
-    captured = capture(made(), IMAGES)
-    steps = []
-    for skip in ("", ",skip=recompute_activations"):
-        gm = captured.fresh()
-        run_passes(gm, passes_for(Policy.parse(policy + skip), "cpu", eager=True), checked=True)
-        steps.append(run_step(gm, captured.given))
-        assert (norm_and_relu_computed_again in targets(gm)) is (skip == "")
-        assert (norm_add_relu_computed_again in targets(gm)) is (skip == "")
-    assert not differences(*steps), "running statistics are among the inputs"
+    ours, plain, given, _ = graphs(Net(), policy, ",skip=recompute_activations")
+    for again in (norm_and_relu_computed_again, norm_add_relu_computed_again):
+        assert [again in targets(gm) for gm in (ours, plain)] == [True, False]
+    assert not differences(run_step(ours, given), run_step(plain, given)), "running statistics are among the inputs"
 
 
 def two_sums(made):
@@ -278,21 +235,21 @@ def test_a_sum_with_what_nobody_can_compute_again_is_saved():
 )
 def test_a_whole_step_has_kernels_of_ours_whoever_compiles_it(in_step, wanted, monkeypatch):
     multiply_bf16(monkeypatch, multiplies=True)
-    gm = capture(made(), IMAGES).fresh()
+    gm = capture(Net(), IMAGES).fresh()
     run_passes(gm, passes_for(Policy.parse("bf16"), "cpu", in_step=in_step), checked=True)
     assert {norm_and_relu, norm_add_relu, pointwise_conv} & set(targets(gm)) == wanted
 
 
-def left_alone():
-    yield "statistics", made().eval(), "those of the batch"
-    model = made()
-    model.norm1, model.norm2, model.norm3 = (nn.BatchNorm2d(32, affine=False) for _ in range(3))
-    yield "no parameters", model, "no weight and bias"
+LEFT = {
+    "statistics": (lambda: Net().eval(), "those of the batch"),
+    "no parameters": (lambda: Net(affine=False), "no weight and bias"),
+}
 
 
-@pytest.mark.parametrize(("model", "reason"), [pytest.param(m, r, id=name) for name, m, r in left_alone()])
-def test_what_is_left_alone_says_why(model, reason):
-    *_, result = graphs(model)
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_alone_says_why(name):
+    model, reason = LEFT[name]
+    *_, result = graphs(model())
     assert not result.changes
     assert [reason in skip.reason for skip in result.skips] == [True, True, True]
 
@@ -341,43 +298,31 @@ def test_only_sums_that_a_relu_alone_reads_are_fused(form):
 @pytest.mark.multiplied
 def test_small_images_keep_torchs(monkeypatch):
     monkeypatch.setattr(fuse_batch_norm_relu, "FEWEST_OF_A_BATCH_NORM", 1 << 30)
-    assert "as fast" in graphs(made())[-1].skips[0].reason
+    assert "as fast" in graphs(Net())[-1].skips[0].reason
 
 
 @pytest.mark.multiplied
 @pytest.mark.usefixtures("no_compiler")
 def test_machines_without_a_compiler_keep_torchs():
-    assert "compiling for this CPU" in graphs(made())[-1].skips[0].reason
-
-
-def trained(policy, how):
-    """Losses of three steps, the state after them and the text of the step's graph: "convert", or a whole step."""
-    model = made().to(memory_format=LAST)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    loss = lambda out: out.square().mean()  # noqa: E731
-    if how != "convert":
-        step = amp_graph.TrainStep(model, loss, optimizer, policy, compile=how)
-        losses = [float(step(IMAGES)) for _ in range(3)]
-        return losses, dict(model.state_dict()), step.graph_text()
-    amp_graph.convert(model, policy)
-    losses = []
-    for _ in range(3):
-        losses.append(descend(optimizer, loss(model(IMAGES))))
-    return [float(one.detach()) for one in losses], dict(model.state_dict()), ""
+    assert "compiling for this CPU" in graphs(Net())[-1].skips[0].reason
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
-@pytest.mark.parametrize("how", ["convert", "eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_training_moves_running_statistics_and_weights_as_without(how):
-    losses, state, text = trained("bf16", how)
-    others = how.replace("inductor", "eager")
-    plain_losses, plain, _ = trained("bf16" + WITHOUT, others)
-    _, exact, _ = trained("bf16-O0", others)
-    assert torch.allclose(torch.tensor(losses), torch.tensor(plain_losses), rtol=0.02)
-    assert ("batch_norm_relu_backward" in text) is (how != "convert")
-    for name, value in plain.items():
+@pytest.mark.parametrize("how", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_moves_running_statistics_and_weights_as_without(how):
+    def trained(policy, how="eager"):
+        fused = partial(torch.optim.SGD, lr=0.1, fused=True)
+        batches = [(IMAGES,)] * 3
+        last = lambda: Net().to(memory_format=LAST)  # noqa: E731
+        return stepped(last, lambda out: out.square().mean(), batches, policy, fused, compile=how)
+
+    ours, plain, exact = trained("bf16", how), trained("bf16" + WITHOUT), trained("bf16-O0").model.state_dict()
+    assert torch.allclose(ours.losses, plain.losses, rtol=0.02)
+    assert "batch_norm_relu_backward" in ours.text
+    for name, value in plain.model.state_dict().items():
+        found = ours.model.state_dict()[name]
         if "num_batches" in name:
-            assert torch.equal(state[name], value)
+            assert torch.equal(found, value)
         else:
-            mine, other = (error(t, exact[name].double()) for t in (state[name], value))
+            mine, other = (error(t, exact[name].double()) for t in (found, value))
             assert mine <= 1.1 * other + 0.002, name

@@ -10,7 +10,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.memory import gradient_buffers, reuse_embedding_gradients
-from amp_graph.passes.memory.gradient_buffers import POOL
+from amp_graph.passes.memory.gradient_buffers import OPS, POOL
 from tests.layers import layers, words_and_head
 from tests.memory_holders import SEEN
 from tests.threads import in_threads
@@ -29,7 +29,8 @@ def _any_table_is_large(monkeypatch):
 
 
 @layers(
-    lambda **options: dict(
+    lambda reads=2, **options: dict(
+        reads=reads,
         bag=nn.EmbeddingBag(ROWS, WIDTH, **{"mode": "sum"} | options),
         words=nn.Embedding(ROWS, WIDTH, padding_idx=3),
         head=nn.Linear(WIDTH, 1),
@@ -37,7 +38,7 @@ def _any_table_is_large(monkeypatch):
     seed=0,
 )
 def Tables(self, ids):
-    return self.head(self.bag(ids) + self.words(ids[:, 0]) + self.words(ids[:, 1]))
+    return self.head(self.bag(ids) + sum(self.words(ids[:, i]) for i in range(self.reads)))
 
 
 def converted(policy="bf16", **options):
@@ -71,9 +72,10 @@ def test_it_trains_as_without(how):
 
 def test_gradients_are_as_exact_as_torchs():
     exact, ours, plain = Tables().double(), converted(), converted(OFF)
-    ids = torch.cat([IDS, IDS, IDS + 3]).clamp(max=ROWS - 1)
+    ids = torch.cat([IDS, IDS, IDS + 3, torch.full_like(IDS, 3)]).clamp(max=ROWS - 1)
     for a, b, true in zip(step(ours, ids), step(plain, ids), step(exact, ids), strict=True):
         assert (a - true).norm() <= 1.01 * (b - true).norm() + 1e-6
+    assert not ours.words.weight.grad[3].any(), "of the padding"
     assert rewritten(ours)
     assert not rewritten(plain)
 
@@ -97,11 +99,14 @@ def test_rows_are_added_place_by_place_or_written_out(bags, padding, monkeypatch
         assert written.called == (least > 0 or not bags)
 
 
-def test_the_padding_has_no_gradient():
-    model = converted()
-    step(model, torch.full_like(IDS, 3))
-    assert not model.words.weight.grad.any()
-    assert model.bag.weight.grad[3].any()
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_the_operator_adds_up_rows_as_torch_does(padding):
+    rows = torch.randn(IDS.numel(), WIDTH, generator=torch.Generator().manual_seed(2))
+    ids = IDS.flatten() % 8
+    found = OPS.table_gradient(rows, ids, 9, padding)
+    assert torch.allclose(found, torch.ops.aten.embedding_dense_backward(rows, ids, 9, padding, False), atol=1e-6)
+    assert not found[8].any()
+    torch.library.opcheck(OPS.table_gradient.default, (rows, ids, 9, padding), test_utils=("test_faketensor",))
 
 
 def test_memory_is_used_again_and_cleared():
@@ -188,12 +193,14 @@ def test_threads_do_not_share_memory():
     in_threads(run, run, run)
 
 
-def test_it_is_given_back():
-    model = converted()
-    step(model)
-    model.zero_grad()
-    assert {t.numel() for t in POOL.tensors} == {ROWS * WIDTH}
-    amp_graph.revert(model)
+def test_it_is_given_back_with_the_last_model_that_has_asked_for_it():
+    models = [converted(), converted()]
+    for model in models:
+        step(model)
+        model.zero_grad()
+    for model in models:
+        assert {t.numel() for t in POOL.tensors} == {ROWS * WIDTH}
+        amp_graph.revert(model)
     assert not POOL.tensors
 
 
@@ -242,3 +249,56 @@ def test_no_memory_is_kept_beside_the_sum_of_a_tied_tables_gradients(tied):
         )
     assert len(POOL.tensors) == (not tied)
     assert ("another operation reads the table" in amp_graph.report(ours).text(skipped=True)) == tied
+
+
+# -- compiled models --------------------------------------------------------------------------------------
+
+
+def gradients(model, ids):
+    model(ids).square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_compiled_gradients_stay_and_their_memory_is_used_again():
+    ours = amp_graph.convert(Tables(reads=1), "bf16", compile="inductor")
+    plain = amp_graph.convert(Tables(reads=1), "bf16,skip=reuse_embedding_gradients", compile="inductor")
+    places = []
+    for turn in range(3):
+        ids = (IDS + turn) % ROWS
+        ids[0, 0] = 3
+        found = gradients(ours, ids)
+        for got, wanted in zip(found, gradients(plain, ids), strict=True):
+            assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        places.append({found[0].data_ptr(), found[1].data_ptr()})
+        del found, got
+    assert places[0] == places[1] == places[2] == {t.data_ptr() for t in POOL.tensors}
+    held = gradients(ours, IDS)
+    copies = [g.clone() for g in held]
+    gradients(ours, (IDS + 1) % ROWS)
+    assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert sum(t.nbytes for t in POOL.tensors) == 2 * ROWS * WIDTH * 4
+    del ours, held
+    gc.collect()
+    assert not POOL.tensors
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_uses_one_memory_for_all_tables_of_a_shape(compile):
+
+    def trained(policy):
+        model = Tables(reads=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = amp_graph.TrainStep(model, lambda y: y.square().sum(), optimizer, policy, compile=compile)
+        losses = [step((IDS + turn) % ROWS).detach() for turn in range(3)]
+        return [*losses, *model.parameters()], len(POOL.tensors), step.graph_text()
+
+    ours, kept, text = trained("bf16")
+    plain, none, _ = trained(OFF)
+    assert text.count("amp_graph.table_gradient") == 2
+    assert 1 <= kept <= 2
+    assert none == 0
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,7 @@
 """Whole models that compute activations again: what they save against torch.autocast, and that no gradient changes."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,12 +11,14 @@ from torch.utils.checkpoint import checkpoint
 import amp_graph
 from amp_graph.passes.backends.cpu.norm import fuse_batch_norm_relu
 from amp_graph.passes.memory import recompute_activations
-from tests.by_hand import descend, step_of
+from tests.by_hand import descend
 from tests.corpus.vision import Bottleneck
 from tests.layers import layers
 from tests.measure import saved_bytes
+from tests.passes.whole_steps import stepped
 
 WITHOUT = ",skip=recompute_activations"
+FUSED = partial(torch.optim.SGD, lr=0.1, fused=True)
 
 
 def resnet():
@@ -112,17 +116,6 @@ def test_the_report_says_what_is_not_saved(name):
     assert saves["bf16"] == saves["bf16" + WITHOUT]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", RESNETS, indirect=True)
-def test_evaluation_with_gradients_leaves_statistics_alone(name):
-    results = []
-    for policy in ("bf16,recompute=all", "bf16" + WITHOUT):
-        model, x = amp_graph.convert(made(name).eval(), policy), IMAGES.clone().requires_grad_()
-        results.append([*step_of(model, x, loss=torch.sum), x.grad, *model.buffers()])
-    assert all(map(torch.equal, *results))
-    assert all(map(torch.equal, made(name).buffers(), model.buffers()))
-
-
 def trained(name, policy, steps=2):
     """Return all that two steps leave, by ``convert``."""
     model = amp_graph.convert(made(name), policy)
@@ -130,16 +123,6 @@ def trained(name, policy, steps=2):
     for _ in range(steps):
         descend(optimizer, model(IMAGES).square().mean())
     return dict(model.state_dict())
-
-
-def stepped(name, policy):
-    """Return all that two steps of a ``TrainStep`` leave."""
-    model = made(name)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    step = amp_graph.TrainStep(model, lambda out: out.square().mean(), optimizer, policy)
-    for _ in range(2):
-        step(IMAGES)
-    return dict(model.state_dict()), step
 
 
 @pytest.mark.sampled(4)
@@ -152,12 +135,16 @@ def test_training_leaves_the_same_bits(name, policy):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 def test_a_step_graph_leaves_the_same_bits_and_computes_again_inside(name, policy):
-    (with_it, step), (without, plain) = stepped(name, policy), stepped(name, policy + WITHOUT)
-    assert all(torch.equal(with_it[k], without[k]) for k in without)
+    (_, with_it, text), (_, without, plain) = (
+        stepped(partial(made, name), lambda out: out.square().mean(), [(IMAGES,)] * 2, f"{policy}{skip}", FUSED)
+        for skip in ("", WITHOUT)
+    )
+    state = without.state_dict()
+    assert all(torch.equal(value, state[k]) for k, value in with_it.state_dict().items())
     again = (
         ("native_batch_norm", "relu_again") if name in RESNETS else ("gelu.default(", "activation_by_table.default(")
     )
-    more, fewer = (sum(one.graph_text().count(name) for name in again) for one in (step, plain))
+    more, fewer = (sum(one.count(name) for name in again) for one in (text, plain))
     assert more > fewer
 
 

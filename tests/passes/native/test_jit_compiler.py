@@ -72,27 +72,45 @@ def compiler(monkeypatch, tmp_path, script):
 # -- what is on the disk ----------------------------------------------------------------------------------
 
 
+def with_content(change):
+    """What puts another content in the place of a library."""
+
+    def harm(file):
+        content = file.read_bytes()
+        file.unlink()  # to write into a file that is loaded ends this process, as it would any
+        file.write_bytes(change(content))
+
+    return harm
+
+
+def a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
 DAMAGES = {
-    "cut in half": lambda content: content[: len(content) // 2],
-    "cut by a byte": lambda content: content[:-1],
-    "empty": lambda content: b"",
-    "zeros": lambda content: bytes(len(content)),
-    "one bit": lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:],
-    "longer": lambda content: content + b"\0",
-    "text": lambda content: b"\xff\xfe not a library\n",
-    "gone": None,
+    "cut in half": with_content(lambda content: content[: len(content) // 2]),
+    "cut by a byte": with_content(lambda content: content[:-1]),
+    "empty": with_content(lambda content: b""),
+    "zeros": with_content(lambda content: bytes(len(content))),
+    "one bit": with_content(lambda content: content[:700] + bytes([content[700] ^ 1]) + content[701:]),
+    "longer": with_content(lambda content: content + b"\0"),
+    "text": with_content(lambda content: b"\xff\xfe not a library\n"),
+    "gone": Path.unlink,
+    "a pipe, which would block": a_pipe,
+    "written to by others": lambda file: file.chmod(0o666),
+    "of another user": lambda file: os.chown(file, NOBODY, NOBODY),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_made_anew_and_kept(source, monkeypatch, damage):
+@pytest.mark.parametrize("damage", [pytest.param(d, marks=[as_root] * ("user" in d)) for d in DAMAGES])
+def test_what_is_damaged_or_may_be_anothers_is_made_anew_and_kept(source, monkeypatch, damage):
     assert answer(source) == 42
     (file,) = files("so")
-    content = file.read_bytes()
-    file.unlink()  # to write into a file that is loaded ends this process, as it would any
-    if DAMAGES[damage]:
-        file.write_bytes(DAMAGES[damage](content))
+    DAMAGES[damage](file)
     assert answer(source) == 42
+    (state,) = [path.stat() for path in jit_compiler.folder().iterdir()]
+    assert (state.st_uid, state.st_mode & 0o022) == (os.geteuid(), 0)
     without_compiler(monkeypatch)
     assert answer(source) == 42, "the new one is loaded"
 
@@ -107,36 +125,6 @@ def test_a_folder_that_others_write_to_is_refused(source, mode):
     with pytest.raises(CompilerError, match=r"(?s)written to by others.*legal:.*fix:.*chmod go-w"):
         answer(source)
     jit_compiler.folder().chmod(0o755)
-    assert answer(source) == 42
-
-
-@as_root
-def test_a_folder_of_another_user_is_refused(source):
-    assert answer(source) == 42
-    os.chown(jit_compiler.folder(), NOBODY, NOBODY)
-    with pytest.raises(CompilerError, match=r"belongs to another user \(65534\)"):
-        answer(source)
-
-
-HARMS = [pytest.param(lambda file: os.chown(file, NOBODY, NOBODY), marks=as_root), lambda file: file.chmod(0o666)]
-
-
-@pytest.mark.parametrize("harm", HARMS, ids=["of another user", "written to by others"])
-def test_a_file_that_others_may_have_written_is_replaced(source, harm):
-    assert answer(source) == 42
-    (file,) = files("so")
-    harm(file)
-    assert answer(source) == 42
-    (state,) = [path.stat() for path in jit_compiler.folder().iterdir()]
-    assert state.st_uid == os.geteuid()
-    assert not state.st_mode & 0o022
-
-
-def test_a_pipe_in_the_place_of_a_library_blocks_nobody(source):
-    assert answer(source) == 42
-    (file,) = files("so")
-    file.unlink()
-    os.mkfifo(file)
     assert answer(source) == 42
 
 
@@ -172,28 +160,40 @@ def test_a_folder_that_is_a_link_to_one(source, tmp_path):
     assert len(list((tmp_path / "real").iterdir())) == 1
 
 
-@pytest.mark.parametrize("make", [lambda path: path.symlink_to("nothing"), Path.touch, os.mkfifo])
-def test_a_folder_that_is_none_is_named(source, make):
-    make(jit_compiler.folder())
-    with pytest.raises(CompilerError, match=rf"(?s)kept.*fix:.*{jit_compiler.FOLDER}"):
-        answer(source)
+def unknown():
+    raise RuntimeError("Could not determine home directory.")
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place that nobody can write to")
-def test_a_place_that_is_read_only(source, monkeypatch):
-    monkeypatch.setenv(jit_compiler.FOLDER, "/proc/amp_graph")
-    with pytest.raises(CompilerError, match=rf"(?s)/proc/amp_graph.*fix:.*{jit_compiler.FOLDER}"):
-        answer(source)
-
-
-def test_a_user_without_a_home(source, monkeypatch):
-    def unknown():
-        raise RuntimeError("Could not determine home directory.")
-
+def without_a_home(folder, monkeypatch):
     monkeypatch.delenv(jit_compiler.FOLDER)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/not/legal")
     monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(CompilerError, match=rf"(?s)home directory.*fix:.*{jit_compiler.FOLDER}"):
+
+
+def of_another_user(folder, _):
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+
+
+NO_FOLDERS = {
+    "a dead link": (lambda folder, _: folder.symlink_to("nothing"), "kept"),
+    "a file": (lambda folder, _: folder.touch(), "kept"),
+    "a pipe": (lambda folder, _: os.mkfifo(folder), "kept"),
+    "of another user": (of_another_user, r"belongs to another user \(65534\)"),
+    "without a home": (without_a_home, "home directory"),
+    "read-only": (lambda _, patch: patch.setenv(jit_compiler.FOLDER, "/proc/amp_graph"), "/proc/amp_graph"),
+}
+NEEDS = {
+    "of another user": as_root,
+    "read-only": pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place that nobody can write to"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS.get(n, ())) for n in NO_FOLDERS])
+def test_a_folder_that_cannot_be_used_is_named(source, monkeypatch, name):
+    make, match = NO_FOLDERS[name]
+    make(jit_compiler.folder(), monkeypatch)
+    with pytest.raises(CompilerError, match=rf"(?s){match}.*fix:.*{jit_compiler.FOLDER}"):
         answer(source)
 
 
@@ -233,16 +233,8 @@ def test_another_cpu_has_a_key_of_its_own_where_the_compiler_is_told_to_use_all_
 # -- compilers --------------------------------------------------------------------------------------------
 
 
-def test_a_compiler_that_hangs_is_waited_for_once(source, monkeypatch, tmp_path):
-    monkeypatch.setattr(code_cache, "SECONDS", 0.3)
-    runs = compiler(monkeypatch, tmp_path, "exec sleep 300")
-    for _ in range(2):
-        with pytest.raises(CompilerError, match=r"took more than 0\.3 seconds"):
-            jit_compiler.load(source)
-    assert runs() == 1
-
-
 BROKEN = {
+    "hangs": ("exec sleep 300", r"took more than 0\.3 seconds"),
     "writes nothing": ("exit 0", "did not produce a valid library"),
     "writes garbage": ("echo garbage > $out", "did not produce a valid library"),
     "writes an empty file": (": > $out", "did not produce a valid library"),
@@ -255,6 +247,7 @@ BROKEN = {
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_compiler_that_fails_is_quoted_and_not_asked_again(source, monkeypatch, tmp_path, fault):
     script, match = BROKEN[fault]
+    monkeypatch.setattr(code_cache, "SECONDS", 0.3 if fault == "hangs" else code_cache.SECONDS)
     runs = compiler(monkeypatch, tmp_path, script)
     for _ in range(2):
         with pytest.raises(CompilerError, match=rf"(?s){match}.*fix:") as caught:

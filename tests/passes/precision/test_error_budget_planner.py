@@ -76,22 +76,17 @@ def test_models_keep_their_budgets(name):
 
 
 @pytest.fixture
-def on(monkeypatch):
+def fast_calls(on):
     """Plan for a machine whose calls cost nothing, so that small operations are worth a choice."""
-
-    def choose(name):
-        made = replace(machine(name), call=1e-12)
-        monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: made)
-
-    choose("cpu_amx")
-    return choose
+    on("cpu_amx", call=1e-12)
 
 
 @pytest.mark.parametrize(
     ("multiple", "seeds"),
     [(1.0, SEEDS[:16]), *(pytest.param(multiple, SEEDS, marks=pytest.mark.slow) for multiple in (0.5, 1.0, 3.0))],
 )
-def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(on, multiple, seeds):
+@pytest.mark.usefixtures("fast_calls")
+def test_the_graph_is_what_was_planned_and_has_the_casts_that_were_counted(multiple, seeds):
     compared = 0
     for seed in seeds:
         gm, done = captured(seed).through(passes_until(InsertCasts, f"bf16,accuracy={multiple}"))
@@ -114,13 +109,15 @@ def precisions(function, *inputs, policy="bf16,accuracy=1000,deny=exp", **state)
     return {op: m.precision for m in marks(gm).values() for op in m.ops}
 
 
-def test_deny_operations_stay_full(on):
+@pytest.mark.usefixtures("fast_calls")
+def test_deny_operations_stay_full():
     w = torch.randn(512, 512)
     found = precisions(lambda m, x: F.linear(F.linear(x, m.w).exp(), m.w), torch.randn(512, 512), w=w)
     assert (found["aten.linear"], found["aten.exp"]) == ("low", FULL)
 
 
-def test_no_table_is_rounded_for_a_gather_and_nothing_for_a_selection(on):
+@pytest.mark.usefixtures("fast_calls")
+def test_no_table_is_rounded_for_a_gather_and_nothing_for_a_selection():
     def f(m, i):
         rows = F.embedding(i, m.table) * 1.5
         return F.linear(rows + rows.amax(-1, keepdim=True), m.w)
@@ -131,21 +128,17 @@ def test_no_table_is_rounded_for_a_gather_and_nothing_for_a_selection(on):
 
 
 @pytest.mark.parametrize("name", ["cpu_bf16", "cpu_amx"])
-def test_attention_is_low_where_ours_is_the_kernel(on, name, monkeypatch):
+def test_attention_is_low_where_ours_is_the_kernel(on, name):
     """Of the time alone: torch's kernel of bf16, whose rate plans went by, is slower than that of fp32."""
-    on(name)
-    given = [torch.randn(2, 4, 128, 64) for _ in range(2)]
-    w = torch.randn(64, 64)
 
     def attend(m, x, y):
         return F.linear(F.scaled_dot_product_attention(F.linear(x, m.w), F.linear(y, m.w), F.linear(x, m.w)), m.w)
 
-    assert precisions(attend, *given, w=w)["aten.scaled_dot_product_attention"] == "low"
-    slow = replace(
-        machine(name), call=1e-12, rates={**machine(name).rates, "attention": {"float32": 6e10, "bfloat16": 1e10}}
-    )
-    monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: slow)
-    assert precisions(attend, *given, w=w)["aten.scaled_dot_product_attention"] == FULL, "control"
+    slow = {**machine(name).rates, "attention": {"float32": 6e10, "bfloat16": 1e10}}
+    for rates, wanted in (({}, "low"), ({"rates": slow}, FULL)):  # the second is a control
+        on(name, call=1e-12, **rates)
+        found = precisions(attend, *(torch.randn(2, 4, 128, 64) for _ in range(2)), w=torch.randn(64, 64))
+        assert found["aten.scaled_dot_product_attention"] == wanted
 
 
 # -- what the numbers do ------------------------------------------------------------------------------------
@@ -166,7 +159,8 @@ def dtypes(policy):
     return {kind: [n.meta["val"].dtype for n, m in marks(gm).items() if m.ops == (kind,)] for kind in kinds}
 
 
-def test_between_and_beyond_the_words(on):
+@pytest.mark.usefixtures("fast_calls")
+def test_between_and_beyond_the_words():
     tight, one, wide = (dtypes(f"bf16,accuracy={m}") for m in (0.001, 1, 1000))
     assert {*tight["aten.linear"], *one["aten.add"]} == {FP32}
     assert BF16 in one["aten.linear"]

@@ -19,7 +19,7 @@ from amp_graph.passes.precision.precision_assignment import cheapest, cost, is_l
 from amp_graph.passes.precision.rule_based_planner import operands, paint
 from tests.passes.golden_models import CASES as GOLDEN
 from tests.passes.graphs import FP32, capture, capture_function, node_named, passes_until, rewritten
-from tests.passes.planning import formulated, machine
+from tests.passes.planning import formulated
 from tests.passes.programs import captured
 
 SEEDS = range(32)
@@ -176,16 +176,6 @@ def mlp(rows, width):
 
 def dtypes(gm):
     return {n.meta["val"].dtype for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Plan for one of the machines that come with the package."""
-
-    def choose(name):
-        monkeypatch.setattr("amp_graph.passes.precision.plan_precision.machine_for", lambda device: machine(name))
-
-    return choose
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CaptureError
 from amp_graph.passes.precision import predict_time
 from amp_graph.passes.precision.machine_rates import DTYPES, FAMILIES, Machine, machine_text
 from amp_graph.passes.precision.plan_precision import PlanPrecision
@@ -32,17 +32,6 @@ def plain(monkeypatch):
     rates |= {name: {"float32": FLOPS, "bfloat16": 2 * FLOPS} for name in ("matmul", "convolution", "attention")}
     found = Machine("plain", "cuda", "round", 0.0, 0.0, BYTES, True, dict.fromkeys(DTYPES, 0.0), rates)
     monkeypatch.setattr(PLAN, lambda device: found)
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Plan for one of the machines that come with the package."""
-
-    def plan_for(name, **other):
-        for place in (PLAN, "amp_graph.policy.machine_for"):
-            monkeypatch.setattr(place, lambda device: replace(machine(name), **other))
-
-    return plan_for
 
 
 def predicted(model, x, policy="bf16", grad=True):
@@ -174,20 +163,6 @@ def test_what_was_asked_for_is_done_whatever_it_takes(on, policy):
 
 @by_profit
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
-def test_each_kind_of_call_is_judged_by_itself(on):
-    on("cpu_bf16")
-    model, _, _ = converted("auto", 1)
-    many = torch.randn(4096, 256)
-    assert not torch.equal(model(many), amp_graph.revert(model)(many))
-    amp_graph.convert(model, "auto")
-    with torch.no_grad():
-        model(torch.randn(2, 256))
-    assert model(many).shape == many.shape
-    assert {bool(g.predicted.left_alone) for g in amp_graph.report(model).graphs} == {True, False}
-
-
-@by_profit
-@pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 def test_left_alone_a_model_is_what_it_was(on):
     """Gradients, hooks and edits of its code go as they always did; autocast around it is off, and no trace is made."""
     on("cpu_bf16")
@@ -292,17 +267,6 @@ def test_the_backend_says_what_it_chose(on, policy):
         found = compiled(x)
     assert torch.equal(found, model(x)) == (policy is None)
     assert any("a graph of torch.compile runs in fp32" in str(one.message) for one in own(said)) == (policy is None)
-
-
-def test_the_words_of_the_policy():
-    assert Policy().leaves == Policy("fp16", skip_unprofitable="graphs").leaves == "graphs"
-    assert Policy("bf16").leaves == Policy("auto", "O2").leaves == "false"
-    assert Policy("bf16", skip_unprofitable=True) == Policy.parse("bf16,skip_unprofitable=true")
-    assert Policy("auto", skip_unprofitable=False).leaves == "false"
-    with pytest.raises(PolicyError, match="legal: false, graphs, true"):
-        Policy.parse("bf16,skip_unprofitable=some")
-    with pytest.raises(PolicyError, match="lists that reproduce"):
-        Policy.parse("bf16,lists=autocast_cpu,skip_unprofitable=graphs").op_list("cpu")
 
 
 @by_profit

@@ -27,7 +27,7 @@ from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.run.exit_report import is_first_rank
-from amp_graph.run.options import RunError, writable
+from amp_graph.run.options import writable
 from amp_graph.run.script import StepsAreOver, execute, module_target, raise_as_python_does, raised_by, script_target
 
 USAGE = (
@@ -38,18 +38,19 @@ Files = Mapping[str, Path | None]  # by the name of the option
 FOUND, NOT_LOOKED_AT = 1, 3  # exit statuses of --fail-on
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the script, module or model, and print the report; what the script raises is raised."""
-    try:
-        call, looks = _call_of(args)
-        if args.steps == 0:
-            raise RunError("audit: --steps 0: no step would run\n  legal: 1 or more\n  fix:   --steps 10")
-        files = {"json": writable(args.json, "audit: --json", "audit.json"),
-                 "report": writable(args.report, "audit: --report", "audit.html")}  # fmt: skip
-        audit = Audit(every=args.every, looks=looks, stop_after=args.steps or 0, ignore=args.ignore)
-    except AmpGraphError as error:
-        print(error, file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> Callable[[], int]:
+    """Return what runs the script, module or model, and prints the report."""
+    call, looks = _call_of(args)
+    if args.steps == 0:
+        raise AmpGraphError("audit: --steps 0: no step would run\n  legal: 1 or more\n  fix:   --steps 10")
+    files = {"json": writable(args.json, "audit: --json", "audit.json"),
+             "report": writable(args.report, "audit: --report", "audit.html")}  # fmt: skip
+    audit = Audit(every=args.every, looks=looks, stop_after=args.steps or 0, ignore=args.ignore)
+    return partial(_run, audit, call, files, args.fail_on)
+
+
+def _run(audit: Audit, call: Callable[[], None], files: Files, fail_on: str) -> int:
+    """Run ``call`` under ``audit``, and print the report; what the script raises is raised."""
     process = os.getpid()
 
     def audited() -> None:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             call()
 
     failure = raised_by(audited)
-    status = _tell(audit, files, args.fail_on) if os.getpid() == process and is_first_rank() else 0
+    status = _tell(audit, files, fail_on) if os.getpid() == process and is_first_rank() else 0
     if status and (failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))):
         return status
     if failure is not None:
@@ -69,7 +70,7 @@ def _call_of(args: argparse.Namespace) -> tuple[Callable[[], None], tuple[int, .
     """Return what is to run, and the steps that are looked at in any case."""
     name, *words = words_of(args) or [""]
     if not name:
-        raise RunError(USAGE)
+        raise AmpGraphError(USAGE)
     if args.module_words is not None:
         return partial(execute, module_target(name, "audit"), words), LOOKS
     if ":" in name and not os.path.exists(name):
@@ -83,7 +84,7 @@ def _inputs_in(words: list[str]) -> list[str]:
     parser.add_argument("--input", action="append", default=[])
     found, others = parser.parse_known_args(words)
     if others:
-        raise RunError(
+        raise AmpGraphError(
             f"audit: {' '.join(others)} after TARGET\n  legal: --input SPEC; other options before TARGET\n"
             "  fix:   amp-graph audit --json audit.json model.py:build --input 'x=f32[8,16]'"
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,22 +34,7 @@ SPEC = re.compile(
 )
 
 
-class InputSpec(NamedTuple):
-    """One input to make; ``name`` is empty for a positional one, ``low`` and ``high`` bound integers."""
-
-    name: str
-    dtype: str
-    sizes: tuple[int, ...]
-    low: int
-    high: int
-
-    def make(self, generator: torch.Generator) -> torch.Tensor:
-        """Return a random tensor: normal, or uniform in ``low..high`` or over booleans."""
-        if self.dtype in (*INTEGERS, "bool"):
-            made = torch.randint(self.low, self.high + 1, self.sizes, generator=generator)
-        else:
-            made = torch.randn(self.sizes, generator=generator)
-        return made.to(DTYPES[self.dtype])
+InputSpec = tuple[str, str, tuple[int, ...], int, int]  # name ("" for a positional one), dtype, sizes, ends of integers
 
 
 def make_inputs(
@@ -60,16 +45,19 @@ def make_inputs(
     args: list[torch.Tensor] = []
     kwargs: dict[str, Any] = {}
     for text in texts:
-        for spec in parse_inputs(text):
+        for name, dtype, sizes, low, high in parse_inputs(text):
             try:
-                made = spec.make(generator).to(device)
+                if dtype in (*INTEGERS, "bool"):
+                    made = torch.randint(low, high + 1, sizes, generator=generator).to(device, DTYPES[dtype])
+                else:
+                    made = torch.randn(sizes, generator=generator).to(device, DTYPES[dtype])
             except (RuntimeError, MemoryError, TypeError, ValueError, OverflowError) as error:
-                what = f"{list(spec.sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
+                what = f"{list(sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
                 raise pointed("--input", what[:600], text, 0, LEGAL, EXAMPLE) from error
-            if spec.name in kwargs:
-                raise pointed("--input", f"{spec.name!r} is given twice", text, 0, LEGAL, EXAMPLE)
-            args += [] if spec.name else [made]
-            kwargs |= {spec.name: made} if spec.name else {}
+            if name in kwargs:
+                raise pointed("--input", f"{name!r} is given twice", text, 0, LEGAL, EXAMPLE)
+            args += [] if name else [made]
+            kwargs |= {name: made} if name else {}
     return tuple(args), kwargs
 
 
@@ -88,7 +76,7 @@ def parse_inputs(text: str) -> list[InputSpec]:
             raise pointed("--input", str(error)[:300], text, at, LEGAL, EXAMPLE) from error
         if found[4] and (found[2] not in INTEGERS or low > high):
             raise pointed("--input", f"{found[2]} takes no range {low}..{high}", text, at, LEGAL, EXAMPLE)
-        specs.append(InputSpec(found[1] or "", found[2], sizes, low, high))
+        specs.append((found[1] or "", found[2], sizes, low, high))
         at = found.end()
     return specs
 

@@ -190,17 +190,18 @@ def main(argv: list[str] | None = None) -> int:
         return int(stop.code or 0)
     args.command_line = ["amp-graph", *(sys.argv[1:] if argv is None else argv)]
     run: Callable[[argparse.Namespace], Any] = importlib.import_module(args.module).run
-    if "words" in vars(args):  # of a script: its own errors and exit status are passed on
-        return int(run(args))
     from amp_graph.errors import AmpGraphError
 
+    is_script = "words" in vars(args)
     try:
         told = run(args)
-        sys.stdout.write(told.text(as_json=bool(vars(args).get("json"))))
-        return int(told.status)
+        if not is_script:
+            sys.stdout.write(told.text(as_json=bool(vars(args).get("json"))))
+            return int(told.status)
     except AmpGraphError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if is_script else 1
     except BrokenPipeError:  # the reader of our output closed it: `amp-graph dump ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    return int(told())  # the script's own errors and exit status are passed on

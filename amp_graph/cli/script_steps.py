@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -64,27 +65,24 @@ class Call:
     autocast: tuple[str, torch.dtype, bool]
 
 
-class Step:
-    """Calls a model on the batch of one step of the script, and returns the loss."""
+Step = Callable[..., Tensor]  # calls a model on the batch of one step of the script, and returns the loss
 
-    def __init__(self, calls: list[Call], roots: Any) -> None:
-        self._calls, self._roots = calls, roots
 
-    def __call__(self, model: Module, *, as_written: bool = False) -> Tensor:
-        """Return the loss; ``as_written``: under the script's own autocast."""
-        known: dict[Any, Any] = {Made(name): p for name, p in model.named_parameters()}
+def _repeated(calls: Sequence[Call], roots: Any, model: Module, *, as_written: bool = False) -> Tensor:
+    """Return the loss of a step for another model; ``as_written``: under the script's own autocast."""
+    known: dict[Any, Any] = {Made(name): p for name, p in model.named_parameters()}
 
-        def given(told: Any) -> Any:
-            return tree_map(lambda one: known[one] if isinstance(one, Made) else one, told)
+    def given(told: Any) -> Any:
+        return tree_map(lambda one: known[one] if isinstance(one, Made) else one, told)
 
-        for call in self._calls:
-            args, kwargs = given(call.given)
-            device, dtype, is_on = call.autocast
-            region = torch.autocast(device, dtype, enabled=is_on) if as_written else contextlib.nullcontext()
-            with torch.set_grad_enabled(call.gradients), region:
-                result = (call.function or model)(*args, **kwargs)
-            known.update(zip(map(Made, call.keys), tree_leaves(result), strict=False))
-        return loss_of(given(self._roots))
+    for call in calls:
+        args, kwargs = given(call.given)
+        device, dtype, is_on = call.autocast
+        region = torch.autocast(device, dtype, enabled=is_on) if as_written else contextlib.nullcontext()
+        with torch.set_grad_enabled(call.gradients), region:
+            result = (call.function or model)(*args, **kwargs)
+        known.update(zip(map(Made, call.keys), tree_leaves(result), strict=False))
+    return loss_of(given(roots))
 
 
 def loss_of(roots: list[tuple[Tensor, Tensor | None]]) -> Tensor:
@@ -199,10 +197,9 @@ class FirstSteps(TorchFunctionMode):
                 if models else "backward() starts from no call of a model since the last backward(), and a step has one"
             )  # fmt: skip
         model, copied = self._models[next(iter(models))]
-        frozen = _Constants(model)
-        calls = [frozen.call(call, is_model=call.function is model) for call in reversed(kept)]
-        step = Step(calls, [(frozen.given(root), seed) for root, seed in zip(roots, seeds, strict=True)])
-        expected = float(loss_of(list(zip(roots, seeds, strict=True))).detach())
+        losses = list(zip(roots, seeds, strict=True))
+        step = _step_of(model, reversed(kept), losses)
+        expected = float(loss_of(losses).detach())
         with same_random_numbers(), unchanged(copied):
             self._random.restore()
             again = float(step(copied, as_written=True).detach())
@@ -215,33 +212,31 @@ class FirstSteps(TorchFunctionMode):
         self.steps.append(step)
 
 
-class _Constants:
-    """Makes what calls were given independent of the step: results by their keys, weights by names, the rest copied."""
+def _step_of(model: Module, calls: Iterable[Call], losses: list[tuple[Tensor, Tensor | None]]) -> Step:
+    """Return what repeats ``calls`` for another model than ``model``.
 
-    def __init__(self, model: Module) -> None:
-        self._known: dict[int, Any] = {id(p): Made(name) for name, p in model.named_parameters()}
+    What they were given becomes independent of the step: results by their keys, weights by names, the rest copied.
+    """
+    known: dict[int, Any] = {id(p): Made(name) for name, p in model.named_parameters()}
 
-    def call(self, call: Call, *, is_model: bool) -> Call:
-        """Return ``call`` with such arguments, and None in the place of the model."""
-        given = tree_map(self.given, call.given)
-        if call.autocast[2]:  # constants that autocast made low, as the state of an LSTM: the model runs in fp32, too
-            given = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in HALVES else t, given)
-        self._known.update((key, Made(key)) for key in call.keys)
-        return Call(None if is_model else call.function, given, call.keys, call.gradients, call.autocast)
-
-    def given(self, one: Any) -> Any:
-        """Return what stands for one argument."""
+    def constant(one: Any) -> Any:
         if not isinstance(one, Tensor):
             return one
-        if id(one) in self._known:
-            return self._known[id(one)]
-        if one.requires_grad and not one.is_leaf:
-            raise AmpGraphError(UNKNOWN)
-        constant = (
-            one if isinstance(one, torch.nn.Parameter) else one.detach().clone().requires_grad_(one.requires_grad)
-        )
-        self._known[id(one)] = constant
-        return constant
+        if id(one) not in known:
+            if one.requires_grad and not one.is_leaf:
+                raise AmpGraphError(UNKNOWN)
+            is_weight = isinstance(one, torch.nn.Parameter)
+            known[id(one)] = one if is_weight else one.detach().clone().requires_grad_(one.requires_grad)
+        return known[id(one)]
+
+    kept = []
+    for call in calls:
+        given = tree_map(constant, call.given)
+        if call.autocast[2]:  # constants that autocast made low, as the state of an LSTM: the model runs in fp32, too
+            given = tree_map(lambda t: t.float() if isinstance(t, Tensor) and t.dtype in HALVES else t, given)
+        known.update((key, Made(key)) for key in call.keys)
+        kept.append(replace(call, function=None if call.function is model else call.function, given=given))
+    return partial(_repeated, kept, [(constant(root), seed) for root, seed in losses])
 
 
 def _tensors(given: Any) -> list[Tensor]:
@@ -266,7 +261,7 @@ def first_steps(target: Target, words: list[str], policy: Policy) -> FirstSteps:
     found = FirstSteps(policy)
     with contextlib.ExitStack() as undo:
         undo.callback(events.hear(found.heard))
-        undo.callback(hear(found))
+        undo.callback(hear(found.before, found.after, found.under_autocast, found.failed))
         undo.enter_context(found)
         failure = raised_by(lambda: execute(target, words))
     is_end = isinstance(failure, StepsAreOver) or (isinstance(failure, SystemExit) and failure.code in (None, 0))

@@ -13,7 +13,7 @@ import copyreg
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,50 +23,26 @@ from amp_graph.convert import convert, refuse_what_cannot_be_converted, revert
 from amp_graph.errors import AmpGraphError
 from amp_graph.lists.errors import Attempt
 from amp_graph.model_state import CONVERSION
-from amp_graph.report.model_report import Report, report
+from amp_graph.report.model_report import report
 from amp_graph.run.eligibility import inner_of
 from amp_graph.run.options import RunOptions
 from amp_graph.scaling.loss_scale import LossScale as LossScale
 
+if TYPE_CHECKING:
+    from amp_graph.run.trained_models import Model
 
-class Converted:
-    """A converted model of the script, and its newest report; no strong reference to the model."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        """Take a model that was just converted."""
-        self.ref = weakref.ref(inner_of(module))
-        self.report: Report | None = None
-        self._graphs = 0
+def refresh(model: Model, *, at_exit: bool = False) -> None:
+    """Make a new report if graphs were captured since the last one, as the model may be gone ``at_exit``."""
+    found = conversion_of(inner_of(model.ref()))
+    if found is not None and (at_exit or len(found.graphs) != model.graphs):
+        model.graphs, model.report = len(found.graphs), report(found.model)
 
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """Yield the model, and its submodules."""
-        if (module := self.ref()) is not None:
-            yield from module.modules()
 
-    def refresh(self) -> None:
-        """Make a new report if graphs were captured since the last one: the model may be gone at exit."""
-        found = conversion_of(self.ref())
-        if found is not None and len(found.graphs) != self._graphs:
-            self._graphs = len(found.graphs)
-            self.finish()
-
-    def finish(self) -> None:
-        """Make a new report of the model if it is still there."""
-        if (found := conversion_of(self.ref())) is not None:
-            self.report = report(found.model)
-
-    def undo(self) -> None:
-        """Revert the model if it is still converted, as a larger one is to be."""
-        if (found := conversion_of(self.ref())) is not None:
-            revert(found.model)
-
-    def summary(self) -> str:
-        """Return the graphs and casts in words."""
-        if self.report is None or not self.report.graphs:
-            return "not called since" if self.report is None else self.report.status
-        graphs = self.report.graphs
-        most = max(len(graph.casts) for graph in graphs)
-        return f"{len(graphs)} graph{'s' * (len(graphs) != 1)}, up to {most} casts a call"
+def undo(model: Model) -> None:
+    """Revert the model if it is still converted, as a larger one is to be."""
+    if (found := conversion_of(inner_of(model.ref()))) is not None:
+        revert(found.model)
 
 
 def why_not(module: torch.nn.Module, options: RunOptions) -> str:
@@ -78,12 +54,12 @@ def why_not(module: torch.nn.Module, options: RunOptions) -> str:
     return ""
 
 
-def convert_trained(module: torch.nn.Module, options: RunOptions) -> Converted | str:
-    """Convert ``module``, or return why it is left as written."""
+def convert_trained(module: torch.nn.Module, options: RunOptions) -> str:
+    """Convert ``module``; return why it is left as written, "" if it is not."""
     with Attempt() as tried:  # whatever it is, the script must go on
         convert(module, options.policy, compile=options.compile)
         keep_as_written(inner_of(module))
-        return Converted(module)
+        return ""
     return _with_fix(tried.error) if isinstance(tried.error, AmpGraphError) else tried.reason
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
@@ -33,7 +35,7 @@ COMM_HOOK = "in fp16 a gradient may overflow, and the communication hook of Dist
 STATELESS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # communication hooks
 
 
-def inner_of(module: torch.nn.Module) -> torch.nn.Module:
+def inner_of(module: Any) -> Any:
     """Return the model in a wrapper for several processes or devices; else ``module``."""
     return module.module if isinstance(module, WRAPPERS) else module
 

@@ -10,10 +10,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amp_graph.errors import AmpGraphError
 from amp_graph.run.trained_models import Model, State, TrainedModels
+
+if TYPE_CHECKING:
+    from amp_graph.report.model_report import Report
 
 MOST = 12  # lines of a kind
 NO_MODULE = "the script called no module with parameters"
@@ -31,22 +34,30 @@ def exit_report(models: TrainedModels, notes: Counter[str]) -> str:
     options = models.options
     told = {
         "policy": str(options.policy), "compile": options.compile, "dry_run": options.dry_run,
-        "converted": [_plain(m) for m in converted],
-        "not_converted": [_plain(m) | {"why": m.why_not_converted()} for m in left],
+        "converted": [_plain(models, m) for m in converted],
+        "not_converted": [_plain(models, m) | {"why": m.why_not_converted()} for m in left],
         "notes": models.scaling.lines() + [" ".join(n.removeprefix("amp_graph: ").split()) for n in notes.elements()],
         "files": list(write_reports(models, options.report)) if options.report is not None else [],
     }  # fmt: skip
     return json.dumps(told) if options.json else "amp-graph run: " + "\n".join(_lines(told))
 
 
-def _plain(model: Model) -> dict[str, Any]:
+def _plain(models: TrainedModels, model: Model) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model.kind, "parameters": model.parameters, "called_at": model.site}
-    if model.converted is not None:
-        model.converted.finish()
-        page = model.converted.report
-        found |= {"text": model.converted.summary(), "graphs": len(page.graphs) if page else 0}
+    if model.is_converted:
+        models.conversions.refresh(model, at_exit=True)
+        page = model.report
+        found |= {"text": _summary(page), "graphs": len(page.graphs) if page else 0}
         found["summary"] = page.summary() if page else {}
     return found
+
+
+def _summary(page: Report | None) -> str:
+    """Return the graphs and casts in words."""
+    if page is None or not page.graphs:
+        return "not called since" if page is None else page.status
+    most = max(len(graph.casts) for graph in page.graphs)
+    return f"{len(page.graphs)} graph{'s' * (len(page.graphs) != 1)}, up to {most} casts a call"
 
 
 def _lines(told: dict[str, Any]) -> Iterator[str]:
@@ -78,7 +89,7 @@ def _few(lines: Iterable[str]) -> Iterator[str]:
 
 def write_reports(models: TrainedModels, path: Path) -> Iterator[str]:
     """Write the HTML pages of the converted models, and yield a line on each: FILE, then FILE with a number."""
-    pages = [page for m in models.seen if m.converted is not None and (page := m.converted.report) is not None]
+    pages = [page for m in models.seen if m.is_converted and (page := m.report) is not None]
     if not pages:
         yield f"--report {path}: not written, as no model was converted and called"
     for i, page in enumerate(pages):

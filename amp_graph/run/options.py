@@ -1,6 +1,6 @@
 """The options of ``amp-graph run``, checked before the script starts.
 
-``RunOptions.checked(policy="bf16", report="report.html")``; RunError says what is wrong.
+``RunOptions.checked(policy="bf16", report="report.html")``; AmpGraphError says what is wrong.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from amp_graph.policy_words import HELD_LOW
 VARIABLE = "AMP_GRAPH_POLICY"
 
 
-class RunError(AmpGraphError):
-    """A command line of ``amp-graph run`` that cannot be carried out; the script was not started."""
-
-
 @dataclass(frozen=True)
 class RunOptions:
     """What ``amp-graph run`` was asked for; json: the exit report is JSON, in one line."""
@@ -36,7 +32,7 @@ class RunOptions:
 
     @staticmethod
     def checked(policy: str | None = None, *, report: str | None = None, **others: Any) -> RunOptions:
-        """Return the options, or raise RunError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
+        """Return the options, or raise AmpGraphError. Without ``policy``, the variable AMP_GRAPH_POLICY counts."""
         return RunOptions(_policy(policy), report=writable(report, "run: --report"), **others)
 
 
@@ -48,9 +44,9 @@ def _policy(given: str | None) -> Policy:
         for device in ("cpu",) if policy.emulate else ("cpu", "cuda"):
             policy.op_list(device)
     except AmpGraphError as error:
-        raise RunError(f"run: {error}{where}") from error
+        raise AmpGraphError(f"run: {error}{where}") from error
     if policy.level in HELD_LOW:
-        raise RunError(
+        raise AmpGraphError(
             f"run: policy {text!r}{where}: level {policy.level} holds parameters and gradients in low precision, and "
             "the script, its optimizer and DDP have them in fp32 before its first step\n"
             "  legal: level O1, which keeps parameters in fp32\n"
@@ -70,7 +66,7 @@ def writable(text: str | None, option: str, example: str = "report.html") -> Pat
     path = Path(os.path.abspath(text))
     why = "stdout is the script's" if text == "-" else why_unwritable(path)
     if why:
-        raise RunError(
+        raise AmpGraphError(
             f"{option} {text}: it cannot be written: {why}\n"
             "  legal: a file in a directory that exists and can be written\n"
             f"  fix:   {option.rpartition(' ')[2]} {example}"
@@ -79,7 +75,7 @@ def writable(text: str | None, option: str, example: str = "report.html") -> Pat
 
 
 def check_compiler(name: str) -> None:
-    """Raise RunError if ``name`` is no Dynamo backend. Dynamo is imported for other names than the default."""
+    """Raise AmpGraphError if ``name`` is no Dynamo backend. Dynamo is imported for other names than the default."""
     if name == "eager":
         return
     with contextlib.suppress(ImportError):
@@ -87,7 +83,7 @@ def check_compiler(name: str) -> None:
 
         legal = list_backends(exclude_tags=())
         if name not in legal:
-            raise RunError(
+            raise AmpGraphError(
                 f"run: --compile {name}: there is no such compiler\n  legal: eager, {', '.join(legal)}\n"
                 "  fix:   amp-graph run --compile inductor train.py"
             )

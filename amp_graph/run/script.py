@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from amp_graph.lists.errors import TAKERS, Attempt
+from amp_graph.lists.errors import TAKERS, AmpGraphError, Attempt
 from amp_graph.run.eligibility import needs_scale
 from amp_graph.run.exit_report import exit_report, is_first_rank
-from amp_graph.run.options import RunError, RunOptions
+from amp_graph.run.options import RunOptions
 from amp_graph.run.trained_models import TrainedModels, hear
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -53,13 +53,13 @@ class Target:
 
 
 def script_target(name: str, command: str = "run") -> Target:
-    """Return the target of ``python NAME``; RunError if there is no such file. ``command``: that of amp-graph."""
+    """Return the target of ``python NAME``; AmpGraphError if there is no such file. ``command``: that of amp-graph."""
     path = os.path.abspath(name)
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        raise RunError(
+        raise AmpGraphError(
             f"{command}: cannot run {name}: {error.strerror}\n  legal: a readable Python file\n"
             f"  fix:   {FIX.format(command)}"
         ) from error
@@ -69,7 +69,7 @@ def script_target(name: str, command: str = "run") -> Target:
 
 
 def module_target(name: str, command: str = "run") -> Target:
-    """Return the target of ``python -m NAME``; RunError if there is no such module. Imports its parent package."""
+    """Return the target of ``python -m NAME``; AmpGraphError if there is no such module. Imports its parent package."""
     here = os.getcwd()
     put_first(here)
     reason = "there is no such module, or it is a package without a __main__ module"
@@ -80,7 +80,7 @@ def module_target(name: str, command: str = "run") -> Target:
     except (ImportError, ValueError, AttributeError, TypeError) as error:
         spec, reason = None, str(error)
     if spec is None or not hasattr(spec.loader, "get_code") or spec.origin is None:
-        raise RunError(
+        raise AmpGraphError(
             f"{command}: cannot run module {name}: {reason}\n"
             f"  legal: a module that can be imported from {here} or sys.path\n  fix:   {FIX.format(command)}"
         )
@@ -169,7 +169,7 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     notes: Counter[str] = Counter()
     TAKERS.append(lambda text: notes.update([text]))
     models, process = TrainedModels(options, lambda text: notes.update([text])), os.getpid()
-    hear(models)
+    hear(models.before, models.after, models.under_autocast, models.failed)
     if needs_scale(options.policy):
         models.scaling.start()
     failure = raised_by(lambda: execute(target, arguments))

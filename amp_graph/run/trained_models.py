@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_compiling
@@ -28,7 +28,7 @@ from amp_graph.run.loss_scaling import LossScaling
 from amp_graph.run.options import RunOptions
 
 if TYPE_CHECKING:
-    from amp_graph.run.conversions import Converted
+    from amp_graph.report.model_report import Report
 
 
 class State(enum.Enum):
@@ -55,11 +55,13 @@ class Model:
     is_scaled: bool = False  # in fp16, with a scale of ours
     in_autocast: bool = False  # its present call is under the script's torch.autocast
     hooks: list[Any] = field(default_factory=list)
-    converted: Converted | None = None
+    is_converted: bool = False
+    graphs: int = 0  # of which its newest report tells
+    report: Report | None = None
 
     def become(self, state: State, reason: str = "") -> None:
         """Take its last state, and watch it no longer."""
-        self.state, self.reason, self.converted = state, reason, None
+        self.state, self.reason, self.is_converted = state, reason, False
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -80,6 +82,7 @@ class TrainedModels:
         self.seen: list[Model] = []
         self._by_id: dict[int, Model] = {}
         self._off = False
+        self.conversions: Any = None  # the room that imports Dynamo, from the first conversion on
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
@@ -104,8 +107,8 @@ class TrainedModels:
 
     def after(self, model: Model, given: Any, result: Any) -> None:
         """Watch the parameters of a model after its call; count the graphs of a converted one."""
-        if model.converted is not None:
-            model.converted.refresh()
+        if model.is_converted:
+            self.conversions.refresh(model)
         elif model.state is State.WATCHED and not model.hooks and torch.is_grad_enabled() and not in_transform():
             self._watch(model)
 
@@ -129,7 +132,12 @@ class TrainedModels:
             self.scaling.leave(module)
         elif is_checkpointed_call():
             model.become(State.LEFT, why.CHECKPOINTED)
-        elif any(part is module for m in self.seen if m.converted is not None for part in m.converted.modules()):
+        elif any(
+            part is module
+            for m in self.seen
+            if m.is_converted and (whole := m.ref()) is not None
+            for part in whole.modules()
+        ):
             model.state = State.PART
         return model
 
@@ -153,8 +161,8 @@ class TrainedModels:
     def _give_up_fp16(self, reason: str) -> None:
         """Revert the models whose losses were scaled, as that cannot go on."""
         for model in self.seen:
-            if model.converted is not None and model.is_scaled:
-                model.converted.undo()
+            if model.is_converted and model.is_scaled:
+                self.conversions.undo(model)
                 model.become(State.LEFT, f"{reason}; in fp16 until then")
 
     def _watch(self, model: Model) -> None:
@@ -173,7 +181,7 @@ class TrainedModels:
 
     def _convert(self, model: Model, module: torch.nn.Module) -> None:
         model.become(State.CONVERTED)
-        conversions = importlib.import_module("amp_graph.run.conversions")
+        conversions = self.conversions = importlib.import_module("amp_graph.run.conversions")
         if self.options.dry_run:
             if reason := conversions.why_not(module, self.options):
                 model.become(State.LEFT, reason)
@@ -185,14 +193,13 @@ class TrainedModels:
         others = ((m, m.ref()) for m in self.seen if m is not model)
         inside = [m for m, other in others if other is not None and id(why.inner_of(other)) in parts]
         for other in inside:  # the outermost module is converted
-            if other.converted is not None:
-                other.converted.undo()
+            if other.is_converted:
+                conversions.undo(other)
                 other.become(State.PART)
-        made: Converted | str = conversions.convert_trained(module, self.options)
-        if isinstance(made, str):
-            model.become(State.LEFT, made)
+        if reason := conversions.convert_trained(module, self.options):
+            model.become(State.LEFT, reason)
             return
-        model.converted = made
+        model.is_converted = True
         if model.is_scaled:
             self.scaling.begin(conversions.LossScale)
         for other in inside:
@@ -212,24 +219,17 @@ class _Thread(threading.local):
     seen: Model | None = None
 
 
-class Listener(Protocol):
-    """What is told of outermost calls; what it raises, it is told as well."""
+def hear(
+    before: Callable[[torch.nn.Module], Any],
+    after: Callable[[Any, Any, Any], None],
+    under_autocast: Callable[[Any], None],
+    failed: Callable[[Exception], None],
+) -> Callable[[], None]:
+    """Tell of all outermost calls from now on; the result ends that.
 
-    def before(self, module: torch.nn.Module) -> Any:
-        """Hear that ``module`` is called; what it returns, if not None, stands for the call from then on."""
-
-    def after(self, model: Any, given: Any, result: Any) -> None:
-        """Hear the end of a call: what it was given, (args, kwargs), and returned."""
-
-    def under_autocast(self, model: Any) -> None:
-        """Hear that a part of the model runs under autocast."""
-
-    def failed(self, error: Exception) -> None:
-        """Hear what one of these methods raised."""
-
-
-def hear(models: Listener) -> Callable[[], None]:
-    """Tell ``models`` of all outermost calls from now on; the result ends that.
+    before: called with the module; what it returns, if not None, stands for the call from then on. after: called with
+    that, with what the module was given, (args, kwargs), and with the result. under_autocast: called with it where a
+    part of the model runs under autocast. failed: called with what one of these raised.
 
     Dynamo must be imported later than this: it takes the present ``Module.__call__`` for torch's own, and does not
     trace it.
@@ -241,7 +241,7 @@ def hear(models: Listener) -> Callable[[], None]:
         with Attempt() as tried:
             return what()
         if tried.error is not None:
-            models.failed(tried.error)
+            failed(tried.error)
         return None
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -249,16 +249,16 @@ def hear(models: Listener) -> Callable[[], None]:
             return plain(self, *args, **kwargs)
         if thread.inside:
             if thread.seen is not None and is_autocast_on():
-                models.under_autocast(thread.seen)
+                under_autocast(thread.seen)
             return plain(self, *args, **kwargs)
         if in_backward():  # a checkpoint recomputes a part of what was seen
             return plain(self, *args, **kwargs)
         thread.inside = True
         try:
-            seen = thread.seen = tell(lambda: models.before(self))
+            seen = thread.seen = tell(lambda: before(self))
             result = plain(self, *args, **kwargs)
             if seen is not None:
-                tell(lambda: models.after(seen, (args, kwargs), result))
+                tell(lambda: after(seen, (args, kwargs), result))
             return result
         finally:
             thread.inside, thread.seen = False, None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_graph.cli.input_spec import DTYPES, InputSpec, make_inputs, parse_inputs
+from amp_graph.cli.input_spec import DTYPES, make_inputs, parse_inputs
 from amp_graph.cli.target import load_target
 from amp_graph.errors import AmpGraphError
 
@@ -125,9 +125,9 @@ def test_a_single_input_is_passed_by_position_whatever_its_name(file):
 
 def test_inputs_are_parsed_by_name_dtype_sizes_and_range():
     assert parse_inputs(" x = f32[8, 3] , i64[]:-2..2,ok=bool[4]") == [
-        InputSpec("x", "f32", (8, 3), 0, 9),
-        InputSpec("", "i64", (), -2, 2),
-        InputSpec("ok", "bool", (4,), 0, 1),
+        ("x", "f32", (8, 3), 0, 9),
+        ("", "i64", (), -2, 2),
+        ("ok", "bool", (4,), 0, 1),
     ]
 
 

@@ -188,8 +188,8 @@ def _spec(rng: random.Random) -> str:
 
 
 def use_spec(texts: list[str]) -> None:
-    found = [one for text in texts for one in parse_inputs(text)]
-    if all(_elements(one.sizes) < 100_000 or _elements(one.sizes) > 1 << 38 for one in found):
+    counts = [_elements(sizes) for text in texts for _, _, sizes, _, _ in parse_inputs(text)]
+    if all(count < 100_000 or count > 1 << 38 for count in counts):
         make_inputs(texts)
 
 

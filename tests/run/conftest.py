@@ -33,7 +33,7 @@ def watch(request, monkeypatch):
 
     def start(**options):
         models = TrainedModels(RunOptions.checked(policy, **options), print)
-        ends[:0] = [hear(models), models.stop]
+        ends[:0] = [hear(models.before, models.after, models.under_autocast, models.failed), models.stop]
         if policy == "fp16":
             models.scaling.start()
         return models

@@ -4,7 +4,8 @@ import pytest
 
 from amp_graph.cli.command_run import words_of
 from amp_graph.cli.main import main, parser
-from amp_graph.run.options import VARIABLE, RunError, RunOptions
+from amp_graph.errors import AmpGraphError
+from amp_graph.run.options import VARIABLE, RunOptions
 
 BAD = {
     "no such file": (["none.py"], "No such file"),
@@ -64,7 +65,7 @@ def test_the_variable_is_the_policy_where_none_is_given(monkeypatch):
     assert RunOptions.checked().policy.accuracy == "fast"
     assert RunOptions.checked("bf16").policy.accuracy == "autocast"
     monkeypatch.setenv(VARIABLE, "bf17")
-    with pytest.raises(RunError, match=f"from {VARIABLE}"):
+    with pytest.raises(AmpGraphError, match=f"from {VARIABLE}"):
         RunOptions.checked()
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import Call, Finding, Memory, Place, Watcher, dtype_name, tensors_in
+from amp_graph.audit.records import Call, Finding, Place, Watcher, dtype_name, tensors_in
 from amp_graph.audit.samples import sample
 from amp_graph.audit.updates import MANY, Lost
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random
-from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.passes.torch_compat.storage import Memory, storage_key
 
 MOST = 1 << 12  # elements of a sample
 ROUNDED = 1e-6  # by how much a sum of weights that are in float32 may differ from 1

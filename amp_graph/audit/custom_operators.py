@@ -21,7 +21,6 @@ from amp_graph.audit.records import (
     LOW,
     Call,
     Finding,
-    Memory,
     Place,
     Tally,
     Watcher,
@@ -30,6 +29,7 @@ from amp_graph.audit.records import (
 )
 from amp_graph.audit.speed.predicted_time import is_product
 from amp_graph.passes.torch_compat.dispatch import OpOverload, dispatch_has_kernel
+from amp_graph.passes.torch_compat.storage import Memory
 
 # Namespaces of torch's own packages, whose operators have rules where they need some.
 KNOWN = frozenset({

@@ -24,7 +24,6 @@ from amp_graph.audit.records import (
     CONVERSION,
     NOWHERE,
     Call,
-    Memory,
     Place,
     Totals,
     Training,
@@ -44,7 +43,7 @@ from amp_graph.passes.torch_compat.autograd import (
     sequence_number,
 )
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode, is_wrapper
-from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.passes.torch_compat.storage import Memory, storage_key
 from amp_graph.run.call_site import caller_of_torch
 
 DEVICES = ("cpu", "cuda")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+from amp_graph.passes.torch_compat.storage import Memory
 from amp_graph.run.call_site import NOWHERE as NOWHERE
 from amp_graph.run.call_site import Place as Place
 from amp_graph.run.call_site import Places as Places
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 LEVELS = ("note", "warning", "error")  # of findings, the least first
 LOW = frozenset(("bfloat16", "float16"))  # dtypes by name, as calls have them
 FULL = ("float32", "float64")
-Known = TypeVar("Known")
 CONVERSION = "aten._to_copy.default"
 _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
@@ -50,26 +49,6 @@ def tensors_in(values: Any) -> list[Tensor]:
     elif not isinstance(values, (tuple, list)):
         return []
     return [t for value in values if value is not None for t in tensors_in(value)]
-
-
-class Memory(dict[Any, tuple[StorageWeakRef, Known]]):
-    """What is known of memory, by the tensors in it; ``part``: what tells parts of one memory, and versions, apart.
-
-    Memory is held weakly: nothing is kept alive, and no other memory gets its number meanwhile.
-    """
-
-    def known(self, tensor: Tensor, *part: Any) -> Known | None:
-        """Return what is known of a tensor's memory, None if nothing is."""
-        return self[key][1] if self and (key := (storage_key(tensor), *part)) in self else None
-
-    def of(self, tensors: Iterable[Tensor]) -> list[Known]:
-        """Return what is known of any of ``tensors``."""
-        return [known for t in tensors if (known := self.known(t)) is not None] if self else []
-
-    def keep(self, tensor: Tensor, known: Known, *part: Any) -> None:
-        """Keep what is known of a tensor that has plain memory."""
-        if (key := storage_key(tensor)) is not None:
-            self[(key, *part)] = StorageWeakRef(storage_of(tensor)), known
 
 
 class Call(NamedTuple):

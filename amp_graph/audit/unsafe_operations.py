@@ -25,7 +25,6 @@ from amp_graph.audit.records import (
     Call,
     Event,
     Finding,
-    Memory,
     Place,
     Tally,
     Watcher,
@@ -37,9 +36,10 @@ from amp_graph.audit.samples import sample
 from amp_graph.lists import OpClass, effective
 from amp_graph.lists.errors import Attempt
 from amp_graph.numerics.differences import Sums
-from amp_graph.numerics.exact_runs import first_of
+from amp_graph.numerics.exact_runs import first_of, in_full
 from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, schema_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
+from amp_graph.passes.torch_compat.storage import Memory
 
 EXACT = {"bfloat16": 256, "float16": 2048}  # all whole numbers up to this are values of the dtype
 MOST = 1 << 20  # elements of a sample
@@ -218,8 +218,12 @@ class UnsafeOperations(Watcher):
         if part is None:
             return None
         moved: Tensor | None = None
+
+        def taken(leaf: Any) -> Any:
+            return in_full(part(leaf) if isinstance(leaf, Tensor) else leaf)
+
         with Attempt() as tried:
-            wide_args, wide_kwargs = tree_map(lambda leaf: _wide(leaf, part), (list(args), dict(kwargs)))
+            wide_args, wide_kwargs = tree_map(taken, (list(args), dict(kwargs)))
             first = wide_args[0]
             if code in ("AMP402", "AMP405") and isinstance(first, Tensor) and _is_rounded(first, dtype):
                 moved = first_of(operator(first * (1 + found.eps / 2), *wide_args[1:], **wide_kwargs))
@@ -314,16 +318,6 @@ def _part(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         apart = -(-first.numel() // MOST)
         return lambda t: t[::apart] if t.dim() else t
     return (lambda t: t) if sum(t.numel() for t in given) <= LARGEST else None
-
-
-def _wide(leaf: Any, part: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of an argument in float32, if it is in low precision: the operation may write to it."""
-    if isinstance(leaf, torch.dtype):
-        return torch.float32 if leaf in HALVES else leaf
-    if not isinstance(leaf, Tensor):
-        return leaf
-    found = part(leaf)
-    return found.to(torch.float32 if found.dtype in HALVES else found.dtype, copy=True)
 
 
 def _why_denied(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: str) -> str:

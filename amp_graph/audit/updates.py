@@ -25,6 +25,7 @@ from amp_graph.audit.codes import finding
 from amp_graph.audit.records import Finding, Place, Watcher, dtype_name
 from amp_graph.audit.samples import local, sample
 from amp_graph.lists.errors import Attempt
+from amp_graph.numerics.exact_runs import in_full
 from amp_graph.passes.graph.node_info import HALVES
 
 MANY, STILL, FEW = 0.1, 0.9, 0.01  # shares of lost updates: a warning, a parameter that stands still, a note
@@ -122,10 +123,7 @@ def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> 
         return sample(t, MOST) if type(optimizer).__name__ in ELEMENTWISE and t.shape == local(p).shape else t
 
     def widened(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return copy.deepcopy(value)
-        value = part(value)
-        return value.to(torch.float32 if value.dtype in HALVES else value.dtype, copy=True)
+        return in_full(part(value)) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     before = {name: part(value) for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
     alone = object.__new__(type(optimizer))

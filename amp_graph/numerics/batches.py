@@ -178,14 +178,14 @@ def gradients(model: torch.nn.Module, loss: Tensor, inputs: Sequence[Tensor]) ->
             one.update(before)
 
 
-class Leaves(list[Tensor]):
-    """The inputs of the graphs of one batch that require gradients, to differentiate its loss for."""
+def differentiate(model: torch.nn.Module, loss: Tensor | None, leaves: list[Tensor], scale: float = 1.0) -> bool:
+    """Run backward of ``loss`` times ``scale`` to ``leaves``, without touching ``.grad``; say whether there is one.
 
-    def differentiate(self, model: torch.nn.Module, loss: Tensor | None, scale: float = 1.0) -> bool:
-        """Run backward of ``loss`` times ``scale``, without touching ``.grad``; return whether there is one. Clear."""
-        leaves = list({id(t): t for t in self}.values())
-        self.clear()
-        if loss is None or not loss.requires_grad or not leaves:
-            return False
-        gradients(model, loss * scale, leaves)
-        return True
+    ``leaves``: the inputs of the graphs of one batch that require gradients; it is emptied.
+    """
+    inputs = list({id(t): t for t in leaves}.values())
+    leaves.clear()
+    if loss is None or not loss.requires_grad or not inputs:
+        return False
+    gradients(model, loss * scale, inputs)
+    return True

@@ -19,9 +19,9 @@ from amp_graph.errors import CalibrationError
 from amp_graph.lists import OpClass
 from amp_graph.model_state import unwritten
 from amp_graph.numerics.batches import (
-    Leaves,
     LossFn,
     checked,
+    differentiate,
     output_and_loss,
     refuse_infinite,
     to_measure,
@@ -72,7 +72,7 @@ def calibrate(
             with unwritten(batch):
                 _, loss = output_and_loss(model, loss_fn, batch)
                 refuse_infinite("calibrate", loss, number)
-                measuring.has_gradients |= measuring.leaves.differentiate(model, loss)
+                measuring.has_gradients |= differentiate(model, loss, measuring.leaves)
             measuring.end_batch()
     if not measuring.values:
         raise CalibrationError("calibrate: no operation has a floating-point value\n  fix:   calibrate another model")
@@ -93,7 +93,7 @@ class Measuring:
     has_gradients: bool = False
     now: dict[str, dict[str, Range]] = field(default_factory=dict)
     free: dict[str, bool] = field(default_factory=dict)
-    leaves: Leaves = field(default_factory=Leaves)
+    leaves: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, gm: GraphModule) -> Runner:
         """Prepare a captured graph as for planning; return what runs and measures it, and the graphs inside it."""

@@ -23,9 +23,9 @@ from amp_graph.errors import CalibrationError
 from amp_graph.lists.errors import first_line
 from amp_graph.model_state import ModelState, restored, unwritten
 from amp_graph.numerics.batches import (
-    Leaves,
     LossFn,
     checked,
+    differentiate,
     output_and_loss,
     refuse_infinite,
     to_measure,
@@ -122,7 +122,7 @@ def _run(
             if mode in (FP64, FP32):
                 refuse_infinite("compare", loss, number)
             loss = projected(out) if loss is None else loss
-        comparing.leaves.differentiate(model, loss, comparing.loss_scale)
+        differentiate(model, loss, comparing.leaves, comparing.loss_scale)
 
 
 def projected(out: Any) -> torch.Tensor | None:
@@ -192,7 +192,7 @@ class _Comparing:
     scale: float = 1.0
     autocast_failed: str = ""  # why torch.autocast could not run it
     before: ModelState = field(init=False)
-    leaves: Leaves = field(default_factory=Leaves)
+    leaves: list[torch.Tensor] = field(default_factory=list)
     _unit: float = 1.0
 
     def take(self, gm: GraphModule) -> Runner:

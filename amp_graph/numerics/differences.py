@@ -115,12 +115,12 @@ class Against(GradientSink):
 
     def local(self, node: Node, result: Any, exact: Exact) -> None:
         """Take what ``node`` returns in fp64 on the same inputs."""
-        name, got = node.name, first_of(result)
-        if got is None or got.shape != exact.result.shape or name not in self.ref.values:
+        name, got, (expected, _) = node.name, first_of(result), exact
+        if got is None or got.shape != expected.shape or name not in self.ref.values:
             return
-        wrong = difference(got.detach().double(), exact.result.detach())
+        wrong = difference(got.detach().double(), expected.detach())
         self.found.forward[name] += self._effect(wrong, name)
-        if exact.result.requires_grad and isinstance(result, Tensor):
+        if expected.requires_grad and isinstance(result, Tensor):
             self.exact[name] = exact
 
     def gradient(self, node: Node, grad: Tensor, part: int) -> None:
@@ -133,11 +133,10 @@ class Against(GradientSink):
         exact = self.exact.pop(node.name, None)
         if exact is None:
             return
-        names = [name for name, t in exact.inputs.items() if t.requires_grad]
-        found = torch.autograd.grad(
-            exact.result, [exact.inputs[n] for n in names], grad.to(exact.result.dtype) / self.scale, allow_unused=True
-        )
-        self.expected |= {(node.name, n): g.double() for n, g in zip(names, found, strict=True) if g is not None}
+        result, inputs = exact[0], {name: t for name, t in exact[1].items() if t.requires_grad}
+        seed = grad.to(result.dtype) / self.scale
+        found = torch.autograd.grad(result, list(inputs.values()), seed, allow_unused=True)
+        self.expected |= {(node.name, n): g.double() for n, g in zip(inputs, found, strict=True) if g is not None}
 
     def returned(self, reader: Node, source: Node, grad: Tensor) -> None:
         """Compare a gradient with what the same backward returns in fp64 for the same gradient and inputs."""

@@ -7,7 +7,6 @@ captured dtypes, whatever ran inside.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_map
 from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.graph.identify_ops import operations_of
 from amp_graph.passes.graph.meta_keys import CAST, MARK
-from amp_graph.passes.graph.node_info import draws, is_higher_order, is_zero
+from amp_graph.passes.graph.node_info import HALVES, draws, is_higher_order, is_zero
 from amp_graph.passes.graph.observe import Observer
 
 OUTSIDE = ("placeholder", "get_attr")  # what a graph reads that others read as well
@@ -112,12 +111,7 @@ class Checked(Restoring):
 # -- one operation in fp64: its own error apart from that of its inputs ----------------------------------------
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The result (the first of several) of an operation in float64, and its inputs, by the names of their nodes."""
-
-    result: Tensor
-    inputs: Mapping[str, Tensor]
+Exact = tuple[Tensor, Mapping[str, Tensor]]  # the first result of an operation in float64; its inputs, by their nodes
 
 
 def origin(node: Node) -> Node:
@@ -152,7 +146,7 @@ def exact_result(node: Node, inputs: Mapping[str, Any]) -> Exact | None:
     except (RuntimeError, TypeError, KeyError):  # KeyError: an input that is no value
         return None
     first = first_of(made)
-    return None if first is None else Exact(first, {name: t for name, t in copies.items() if isinstance(t, Tensor)})
+    return None if first is None else (first, {name: t for name, t in copies.items() if isinstance(t, Tensor)})
 
 
 def first_of(result: Any) -> Tensor | None:
@@ -167,6 +161,15 @@ def _copy(leaf: Any) -> Any:
         return leaf
     copied = leaf.detach().to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
     return copied.requires_grad_(leaf.requires_grad)
+
+
+def in_full(leaf: Any) -> Any:
+    """Return an argument in float32 if it is in low precision: of a tensor a copy, as an operation may write to it."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if leaf in HALVES else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().to(torch.float32 if leaf.dtype in HALVES else leaf.dtype, copy=True)
 
 
 def wide(given: Any) -> Any:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_graph.policy import Policy
-from amp_graph.search.trials import EVEN, FULL, SAME, Candidate, Goal, Trial, best_of
+from amp_graph.search.trials import EVEN, FULL, SAME, Goal, Trial, best_of
 
 ROOM = 0.9  # of the goal, which a set of operations is chosen for: a prediction is no measurement
 DOUBT_OF_TIME, DOUBT_OF_ERROR = 1.05, 1.5  # by what factors predictions may be off, once they are corrected
@@ -37,7 +37,7 @@ class Space:
     gain first. ``note``: what the default plan keeps in fp32, and why.
     """
 
-    plans: Sequence[Candidate]
+    plans: Sequence[Trial]
     shares: Mapping[str, float]
     words: Sequence[tuple[str, Any]] = ()
     note: str = ""

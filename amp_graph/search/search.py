@@ -32,7 +32,7 @@ from amp_graph.search.bench import Bench, refuse_unusable_steps
 from amp_graph.search.proposals import Space, propose
 from amp_graph.search.result import SearchResult, shown
 from amp_graph.search.space import Step, space_of
-from amp_graph.search.trials import AUTOCAST, FULL, NOT_FINITE, Candidate, Goal, Trial, best_of, put
+from amp_graph.search.trials import AUTOCAST, FULL, NOT_FINITE, Goal, Trial, best_of, put
 
 MOST = 25
 HELD_OUT = 1.1  # by which the error on held-out data may exceed the goal: it is another draw
@@ -95,7 +95,7 @@ def search(
     machine = machine_name(device)
     bench = Bench(model, step, metric)
     refuse_unusable_steps(bench)
-    key = {
+    key: dict[str, Any] = {
         "model": type(model).__name__,
         "policy": str(asked),
         "budget": [budget, absolute],
@@ -103,12 +103,12 @@ def search(
         "machine": f"{machine_for(device).name}, {machine}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }
-    kept = _File(state, key | bench.key())
-    before = kept.before
+    key |= bench.key()
+    before, trials = _read(state, key)
     if before is None:
         space = space_of(model, bench.sample, asked, trains=bench.trains)
         before = _Before(bench.trial(AUTOCAST, "torch's own mixed precision"), bench.noise, space)
-    unit, noise, trials = before.autocast.error, before.noise, kept.trials
+    unit, noise = before.autocast.error, before.noise
     space = replace(before.space, words=[one for one in before.space.words if one[0] not in limits.without])
     is_relative = metric is None and absolute is None
     if is_relative:
@@ -130,7 +130,10 @@ def search(
                 ended = f"its limit of {spent}"
             else:
                 last = _measure(bench, trials, *proposal, best_of(trials, goal, noise) if trials else None)
-                kept.write(before)
+                if state is not None:
+                    told = {"search": key, "before": asdict(before), "trials": [asdict(one) for one in trials]}
+                    text = json.dumps(told, indent=1) + "\n"
+                    write_or_refuse(state, text, "search", "search(..., state='search.json')")
                 if tell is not None:
                     tell(f"{runs + 1}: {_line(last, best_of(trials, goal, noise))}")
     except KeyboardInterrupt:
@@ -247,38 +250,26 @@ class _Before:
     space: Space
 
 
-class _File:
-    """What was measured, in a file; without a path, nowhere. A search that goes on proposes what it would have."""
-
-    def __init__(self, path: Any, key: dict[str, Any]) -> None:
-        self.path, self.key = path, key
-        self.trials: list[Trial] = []
-        self.before: _Before | None = None
-        if path is None or not Path(path).exists():
-            return
-        try:
-            found = json.loads(Path(path).read_text("utf-8"))
-            old = found["search"]
-            differ = [f"{name}: {old.get(name)} there, {one} here" for name, one in key.items() if old.get(name) != one]
-            if not differ:
-                self.trials = [Trial(**one) for one in found["trials"]]
-                told = found["before"]
-                space = Space(**{**told["space"], "plans": [Candidate(**one) for one in told["space"]["plans"]]})
-                self.before = _Before(Trial(**told["autocast"]), float(told["noise"]), space)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AmpGraphError(
-                f"search: {path} holds no search: {type(error).__name__}: {error}\n"
-                "  legal: a file that search(state=...) wrote\n  fix:   another file, or delete this one"
-            ) from error
-        if differ:
-            raise AmpGraphError(
-                f"search: {path} holds another search: {'; '.join(differ)}\n"
-                "  legal: the same model, weights, batch, loss, policy, budget, machine and torch\n"
-                "  fix:   another file, or delete this one; torch.manual_seed(0) before a model or batch is drawn"
-            )
-
-    def write(self, before: _Before) -> None:
-        """Write all trials."""
-        if self.path is not None:
-            told = {"search": self.key, "before": asdict(before), "trials": [asdict(one) for one in self.trials]}
-            write_or_refuse(self.path, json.dumps(told, indent=1) + "\n", "search", "search(..., state='search.json')")
+def _read(path: Any, key: dict[str, Any]) -> tuple[_Before | None, list[Trial]]:
+    """Return what a file holds: a search that goes on proposes what it would have."""
+    if path is None or not Path(path).exists():
+        return None, []
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+        old = found["search"]
+        differ = [f"{name}: {old.get(name)} there, {one} here" for name, one in key.items() if old.get(name) != one]
+        if not differ:
+            told = found["before"]
+            space = Space(**{**told["space"], "plans": [Trial(**one) for one in told["space"]["plans"]]})
+            before = _Before(Trial(**told["autocast"]), float(told["noise"]), space)
+            return before, [Trial(**one) for one in found["trials"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AmpGraphError(
+            f"search: {path} holds no search: {type(error).__name__}: {error}\n"
+            "  legal: a file that search(state=...) wrote\n  fix:   another file, or delete this one"
+        ) from error
+    raise AmpGraphError(
+        f"search: {path} holds another search: {'; '.join(differ)}\n"
+        "  legal: the same model, weights, batch, loss, policy, budget, machine and torch\n"
+        "  fix:   another file, or delete this one; torch.manual_seed(0) before a model or batch is drawn"
+    )

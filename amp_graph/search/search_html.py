@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from amp_graph.report.report_html import asset, template
 from amp_graph.search.trials import AUTOCAST
@@ -20,25 +20,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 WIDTH, HEIGHT, BEYOND = 640.0, 300.0, 2.0  # of the figure; errors further beyond the budget are drawn at its edge
 
 
-class Axis(NamedTuple):
-    """What lies between ``low`` and ``high`` is drawn between 0 and ``length``; ``marks``: round numbers there."""
-
-    low: float
-    high: float
-    length: float
-
-    def place(self, value: float) -> float:
-        """Return where ``value`` is drawn: at the end if it is beyond."""
-        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low))) * self.length
-
-    def marks(self) -> list[tuple[float, str]]:
-        """Return (place, text) of round numbers."""
-        size = 10.0 ** math.floor(math.log10((self.high - self.low) / 2))
-        step = next(size * n for n in (1, 2, 5, 10) if (self.high - self.low) / (size * n) <= 6)
-        numbers = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
-        return [(self.place(n * step), f"{n * step:.3g}") for n in numbers]
-
-
 def search_page(result: SearchResult) -> str:
     """Return ``result`` as a whole page."""
     columns, *rows = result.table()
@@ -48,10 +29,10 @@ def search_page(result: SearchResult) -> str:
         for number, one in enumerate(result.measured, start=1)
         if math.isfinite(one.time)
     ]
-    across = _axis([0.0, *(one.time for _, one, _ in shown)], WIDTH)
-    up = _axis([0.0, *(min(error, limit + BEYOND * abs(limit)) for _, _, error in shown), limit], HEIGHT)
+    across, columns_at = _axis([0.0, *(one.time for _, one, _ in shown)], WIDTH)
+    up, rows_at = _axis([0.0, *(min(error, limit + BEYOND * abs(limit)) for _, _, error in shown), limit], HEIGHT)
     points = [
-        {"number": number, "x": across.place(one.time), "y": HEIGHT - up.place(error), "policy": one.policy,
+        {"number": number, "x": across(one.time), "y": HEIGHT - up(error), "policy": one.policy,
          "kind": "own" if one.policy == AUTOCAST else "answer" if one == result.best
                  else "good" if result.goal.is_met(one) else "over",
          "told": f"{one.policy}: {one.time:.3f} of fp32's time, {error:.3g}; {result.fate(one)}"}
@@ -60,16 +41,28 @@ def search_page(result: SearchResult) -> str:
     return str(
         template("search.html", TEMPLATES).render(
             result=result, verdict=result.verdict(), columns=columns, rows=rows, points=points, width=WIDTH,
-            height=HEIGHT, across=across.marks(), up=[(HEIGHT - y, text) for y, text in up.marks()],
-            limit=HEIGHT - up.place(limit), curve=_front(points), styles=asset("page.css"),
+            height=HEIGHT, across=columns_at, up=[(HEIGHT - y, text) for y, text in rows_at],
+            limit=HEIGHT - up(limit), curve=_front(points), styles=asset("page.css"),
         )
     )  # fmt: skip
 
 
-def _axis(values: Sequence[float], length: float) -> Axis:
+def _axis(values: Sequence[float], length: float) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
+    """Return what places a number on an axis for ``values``, and round numbers there, (place, text).
+
+    A place is between 0 and ``length``: what is beyond the axis is at its end.
+    """
     finite = [one for one in values if math.isfinite(one)]
-    low, high = min(finite), max(finite)
-    return Axis(low, low + 1.1 * ((high - low) or 1.0), length)
+    low = min(finite)
+    width = 1.1 * ((max(finite) - low) or 1.0)
+
+    def place(value: float) -> float:
+        return min(1.0, max(0.0, (value - low) / width)) * length
+
+    size = 10.0 ** math.floor(math.log10(width / 2))
+    step = next(size * n for n in (1, 2, 5, 10) if width / (size * n) <= 6)
+    marks = (n * step for n in range(math.ceil(low / step), math.floor((low + width) / step) + 1))
+    return place, [(place(mark), f"{mark:.3g}") for mark in marks]
 
 
 def _front(points: list[dict[str, Any]]) -> str:

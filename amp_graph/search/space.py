@@ -18,6 +18,7 @@ import torch
 from amp_graph.capture.sensitivity_sample import Sample, captured_by, in_fp32, measure
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
+from amp_graph.numerics.batches import differentiate
 from amp_graph.numerics.calibrate import Measuring
 from amp_graph.numerics.compare import projected
 from amp_graph.passes.calibration.calibration import Calibration
@@ -31,7 +32,7 @@ from amp_graph.passes.precision.predict_time import predicted
 from amp_graph.policy import Policy
 from amp_graph.policy_words import ACCURACIES, DTYPES
 from amp_graph.search.proposals import Space
-from amp_graph.search.trials import Candidate
+from amp_graph.search.trials import Trial
 
 MULTIPLES = (0.5, 0.75, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0, 2.5, 3.0)  # those of equal plans once
 Step = Callable[[Any], Any]
@@ -50,17 +51,17 @@ def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: b
         policy, note = _without_overflow(model, sample, asked)
         sampled = measure(model, policy, sample)
     except CaptureError:
-        return Space([Candidate(str(asked))], {}, _words(asked, device, trains, []))
+        return Space([Trial(str(asked))], {}, _words(asked, device, trains, []))
     graphs = [(ErrorBudget(problem, machine, _name(dtype)), measured.of(problem)) for problem, measured in sampled]
     harms = [harm_of(graph.made, graph.influence if found is None else found) for graph, found in graphs]
     full = sum(graph.plans.point({LOW_ALWAYS}).cost for graph, _ in graphs) or 1
     unit = sum(cost(harm, graph.autocast.low) for (graph, _), harm in zip(graphs, harms, strict=True))
-    plans: dict[tuple[frozenset[int], ...], Candidate] = {}
+    plans: dict[tuple[frozenset[int], ...], Trial] = {}
     for one in _of_other_accuracies(policy, device):
         points = [point_of(graph, one) for graph, _ in graphs]
         made = sum(cost(harm, point.low) for harm, point in zip(harms, points, strict=True))
         time, error = sum(point.cost for point in points) / full, math.sqrt(made / unit) if unit else 0.0
-        plans.setdefault(tuple(point.low for point in points), Candidate(str(one), time, error))
+        plans.setdefault(tuple(point.low for point in points), Trial(str(one), time, error))
     shares: defaultdict[str, float] = defaultdict(float)
     for (graph, _), harm, low in zip(graphs, harms, next(iter(plans)), strict=True):
         keys = node_keys(graph.problem.gm)
@@ -70,7 +71,7 @@ def space_of(model: torch.nn.Module, sample: Sample, asked: Policy, *, trains: b
                 shares[keys[node]] += harm.low[i] + sum(casts)
     problems = [problem for problem, _ in sampled]
     others = [
-        Candidate(
+        Trial(
             str(_without_overflow(model, sample, replace(asked, dtype=word))[0]),
             sum(ErrorBudget(problem, machine, _name(other)).cut("autocast").cost for problem in problems) / full,
             torch.finfo(other).eps / torch.finfo(dtype).eps,
@@ -125,7 +126,7 @@ def _without_overflow(model: torch.nn.Module, sample: Sample, policy: Policy) ->
         return policy, ""
     measuring = Measuring(in_fp32(policy), device)
     with captured_by(model, policy, measuring.take):
-        measuring.leaves.differentiate(model, sample(model))
+        differentiate(model, sample(model), measuring.leaves)
     measuring.end_batch()
     out = Calibration(measuring.values).out_of_range()
     kept = {key: why for key, why in out.items() if measuring.values[key].free and key not in policy.keep_ops}

@@ -1,6 +1,6 @@
 """What is tried, and what was measured of it: plain values, which a file of the search holds.
 
-Before: ``Candidate("bf16,accuracy=fast", time=0.61, error=1.4)``, predicted. After: ``Trial("bf16,accuracy=fast",
+Before: ``Trial("bf16,accuracy=fast", time=0.61, error=1.4)``, predicted. After: ``Trial("bf16,accuracy=fast",
 time=0.66, error=1.2, ...)``, measured.
 """
 
@@ -16,27 +16,19 @@ EVEN = 0.01  # the share of time by which policies differ that are as fast as ea
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A policy that may be tried; ``time`` over fp32's and ``error`` over autocast's, as predicted; NaN: not known."""
-
-    policy: str
-    time: float = math.nan
-    error: float = math.nan
-
-
-@dataclass(frozen=True)
 class Trial:
-    """A policy that was measured, or torch.autocast.
+    """A policy that may be tried, with what is predicted of it, or was measured, as torch.autocast was; NaN: not known.
 
     ``time``: of a step, over fp32's, by the median of turns with what was the best before. ``error``: of the step,
-    relative to fp32's; infinite if it failed or is not finite. ``metric``: the user's; NaN without one. ``memory``: the
+    relative to fp32's, predicted: to
+    autocast's; infinite if it failed or is not finite. ``metric``: the user's; NaN without one. ``memory``: the
     peak in bytes, on CUDA; else 0. ``why``: why it was tried, or how it failed. ``spread``: the standard error of
     ``time``, as a share of it. ``beside``: the policy that it was measured in turns with. ``runs``: how many times.
     """
 
     policy: str
-    time: float
-    error: float
+    time: float = math.nan
+    error: float = math.nan
     metric: float = math.nan
     memory: int = 0
     why: str = ""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef  # 2.11 - 2.13
 
+Known = TypeVar("Known")
 # Hidden from subclasses; 2.11 - 2.13.
 _BASE: Any = torch._C.TensorBase
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = _BASE.untyped_storage
@@ -25,6 +26,26 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return int(storage_of(tensor)._cdata)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
+
+
+class Memory(dict[Any, tuple[StorageWeakRef, Known]]):
+    """What is known of memory, by the tensors in it; ``part``: what tells parts of one memory, and versions, apart.
+
+    Memory is held weakly: nothing is kept alive, and no other memory gets its number meanwhile.
+    """
+
+    def known(self, tensor: torch.Tensor, *part: Any) -> Known | None:
+        """Return what is known of a tensor's memory, None if nothing is."""
+        return self[key][1] if self and (key := (storage_key(tensor), *part)) in self else None
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> list[Known]:
+        """Return what is known of any of ``tensors``."""
+        return [known for t in tensors if (known := self.known(t)) is not None] if self else []
+
+    def keep(self, tensor: torch.Tensor, known: Known, *part: Any) -> None:
+        """Keep what is known of a tensor that has plain memory."""
+        if (key := storage_key(tensor)) is not None:
+            self[(key, *part)] = StorageWeakRef(storage_of(tensor)), known
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from amp_graph.policy import Policy
 from amp_graph.search.proposals import Space, propose
-from amp_graph.search.trials import FULL, Candidate, Goal, Trial, best_of, put
+from amp_graph.search.trials import FULL, Goal, Trial, best_of, put
 
 UNIT = 0.004
 
@@ -29,7 +29,7 @@ def drawn(seed):
     times = sorted((draw.uniform(0.3, 1.2) for _ in range(6)), reverse=True)
     errors = sorted(draw.uniform(0.5, 4) for _ in range(6))
     names = ["bf16-O1", *(f"bf16-O1,accuracy={n}" for n in range(2, 7))]
-    return [Candidate(*row) for row in zip(names, times, errors, strict=True)]
+    return [Trial(*row) for row in zip(names, times, errors, strict=True)]
 
 
 def measured_by(plans, *, gain=1.0, worse=1.0):
@@ -51,7 +51,7 @@ def test_the_fastest_plan_within_the_goal_is_found_also_where_predictions_are_of
 
 
 def test_control_without_corrections_a_better_plan_is_missed():
-    plans = [Candidate("bf16-O1", 0.9, 2.0), Candidate("bf16-O1,accuracy=2", 0.5, 4.0)]
+    plans = [Trial("bf16-O1", 0.9, 2.0), Trial("bf16-O1,accuracy=2", 0.5, 4.0)]
     goal = Goal(error=2.5 * UNIT)
     world = measured_by(plans, worse=0.5)
     assert best_of(searched(Space(plans, {}), world, goal), goal).policy == "bf16-O1,accuracy=2"
@@ -67,12 +67,12 @@ def test_the_operations_that_spoil_every_plan_are_kept_in_fp32():
         kept = policy.partition("keep_ops=")[2].split("|")
         return 0.5 + 0.1 * len(kept), 0.05 * math.sqrt(sum(s for key, s in shares.items() if key not in kept))
 
-    found = best_of(searched(Space([Candidate("bf16-O1", 0.5, 1.0)], shares), world, goal), goal)
+    found = best_of(searched(Space([Trial("bf16-O1", 0.5, 1.0)], shares), world, goal), goal)
     assert found.policy == "bf16-O1,keep_ops=bad:linear"
 
 
 def test_operations_are_kept_in_fp32_also_where_a_slower_plan_is_exact_enough():
-    plans = [Candidate("bf16-O1", 0.4, 1.0), Candidate("bf16-O1,accuracy=0.5", 0.9, 0.3)]
+    plans = [Trial("bf16-O1", 0.4, 1.0), Trial("bf16-O1,accuracy=0.5", 0.9, 0.3)]
     space = Space(plans, {"bad:linear": 0.98, "a:linear": 0.01, "b:linear": 0.01})
     goal, unit = Goal(error=0.5 * UNIT), UNIT
     world = {"bf16-O1": (0.4, unit), "bf16-O1,accuracy=0.5": (0.9, 0.3 * unit)}
@@ -82,7 +82,7 @@ def test_operations_are_kept_in_fp32_also_where_a_slower_plan_is_exact_enough():
 
 def test_a_plan_that_is_predicted_a_little_too_inexact_is_measured_and_ends_the_plans_beyond_it():
     errors = (1.0, 1.2, 1.3, 1.4)
-    plans = [Candidate(f"bf16-O1,accuracy={n}" if n else "bf16-O1", 0.9 - n / 10, e) for n, e in enumerate(errors)]
+    plans = [Trial(f"bf16-O1,accuracy={n}" if n else "bf16-O1", 0.9 - n / 10, e) for n, e in enumerate(errors)]
     world, goal = measured_by(plans), Goal(error=1.0 * UNIT)
     assert [one.policy for one in searched(Space(plans, {}), world, goal)] == [FULL, "bf16-O1", "bf16-O1,accuracy=1"]
     better = {"bf16-O1,accuracy=1": (0.8, 1.0 * UNIT), "bf16-O1,accuracy=2": (0.7, 1.01 * UNIT)}
@@ -94,7 +94,7 @@ def test_a_plan_that_is_predicted_a_little_too_inexact_is_measured_and_ends_the_
 def noisy(truth, seed, *, told):
     """Return the answer of a search whose first measurements are off by 3 %, and whether their spread is ``told``."""
     draw, goal, trials = random.Random(seed), Goal(error=UNIT), []
-    space = Space([Candidate(policy, time, 1.0) for policy, time in truth.items() if policy != FULL], {})
+    space = Space([Trial(policy, time, 1.0) for policy, time in truth.items() if policy != FULL], {})
     while proposal := propose(space, trials, goal, 0.01, UNIT):
         policy = proposal[0]
         best = best_of(trials, goal, 0.01) if trials else Trial(FULL, 1.0, 0.0)
@@ -131,7 +131,7 @@ def by_words(**factors):
 
 
 def test_words_are_tried_in_the_best_policy_so_far_and_kept_where_they_are_faster():
-    space = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS)
+    space = Space([Trial("bf16-O1", 0.7, 1.0)], {}, WORDS)
     trials = searched(space, by_words(replay=0.8, level=1.2, recompute=0.9), Goal(error=UNIT))
     assert [one.policy for one in trials] == [
         FULL, "bf16-O1", "bf16-O1,replay=true", "bf16-O2,replay=true", "bf16-O1,recompute=all,replay=true",
@@ -144,7 +144,7 @@ def test_a_word_that_gains_only_together_with_another_one_is_found():
         asked = Policy.parse(policy)
         return (0.5 if asked.replay and asked.level == "O2" else 0.6 if asked.replay else 0.7), UNIT
 
-    space = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, [("level", "O2"), ("replay", True)])
+    space = Space([Trial("bf16-O1", 0.7, 1.0)], {}, [("level", "O2"), ("replay", True)])
     trials = searched(space, world, Goal(error=UNIT))
     assert best_of(trials, Goal(error=UNIT)).policy == "bf16-O2,replay=true"
 
@@ -153,7 +153,7 @@ def test_every_word_of_the_answer_was_measured_to_be_no_slower_than_the_other_va
     for seed in range(200):
         draw = random.Random(seed)
         times = defaultdict(lambda draw=draw: draw.uniform(0.4, 0.9))
-        space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
+        space, goal = Space([Trial("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
         trials = searched(space, lambda policy, times=times: (times[policy], UNIT), goal)
         answer = Policy.parse(best_of(trials, goal, 0.01).policy)
         measured = {Policy.parse(one.policy): one.time for one in trials}
@@ -169,8 +169,8 @@ def test_every_word_of_the_answer_was_measured_to_be_no_slower_than_the_other_va
 
 
 def test_a_plan_that_is_faster_only_with_a_word_is_found():
-    plans = [Candidate("bf16-O1", 0.65, 1.0), Candidate("bf16-O1,skip_unprofitable=true", 0.55, 1.0)]
-    plans.append(Candidate("bf16-O1,accuracy=fast", 0.61, 1.0))
+    plans = [Trial("bf16-O1", 0.65, 1.0), Trial("bf16-O1,skip_unprofitable=true", 0.55, 1.0)]
+    plans.append(Trial("bf16-O1,accuracy=fast", 0.61, 1.0))
     world = {"bf16-O1": 0.64, "bf16-O1,skip_unprofitable=true": 0.6, "bf16-O1,accuracy=fast": 0.8}
     low = {"bf16-O2": 0.5, "bf16-O2,skip_unprofitable=true": 0.55}
     space, goal = Space(plans, {}, [("level", "O2")]), Goal(error=UNIT)
@@ -183,7 +183,7 @@ def test_a_plan_that_is_faster_only_with_a_word_is_found():
 
 
 def test_words_may_make_low_precision_pay_but_not_where_it_is_far_from_it():
-    space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
+    space, goal = Space([Trial("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT)
     for first, tried in ((1.2, 3), (1.4, 2)):
         world = {"bf16-O1": first}
         trials = searched(space, lambda policy, world=world: (world.get(policy, 0.8), UNIT), goal)
@@ -192,7 +192,7 @@ def test_words_may_make_low_precision_pay_but_not_where_it_is_far_from_it():
 
 
 def test_a_step_that_takes_too_much_memory_is_tried_with_what_saves_memory_first():
-    space, goal = Space([Candidate("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT, memory=10)
+    space, goal = Space([Trial("bf16-O1", 0.7, 1.0)], {}, WORDS), Goal(error=UNIT, memory=10)
     trials = [Trial(FULL, 1.0, 0.0, memory=20), Trial("bf16-O1", 0.7, UNIT, memory=12)]
     proposal = propose(space, trials, goal, 0.01, UNIT)
     assert proposal is not None
@@ -202,7 +202,7 @@ def test_a_step_that_takes_too_much_memory_is_tried_with_what_saves_memory_first
 
 
 def test_where_fp16_fails_the_other_dtype_is_tried():
-    space = Space([Candidate("fp16-O1", 0.6, 1.0), Candidate("bf16-O1", 0.6, 8.0)], {}, WORDS)
+    space = Space([Trial("fp16-O1", 0.6, 1.0), Trial("bf16-O1", 0.6, 8.0)], {}, WORDS)
     world = {"fp16-O1": (math.inf, math.inf)}
     trials = searched(space, lambda policy: world.get(policy, (0.6, UNIT)), Goal(error=8 * UNIT))
     assert best_of(trials, Goal(error=8 * UNIT)).policy == "bf16-O1"

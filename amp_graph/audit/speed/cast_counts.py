@@ -22,7 +22,6 @@ from amp_graph.audit.records import (
     Call,
     Event,
     Finding,
-    Memory,
     Place,
     Tally,
     Totals,
@@ -32,7 +31,7 @@ from amp_graph.audit.records import (
 from amp_graph.audit.speed.predicted_time import LEAST_SHARE, family_of, seconds_of, seconds_of_steps
 from amp_graph.passes.precision.machine_rates import machine_for
 from amp_graph.passes.torch_compat.autograd import in_backward
-from amp_graph.passes.torch_compat.storage import storage_key
+from amp_graph.passes.torch_compat.storage import Memory, storage_key
 
 LARGE_SHARE = 0.1  # of the bytes or the predicted time of the looked-at steps: such casts are worth a warning
 ALWAYS_NOTES = ("AMP705", "AMP706")  # autocast works so, and a script cannot mend it without another forward

@@ -24,7 +24,6 @@ from amp_graph.audit.records import (
     Call,
     Event,
     Finding,
-    Memory,
     Place,
     Totals,
     Watcher,
@@ -42,6 +41,7 @@ from amp_graph.audit.speed.predicted_time import (
 from amp_graph.lists import OpClass, load
 from amp_graph.passes.precision.machine_rates import Machine, machine_for
 from amp_graph.passes.precision.predict_time import WORTH_IT
+from amp_graph.passes.torch_compat.storage import Memory
 
 LARGE_SHARE = 0.05  # of the predicted time of the looked-at steps: what could be saved of it is worth a warning
 CASTS_OF_TRAINING = 2  # what forward casts down, backward casts up: gradients

@@ -11,11 +11,11 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_graph import errors, passes
 from amp_graph.numerics.overflow.result import Located
@@ -110,35 +110,28 @@ class CodePlaces:
     def __init__(self, model: torch.nn.Module) -> None:
         """Prepare for a run of ``model``."""
         self._names = {id(m): name for name, m in model.named_modules()}
-        self._stack: list[str] = []
         self._numbers: list[int] = []
         self._places: list[CodePlace] = []
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> CodePlaces:
-        """Follow the calls of modules."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Stop that."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
-
-    def _leave(self, *_: Any) -> None:
-        if self._stack:
-            self._stack.pop()
 
     def seen(self) -> None:
         """Note the place of an operator of the forward, so that its backward can be told."""
         self._numbers.append(next_sequence_number())
-        self._places.append((self._stack[-1] if self._stack else "", *users_line()))
+        self._places.append(self._running())
+
+    def _running(self) -> CodePlace:
+        """Return the innermost module that runs, and file, line and function that are neither torch's nor ours."""
+        module, line, call = None, None, torch.nn.Module.__call__.__code__
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (module is None or line is None):
+            code = frame.f_code
+            if code.co_name == RUNS and code.co_filename.startswith(HERE):
+                break
+            if code is call and module is None:
+                module = self._names.get(id(frame.f_locals["self"]))
+            if line is None and not code.co_filename.startswith((HERE, *OTHERS, "<")):
+                line = code.co_filename, frame.f_lineno, code.co_name
+            frame = frame.f_back
+        return module or "", *(line or ("", 0, ""))
 
     def now(self, *, backward: bool) -> CodePlace:
         """Return the place of the call that runs now."""
@@ -152,14 +145,3 @@ class CodePlaces:
         line = f"{file}:{number}, in {name}: {linecache.getline(file, number).strip()}" if file else ""
         is_cast = source not in (None, place)
         return Located(module=module, line=line, cast_of="a value" * is_cast, keep=(place[0], ""))
-
-
-def users_line() -> tuple[str, int, str]:
-    """Return file, line and function of the innermost frame of the run that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None and not (frame.f_code.co_name == RUNS and frame.f_code.co_filename.startswith(HERE)):
-        file = frame.f_code.co_filename
-        if not file.startswith((HERE, *OTHERS, "<")):
-            return file, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", 0, ""

@@ -85,13 +85,13 @@ def run_in_fp32(task: Task) -> Ran:
 MASKED = "a softmax, whose rows that see nothing are others than in fp32"
 
 
-def _run(task: Task, way: Callable[[Task, ExitStack], Ran]) -> Ran:
+def _run(task: Task, way: Callable[[Task], Ran]) -> Ran:
     with ExitStack() as around:
         around.enter_context(unchanged(task.model, task.parts))
         around.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda"):
             around.enter_context(torch.autocast(kind, enabled=False))
-        found = way(task, around)
+        found = way(task)
         for part in task.parts:
             _give(found.watch, task, part)
             for name, origins in _differentiated(task, found, part):
@@ -150,7 +150,7 @@ def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
 # -- two ways to compute ------------------------------------------------------------------------------------
 
 
-def _in_graph(task: Task, stack: ExitStack) -> Ran:
+def _in_graph(task: Task) -> Ran:
     """Capture model and loss as one graph, rewrite it, and run it node by node."""
     places = GraphPlaces()
     watch = Watch(places)
@@ -176,9 +176,9 @@ def _in_graph(task: Task, stack: ExitStack) -> Ran:
     return Ran(compute, watch, "the planned graph, node by node")
 
 
-def _code(task: Task, stack: ExitStack, region: Region | None, skips_low: bool = False) -> Ran:
+def _code(task: Task, region: Region | None, skips_low: bool = False) -> Ran:
     """Run the code as calls without graphs run, in a region of autocast or in fp32."""
-    places = stack.enter_context(CodePlaces(task.model))
+    places = CodePlaces(task.model)
     watch = Watch(places, places.seen)
     compute = _forward_and_loss(task)
 

@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_graph.lists.errors import Attempt
+from amp_graph.numerics.exact_runs import in_full
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
 from amp_graph.numerics.overflow.result import Located, dtype_text, number_text
-from amp_graph.passes.graph.node_info import HALVES, is_mutable, is_random, is_view, schema_arguments, written_arguments
+from amp_graph.passes.graph.node_info import is_mutable, is_random, is_view, schema_arguments, written_arguments
 from amp_graph.passes.torch_compat.autograd import in_backward
 from amp_graph.passes.torch_compat.dispatch import OpOverload, TorchDispatchMode
-from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_key, storage_of
+from amp_graph.passes.torch_compat.storage import Memory
 
 # They return memory that nothing has written yet.
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "empty_permuted")
@@ -82,8 +83,8 @@ class Watch(TorchDispatchMode):
         self.events: list[Event] = []
         self._places: Any = places  # each kind tells its own places alone
         self._seen = seen
-        self._origins: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
-        self._made_at: dict[int, tuple[StorageWeakRef, Any]] = {}  # places of all values, by storage
+        self._origins = Memory[frozenset[int]]()
+        self._made_at = Memory[Any]()  # places of all values
 
     # -- given values ---------------------------------------------------------------------------------
 
@@ -115,7 +116,9 @@ class Watch(TorchDispatchMode):
         bad = [t for t in made if is_bad(t)]
         if bad:
             self._follow(func, read or (args, kwargs), bad, backward=backward)
-        _note(self._made_at, made, self._places.now(backward=backward))
+        place = self._places.now(backward=backward)
+        for t in made:
+            self._made_at.keep(t, place)
         return result
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, Tensor], Any]:
@@ -141,7 +144,8 @@ class Watch(TorchDispatchMode):
         new_nan = any(math.isnan(largest(t)) for t in bad) and not any(math.isnan(largest(t)) for t in sources)
         if sources and not (new_nan and all(self.events[i].meant for i in origins)):
             if origins:
-                _note(self._origins, bad, origins)
+                for t in bad:
+                    self._origins.keep(t, origins)
                 return
             # An operand that no watched operator has made is the first to be seen: it is what there is to report.
         scalars = (leaf for leaf in tree_leaves(given) if isinstance(leaf, float))
@@ -153,7 +157,7 @@ class Watch(TorchDispatchMode):
     ) -> Located:
         """Return what is known of a call; ``rerun``: whether to call it once more, in fp32."""
         is_cast = str(func).removeprefix("aten.").partition(".")[0] in CASTS
-        source = _alive(self._made_at, operands[0]) if is_cast and operands else None
+        source = self._made_at.known(operands[0]) if is_cast and operands else None
         floats = [t for t in operands if t.is_floating_point()]
         return replace(
             self._places.told(self._places.now(backward=backward), source, backward=backward),
@@ -171,14 +175,7 @@ class Watch(TorchDispatchMode):
         if not isinstance(func, OpOverload) or is_random(func):
             return None
 
-        def widened(leaf: Any) -> Any:
-            if isinstance(leaf, torch.dtype) and leaf in HALVES:
-                return torch.float32
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.detach().float() if leaf.dtype in HALVES else leaf.detach().clone()
-
-        args, kwargs = tree_map(widened, given)
+        args, kwargs = tree_map(in_full, given)
         with Attempt() as tried:
             made = [t for t in _tensors(func(*args, **kwargs)) if t.is_floating_point()]
         if tried.error is not None:  # a kernel without fp32, or an argument that names a dtype otherwise
@@ -192,26 +189,12 @@ class Watch(TorchDispatchMode):
     def _add(self, facts: Located, tensors: list[Tensor], *, meant: bool) -> None:
         number = len(self.events)
         self.events.append(Event(number, facts, meant))
-        _note(self._origins, tensors, frozenset((number,)))
+        for t in tensors:
+            self._origins.keep(t, frozenset((number,)))
 
     def origins_of(self, tensor: Tensor) -> frozenset[int]:
         """Return the numbers of the events that a value which is not finite comes from; empty: unknown."""
-        return _alive(self._origins, tensor) or frozenset()
-
-
-def _note(noted: dict[int, tuple[StorageWeakRef, Any]], tensors: list[Tensor], what: Any) -> None:
-    """Note ``what`` for the storages of ``tensors``."""
-    for tensor in tensors:
-        key = storage_key(tensor)
-        if key is not None:
-            noted[key] = StorageWeakRef(storage_of(tensor)), what
-
-
-def _alive(noted: dict[int, tuple[StorageWeakRef, Any]], tensor: Tensor) -> Any:
-    """Return what was noted for the storage of ``tensor``; None if that was another's, which is gone."""
-    key = storage_key(tensor)
-    found = None if key is None else noted.get(key)
-    return None if found is None or found[0].expired() else found[1]
+        return self._origins.known(tensor) or frozenset()
 
 
 def _tensors(found: Any) -> Iterator[Tensor]:

@@ -89,7 +89,7 @@ def planned(gm: GraphModule, policy: str, device: str = "cuda") -> GraphModule:
     read = Policy.parse(f"{policy},device={device}" + (CUDNN if device == "cuda" else ""))
     options = read.pipeline_options(device, eager=True)
     rows = [(row, phase) for phase in (Phase.CAPTURED, Phase.CALLS) for row in TABLE if phase in row.phases]
-    passes = [row.built(options) for row, phase in rows if device in row.devices and not why_off(row, phase, options)]
+    passes = [row.built(options) for row, phase in rows if device in row.devices and not why_off(row, options)]
     adopt_values(gm)
     mark_regions(gm)
     with judged_for(device), with_cudnn():

@@ -9,12 +9,13 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
 from amp_graph.lists import AmpGraphError, ListError, warn
+from amp_graph.lists.errors import Attempt, Undo
 from amp_graph.passes.base import Pass, PassError, PassResult, VerifyError, Writes
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.graph_snapshot import snapshot
@@ -36,14 +37,6 @@ class Timed:
     result: PassResult
     seconds: float
     failure: str = ""
-
-
-class _Failed(Exception):
-    """The pass at ``place`` raised ``error``, or broke the contract."""
-
-    def __init__(self, place: int, error: AmpGraphError) -> None:
-        super().__init__(str(error))
-        self.place, self.error = place, error
 
 
 def run_passes(
@@ -68,35 +61,27 @@ def run_passes(
     strict = is_strict() if strict is None else strict
     restore = snapshot(gm)
     failed: dict[int, AmpGraphError] = {}
-    while True:
-        try:
-            done = _run(gm, passes, failed, checked or bool(failed))
-        except _Failed as found:
+    with Undo(restore):
+        while len(done := _run(gm, passes, failed, checked or bool(failed))) < len(passes):
+            one, error = passes[len(done)], failed[len(done)]
+            if strict or one.required:
+                raise error from error.__cause__
             restore()
-            if strict or passes[found.place].required:
-                raise found.error from found.error.__cause__
-            failed[found.place] = found.error
-            warn(f"amp_graph: the pass {passes[found.place].name} is left out of a graph: {found.error}\n{REPORT_IT}")
-        except ListError:
-            restore()
-            raise
-        else:
-            gm.recompile()
-            return done
+            warn(f"amp_graph: the pass {one.name} is left out of a graph: {error}\n{REPORT_IT}")
+    gm.recompile()
+    return done
 
 
-def _run(
-    gm: GraphModule, passes: Sequence[Pass], failed: Mapping[int, AmpGraphError], checked: bool
-) -> tuple[Timed, ...]:
-    """Run all passes except those that ``failed``; raises _Failed at the first that fails now."""
-    done = []
+def _run(gm: GraphModule, passes: Sequence[Pass], failed: dict[int, AmpGraphError], checked: bool) -> tuple[Timed, ...]:
+    """Run all passes except those that ``failed``, up to the first that fails now, and add that to them."""
+    done: list[Timed] = []
     contracts: dict[Writes, Contract] = {}  # of the current graph
     right: Checked = {}
     for i, one in enumerate(passes):
         if i in failed:
             done.append(Timed(one.name, PassResult(gm), 0.0, str(failed[i])))
             continue
-        try:
+        with Attempt(ListError) as tried:  # a pass may raise anything
             if checked and one.writes not in contracts:
                 contracts[one.writes] = Contract.of(gm, one.writes)
             start = time.perf_counter()
@@ -108,10 +93,9 @@ def _run(
                 result.gm.graph.lint()
             if contracts and result.modified:
                 contracts = {one.writes: verify(gm, contracts[one.writes], one, right)}
-        except ListError:
-            raise
-        except Exception as error:
-            raise _Failed(i, _wrapped(one, error)) from error
+        if tried.error is not None:
+            failed[i] = _wrapped(one, tried.error)
+            break
         done.append(Timed(one.name, result, seconds))
     return tuple(done)
 

@@ -159,11 +159,11 @@ TABLE = (
 
 def pipeline(phase: Phase, options: PipelineOptions) -> list[Pass]:
     """Return the passes of ``phase``, in order, built from ``options``."""
-    return [row.built(options) for row in TABLE if phase in row.phases and not why_off(row, phase, options)]
+    return [row.built(options) for row in TABLE if phase in row.phases and not why_off(row, options)]
 
 
-def why_off(row: Row, phase: Phase, options: PipelineOptions) -> str:
-    """Return why a pipeline of ``phase`` does not contain the pass of ``row``; "" if it does."""
+def why_off(row: Row, options: PipelineOptions) -> str:
+    """Return why a pipeline of a phase of ``row`` does not contain its pass; "" if it does."""
     for name in (row.name, *row.joins):
         if name in options.skip:
             return f"skip={options.skip[name]} in the policy"

@@ -25,7 +25,7 @@ from amp_graph.lists import OpClass
 from amp_graph.passes.base import Change, Pass, Skip
 from amp_graph.passes.graph.fake_values import fake_mode_of, tensors, value
 from amp_graph.passes.graph.identify_ops import Operation, is_tensor_call, operations_of, tensor_inputs
-from amp_graph.passes.graph.node_info import HALVES, calls_torch
+from amp_graph.passes.graph.node_info import HALVES, calls_torch, written_arguments
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.decompose_composites import expand
 
@@ -96,29 +96,17 @@ def _named(call: Callable[..., Any], target: Callable[..., Any]) -> Callable[...
     return call
 
 
-class _RoundForward(torch.autograd.Function):
-    """Rounds a value to a low dtype; its gradient stays fp32."""
+class _Rounded(torch.autograd.Function):
+    """Rounds a value to a low dtype, or with ``backward`` its gradient alone; the other of both stays as it is."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
-        return value.to(dtype).to(value.dtype)
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype, backward: bool) -> Tensor:
+        ctx.dtype = dtype if backward else value.dtype
+        return value.view_as(value) if backward else value.to(dtype).to(value.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _RoundBackward(torch.autograd.Function):
-    """Returns a value as it is; rounds its gradient to a low dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.dtype).to(gradients[0].dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].to(ctx.dtype).to(gradients[0].dtype), None, None
 
 
 def emulated_attention(
@@ -141,12 +129,12 @@ def emulated_attention(
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    scores = _RoundBackward.apply(_masked(scores, attn_mask, is_causal), low)
+    scores = _Rounded.apply(_masked(scores, attn_mask, is_causal), low, True)
     most = scores.detach().amax(-1, keepdim=True)
     unscaled = (scores - most.masked_fill(most == -math.inf, 0.0)).exp()
     total = unscaled.sum(-1, keepdim=True)
     kept = F.dropout(unscaled, dropout_p) if dropout_p else unscaled
-    made = _RoundForward.apply(kept, low) @ v / total.masked_fill(total == 0, 1.0)  # 0 for rows that see nothing
+    made = _Rounded.apply(kept, low, False) @ v / total.masked_fill(total == 0, 1.0)  # 0 for rows that see nothing
     return made.to(low)
 
 
@@ -241,8 +229,7 @@ def _why_not(node: Node) -> str:
     if not calls_torch(node):
         return "the call is not torch's"
     inputs, operation = tensor_inputs(node), _operations(node)[0]
-    written = [a.name for a in operation.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    places = [i for name in (*written, *STATISTICS) for i in operation.operands(name)]
+    places = [i for name in (*written_arguments(operation.op), *STATISTICS) for i in operation.operands(name)]
     if any(is_low(t) for i in places if i < len(inputs) for t in tensors(value(inputs[i]))):
         return "it writes to a tensor in low precision"
     return ""

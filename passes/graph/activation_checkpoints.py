@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from amp_graph.passes.graph import node_info
-from amp_graph.passes.graph.edit import inline
+from amp_graph.passes.graph.edit import inline, replace_by
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import CAST, CHECKPOINT, GRAD, IDENTITY, INPUT, MARK, REGION
 
@@ -56,11 +56,7 @@ def _inline(gm: GraphModule, node: Node, body: GraphModule, number: int) -> None
     outputs, made = inline(gm, body.graph, node.args[1:], node, held)
     for part in made:
         part.meta[CHECKPOINT] = number
-    for user in list(node.users):
-        index: Any = user.args[1]
-        user.replace_all_uses_with(outputs[index])
-        gm.graph.erase_node(user)
-    gm.graph.erase_node(node)
+    replace_by(node, outputs)
 
 
 def outline_checkpoints(gm: GraphModule, *, traced: bool = False) -> None:

@@ -144,3 +144,17 @@ def inline(
                 env[node] = gm.graph.node_copy(node, lambda n: env[n])
                 made.append(env[node])
     return map_arg(part.output_node().args[0], lambda n: env[n]), made
+
+
+def replace_by(node: Node, result: Any) -> None:
+    """Replace ``node`` by ``result``, which has parts, some of them None, if all readers of ``node`` take one part."""
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for part in list(node.users):
+            new = result[part.args[1]]  # type: ignore[index]
+            for reader in list(part.users):
+                swap = lambda n, old=part, new=new: new if n is old else n  # noqa: E731
+                reader.args, reader.kwargs = map_arg(reader.args, swap), map_arg(reader.kwargs, swap)
+            node.graph.erase_node(part)
+    node.graph.erase_node(node)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node, Tracer
 from torch.utils._pytree import tree_map_only
 
 from amp_graph.lists.errors import Attempt
-from amp_graph.passes.graph.edit import inline
+from amp_graph.passes.graph.edit import inline, replace_by
 from amp_graph.passes.graph.meta_keys import MODULE
 from amp_graph.passes.graph.observe import Observer, Sink
 from amp_graph.passes.torch_compat.fake import FakeTensorMode
@@ -118,5 +118,4 @@ def _inline(gm: GraphModule, node: Node) -> None:
     returned, made = inline(gm, inner, given, node, held)
     for part in made:
         part.meta[MODULE] = path
-    node.replace_all_uses_with(returned)
-    gm.graph.erase_node(node)
+    replace_by(node, returned)

@@ -5,7 +5,6 @@ Before: the node ``conv2d(x, w, None, 2, "valid")``. After: ``ConvolutionCall(x,
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.fx import Node
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.layout.memory_format import is_channels_last, is_image
@@ -35,6 +33,7 @@ class ConvolutionCall:
     bias: Node | None
     stride: tuple[int, int]
     padding: tuple[int, int]
+    groups: int
 
     @property
     def image(self) -> torch.Tensor:
@@ -53,14 +52,9 @@ class ConvolutionCall:
         return pair(value(self.weight).shape[2:])
 
     @property
-    def places(self) -> int:
-        """The number of pixels of one output image."""
-        return math.prod(concrete_size(n) for n in value(self.node).shape[2:])
-
-    @property
-    def trains(self) -> bool:
-        """Whether the weight gets a gradient."""
-        return is_trained(self.node) and is_trained(self.weight)
+    def is_depthwise(self) -> bool:
+        """Whether each channel has a group and a result of its own."""
+        return 1 < self.groups == self.channels == concrete_size(value(self.weight).shape[0])
 
     @property
     def lies_in_rows(self) -> bool:
@@ -71,39 +65,24 @@ class ConvolutionCall:
         return is_contiguous(x) and self.channels > 1 and concrete_size(x.shape[0]) > 0
 
 
-def calls_convolution(node: Node) -> bool:
-    """Say whether ``node`` calls torch's ``conv2d`` outside of regions whose precision the user set."""
+def convolution_call(node: Node) -> ConvolutionCall | None:
+    """Return the arguments of a call of torch's ``conv2d`` outside of regions whose precision the user set.
+
+    None for any other node, and for a convolution over no batch of images, or with dilation or asymmetric padding.
+    """
     if node.op != "call_function" or node.target not in CALLS or REGION in node.meta:
-        return False
-    return names_of(node) == ("aten.conv2d",)
-
-
-def convolution_call(node: Node) -> ConvolutionCall | str:
-    """Return the arguments of ``node``, for which ``calls_convolution`` holds; or, as text, why no rewrite applies."""
-    groups, call = _read(node)
-    return call if isinstance(call, str) or groups == 1 else "it has groups"
-
-
-def depthwise_call(node: Node) -> ConvolutionCall | str:
-    """Return the arguments of a depthwise convolution, as ``convolution_call`` does for other ones."""
-    groups, call = _read(node)
-    if isinstance(call, str):
-        return call
-    alone = 1 < groups == call.channels == concrete_size(value(call.weight).shape[0])
-    return call if alone else "it is not depthwise"
-
-
-def _read(node: Node) -> tuple[int, ConvolutionCall | str]:
-    """Return the number of groups, and the other arguments or why they are not supported."""
+        return None
+    if names_of(node) != ("aten.conv2d",):
+        return None
     given = node_info.schema_arguments(SCHEMA, node.args, dict(node.kwargs))
     x, weight = given["input"], given["weight"]
     if not isinstance(x, Node) or not isinstance(weight, Node) or value(x).dim() != 4:
-        return 0, "its input is not a batch of images"
+        return None
     kernel = pair(value(weight).shape[2:])
     padding = padding_of(given["padding"], kernel)
     if padding is None or (pair(given["dilation"]) != ONE and kernel != ONE):
-        return 0, "it has dilation or asymmetric padding"
-    return given["groups"], ConvolutionCall(node, x, weight, given["bias"], pair(given["stride"]), padding)
+        return None
+    return ConvolutionCall(node, x, weight, given["bias"], pair(given["stride"]), padding, given["groups"])
 
 
 def padding_of(given: Any, kernel: tuple[int, int]) -> tuple[int, int] | None:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from amp_graph.lists import OpList
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.base import Change, Pass, Skip
-from amp_graph.passes.graph.edit import give_value, inline, place_like, set_identity
+from amp_graph.passes.graph.edit import give_value, inline, place_like, replace_by, set_identity
 from amp_graph.passes.graph.fake_values import captured, fake_mode_of, tensors, value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.graph_text import target_text
@@ -97,7 +95,7 @@ def expand(gm: GraphModule, node: Node, decompose: frozenset[OpOverload], mode: 
         if part.meta.get(GRAD, True) and any(map(is_trained, part.all_input_nodes)):
             for tensor in filter(torch.is_floating_point, tensors(value(part))):  # the trace was of detached inputs
                 tensor.requires_grad_()
-    _replace(gm, node, replacement)
+    replace_by(node, replacement)
     mark = node.meta.get(MARK)
     for part in filter(is_tensor_call, made):
         set_identity(part, mode)
@@ -116,19 +114,3 @@ def _constant(gm: GraphModule, tensor: torch.Tensor, part: Node) -> Node:
     made = gm.graph.get_attr(f"_amp_constant{index}")
     give_value(made, part.meta.get("val", tensor))
     return made
-
-
-def _replace(gm: GraphModule, node: Node, result: Any) -> None:
-    if isinstance(result, Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):
-            chosen = result[user.args[1]]
-            if isinstance(chosen, Node):
-                user.replace_all_uses_with(chosen)
-            else:
-                swap = lambda n, old=user, new=chosen: new if n is old else n  # noqa: E731
-                for reader in list(user.users):  # None: an output that was not requested
-                    reader.args, reader.kwargs = map_arg(reader.args, swap), map_arg(reader.kwargs, swap)
-            gm.graph.erase_node(user)
-    gm.graph.erase_node(node)

@@ -21,7 +21,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.match import only_reader
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, convolution_call
+from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, convolution_call
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, same
@@ -44,8 +44,8 @@ class ConvToLinear(NodePass):
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Replace a convolution."""
-        call = convolution_call(node) if calls_convolution(node) else ""
-        if isinstance(call, str) or (self.options.folds_norms and has_norm(node)):
+        call = convolution_call(node)
+        if call is None or call.groups != 1 or (self.options.folds_norms and has_norm(node)):
             return None
         if _covers_the_image(call):
             made, why = _as_linear(gm, call, [], mode), f"its kernel covers images of {call.kernel}"

@@ -8,7 +8,7 @@ from torch import nn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.passes.graph.identify_ops import IdentifyOps
-from amp_graph.passes.layout.conv_args import calls_convolution
+from amp_graph.passes.layout.conv_args import convolution_call
 from amp_graph.passes.recognize import conv_to_linear
 from amp_graph.passes.recognize.conv_to_linear import ConvToLinear
 from tests.by_hand import step_of
@@ -175,7 +175,7 @@ def test_patches_are_rows(name, monkeypatch):
     assert [t.stride() for t in found.outputs] == [t.stride() for t in expected.outputs]
     assert_near(found, expected, 1e-5)
     calls = {n.target for n in ours.graph.nodes}
-    assert not any(calls_convolution(n) for n in ours.graph.nodes)
+    assert not any(convolution_call(n) for n in ours.graph.nodes)
     assert ("contiguous" in calls) == (name in AS_IMAGES), "laid out again where somebody may see how it lies"
 
 

@@ -20,7 +20,7 @@ from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
 from amp_graph.passes.graph.meta_keys import REGION
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.layout.conv_args import ONE, ConvolutionCall, calls_convolution, depthwise_call, padding_of, pair
+from amp_graph.passes.layout.conv_args import ONE, convolution_call, padding_of, pair
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.kernel_table import why_missing
 from amp_graph.passes.torch_compat.devices import multiplies_bf16
@@ -28,6 +28,12 @@ from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
 
 SEQUENCES = torch.ops.aten.conv1d.default
 CALLS = frozenset({torch.conv1d, torch.nn.functional.conv1d, SEQUENCES, torch.ops.aten.conv1d})
+# Kernel side up to which oneDNN JIT-compiles the weight gradient of a depthwise convolution.
+MOST_COMPILED = 3
+# Kernel size up to which oneDNN JIT-compiles depthwise convolutions of sequences in their own layout. Speedups as ones
+# of channels_last images of height 1, bf16 on CPU with dot products, copies included: 5 to 21 for kernel sizes of 15 to
+# 128, 0.4 to 0.6 for 4 to 11.
+MOST_OF_A_SEQUENCE = 11
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,15 @@ class Depthwise(NodePass):
         if (found := _of_sequences(node)) is not None:
             node.target, node.args, node.kwargs = depthwise_rows, found, {}
             return Change(self.name, "as an image", node.name, "one place high, for which there are kernels")
-        call = depthwise_call(node) if calls_convolution(node) and is_trained(node) else ""
-        if isinstance(call, str):
+        call = convolution_call(node) if is_trained(node) else None
+        if call is None or not call.is_depthwise:
             return None
         weight, images = _are_profitable(call.input, call.weight, call.kernel, call.stride)
-        reason = _why_not(call) if weight or images else "torch's kernel has optimized gradients for this form"
-        if reason:
+        if not (weight or images):
+            return Skip(node.name, "torch's kernel has optimized gradients for this form")
+        if not is_channels_last(call.image):
+            return Skip(node.name, "its images are not channels_last")
+        if reason := why_missing(library, call.image.dtype):
             return Skip(node.name, reason)
         node.target, node.kwargs = depthwise_low, {}
         node.args = (call.input, call.weight, call.bias, call.stride, call.padding, weight, images)
@@ -58,17 +67,18 @@ class Depthwise(NodePass):
 
 
 def _are_profitable(x: Node, weight: Node, kernel: tuple[int, int], stride: tuple[int, int]) -> tuple[bool, bool]:
-    """Say whether our gradients of weight and of input are wanted, and faster."""
-    device, dtype = value(x).device.type, value(x).dtype
-    of_weight = is_trained(weight) and depthwise_weight_gradient_is_profitable(device, dtype, kernel)
-    return of_weight, is_trained(x) and depthwise_input_gradient_is_profitable(device, dtype, stride)
+    """Say whether our gradients of weight and of input are wanted, and faster than oneDNN's: bf16 with dot products.
+
+    Speedups, 8 channels_last images (``benchmarks/depthwise.py``): gradient of the weight 12 to 45 for 7x7 kernels, 11
+    to 30 for 5x5, 0.7 for 3x3, which oneDNN JIT-compiles too; of the input 15 to 67 with a stride, for which oneDNN has
+    no bf16 kernel, 0.4 to 0.5 without.
+    """
+    known = _has_dot_products(value(x))
+    return known and max(kernel) > MOST_COMPILED and is_trained(weight), known and max(stride) > 1 and is_trained(x)
 
 
-def _why_not(call: ConvolutionCall) -> str:
-    """Return why a call stays as it is, or ""."""
-    if not is_channels_last(call.image):
-        return "its images are not channels_last"
-    return why_missing(library, call.image.dtype)
+def _has_dot_products(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.bfloat16 and multiplies_bf16()
 
 
 def _of_sequences(node: Node) -> tuple[Any, ...] | None:
@@ -83,47 +93,11 @@ def _of_sequences(node: Node) -> tuple[Any, ...] | None:
         return None
     out, inner, kernel = (concrete_size(n) for n in value(weight).shape)
     stride, padding = pair(given["stride"])[0], padding_of(given["padding"], (1, kernel))
-    device, dtype = value(x).device.type, value(x).dtype
     if padding is None or inner != 1 or out != given["groups"] or out == 1:
         return None
-    if device != "cpu" or dtype != torch.bfloat16 or why_missing(library, dtype):  # which may compile it
-        return None
     own = _are_profitable(x, weight, (1, kernel), (1, stride)) if is_trained(node) else (False, False)
-    if not any(own) and not depthwise_by_images_is_profitable(device, dtype, kernel):
+    if not (any(own) or (kernel > MOST_OF_A_SEQUENCE and _has_dot_products(value(x)))):
+        return None
+    if why_missing(library, value(x).dtype):  # which may compile it
         return None
     return x, weight, given["bias"], (stride,), padding[-1:], *own
-
-
-# Kernel side up to which oneDNN JIT-compiles the weight gradient of a depthwise convolution.
-MOST_COMPILED = 3
-
-
-def depthwise_weight_gradient_is_profitable(device: str, dtype: torch.dtype, kernel: tuple[int, int]) -> bool:
-    """Say whether our C kernel beats oneDNN's weight gradient of a depthwise convolution.
-
-    Speedups, bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 12 to 45 for 7x7
-    kernels, 11 to 30 for 5x5, 0.7 for 3x3, which oneDNN JIT-compiles too.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and max(kernel) > MOST_COMPILED and multiplies_bf16()
-
-
-def depthwise_input_gradient_is_profitable(device: str, dtype: torch.dtype, stride: tuple[int, int]) -> bool:
-    """Say whether our C kernel beats oneDNN's input gradient of a depthwise convolution.
-
-    Speedups, bf16 on CPU with dot products, 8 images, channels_last (``benchmarks/depthwise.py``): 15 to 67 with a
-    stride, for which oneDNN has no bf16 kernel; 0.4 to 0.5 without.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and max(stride) > 1 and multiplies_bf16()
-
-
-# Kernel size up to which oneDNN JIT-compiles depthwise convolutions of sequences in their own layout.
-MOST_OF_A_SEQUENCE = 11
-
-
-def depthwise_by_images_is_profitable(device: str, dtype: torch.dtype, kernel: int) -> bool:
-    """Say whether a depthwise convolution of sequences is faster as one of channels_last images of height 1.
-
-    Speedups, bf16 on CPU with dot products, copies included: 5 to 21 for kernel sizes of 15 to 128, 0.4 to 0.6 for 4
-    to 11.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and kernel > MOST_OF_A_SEQUENCE and multiplies_bf16()

@@ -6,6 +6,7 @@ After: ``pointwise_conv(x, w)``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.base import Change, Skip
 from amp_graph.passes.graph.call_arguments import has_norm
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.node_pass import NodePass
-from amp_graph.passes.layout.conv_args import ONE, calls_convolution, convolution_call
+from amp_graph.passes.layout.conv_args import ONE, convolution_call
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
@@ -117,14 +119,15 @@ class LowerPointwiseConv(NodePass):
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | Skip | None:
         """Replace a convolution."""
-        call = convolution_call(node) if calls_convolution(node) else ""
-        if isinstance(call, str) or call.kernel != ONE or any(call.padding) or not call.lies_in_rows:
+        call = convolution_call(node)
+        if call is None or call.groups != 1 or call.kernel != ONE or any(call.padding) or not call.lies_in_rows:
             return None
         if self.options.folds_norms and has_norm(node):
             return Skip(node.name, "the batch norm behind it is folded into it")
         out = value(node)
-        places = concrete_size(out.shape[0]) * call.places
-        if not pointwise_product_is_profitable(out.device.type, out.dtype, places, call.trains):
+        places = math.prod(concrete_size(n) for n in (out.shape[0], *out.shape[2:]))
+        trains = is_trained(node) and is_trained(call.weight)
+        if not pointwise_product_is_profitable(out.device.type, out.dtype, places, trains):
             return Skip(node.name, f"torch's is as fast for {places} places in {out.dtype}")
         few = places <= FEW_PLACES
         node.target, node.kwargs = pointwise_conv, {}

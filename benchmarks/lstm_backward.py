@@ -17,7 +17,8 @@ from interleaved import interleaved, quartiles
 from torch import Tensor
 
 from amp_graph.passes.backends.recurrent import lstm_kernel
-from amp_graph.passes.backends.recurrent.lstm_functions import _LstmByKernel, _LstmLayer
+from amp_graph.passes.backends.recurrent.layer_kernels import differentiable
+from amp_graph.passes.backends.recurrent.lstm_functions import kernels_of
 from amp_graph.passes.torch_compat.devices import linear_pointwise
 
 LOW = torch.bfloat16
@@ -37,9 +38,10 @@ def layer(length: int, batch: int, size: int) -> tuple[list[Tensor], Tensor]:
     return given + states, torch.randn(length, batch, size).to(LOW)
 
 
-def training(kind: type[torch.autograd.Function], given: list[Tensor], grad: Tensor) -> Callable[[], object]:
-    """Return what runs one layer forward and back."""
-    return lambda: torch.autograd.grad(kind.apply(*given, False, True, False)[0], given, grad)
+def training(given: list[Tensor], grad: Tensor, *, compiled: bool) -> Callable[[], object]:
+    """Return what runs one layer forward and back, by compiled C or by oneDNN."""
+    kernels = kernels_of(given[5].shape[-1], False, True, False, compiled=compiled)
+    return lambda: torch.autograd.grad(differentiable(kernels, *given)[0], given, grad)
 
 
 def products(rows: int, inputs: int, outputs: int) -> dict[str, Callable[[], object]]:
@@ -61,9 +63,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for sizes in LAYERS:
         given, grad = layer(*sizes)
-        calls = {"theirs": training(_LstmLayer, given, grad)}
+        calls = {"theirs": training(given, grad, compiled=False)}
         if lstm_kernel.library() is not None:
-            calls["compiled"] = training(_LstmByKernel, given, grad)
+            calls["compiled"] = training(given, grad, compiled=True)
         _print(f"LSTM of {sizes[0]} steps, {sizes[1]} states of {sizes[2]}", calls, options)
     for sizes in PRODUCTS:
         with torch.no_grad():

@@ -8,13 +8,13 @@ aten/src/ATen/native/cudnn/RNN.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from amp_graph.passes.backends.recurrent.layer_kernels import Kernels
 from amp_graph.passes.graph.node_info import FLOATS
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.torch_compat.operators import foreach_copy_
@@ -36,36 +36,28 @@ def runs_by_cudnn(x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor])
     )
 
 
-class CudnnLayers(torch.autograd.Function):
-    """All layers, without dropout, and their gradients, with the same rounding as torch's call of cuDNN.
+def cudnn_layers(
+    kind: str, layers: int, bidirectional: bool, trains: bool, states: int, by_torch: Callable[..., Any]
+) -> Kernels:
+    """Return the kernels of all layers, without dropout: cuDNN's, with the same rounding as torch's call of it.
 
-    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; how: (num_layers, bidirectional); states: how many of the tensors after
-    ``x`` ([length, batch, width]) are initial states, each [layers * directions, batch, size]. trains: whether there
-    will be a backward, for which cuDNN reserves what it needs.
+    kind: "lstm", "gru", "rnn_tanh", "rnn_relu"; states: how many of the tensors after ``x`` ([length, batch, width])
+    are initial states, each [layers * directions, batch, size]. trains: whether there will be a backward, for which
+    cuDNN reserves what it needs. Results: the output and the last states.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, kind: str, how: tuple[int, bool], trains: bool, states: int, x: Tensor, *tensors: Tensor
-    ) -> Any:
-        """Return the output and the last states."""
-        hidden, params = [t.contiguous() for t in tensors[:states]], list(tensors[states:])
-        *found, reserve, weights = OPS.cudnn_rnn(kind, x.contiguous(), hidden, params, *how, trains)
-        ctx.kind, ctx.how, ctx.states = kind, how, states
-        ctx.save_for_backward(x, *tensors, found[0], reserve, weights)
-        return tuple(found[: 1 + states])
+    def contiguous(given: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        x, *hidden = (t.contiguous() for t in given[: 1 + states])
+        return x, hidden, list(given[1 + states :])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradients of ``x`` and the tensors after it; they cannot be differentiated again."""
-        x, *tensors, out, reserve, weights = ctx.saved_tensors
-        params, needed = tensors[ctx.states :], ctx.needs_input_grad[4:]
-        given = [x.contiguous(), *(h.contiguous() for h in tensors[: ctx.states])]
-        made = OPS.cudnn_rnn_backward(
-            [g.contiguous() for g in grads], ctx.kind, given[0], given[1:], params, *ctx.how, out, reserve, weights
-        )
-        return None, None, None, None, *(g if need else None for g, need in zip(made, needed, strict=True))
+    def run(*given: Tensor) -> Any:
+        return OPS.cudnn_rnn(kind, *contiguous(given), layers, bidirectional, trains)
+
+    def back(grads: Sequence[Tensor], _: Any, given: Sequence[Tensor], kept: Sequence[Tensor]) -> Any:
+        seeds = [g.contiguous() for g in grads]
+        return OPS.cudnn_rnn_backward(seeds, kind, *contiguous(given), layers, bidirectional, *kept)
+
+    return Kernels(run, back, by_torch, 1 + states, keeps=(0, 3, 4))
 
 
 def _options(kind: str, hidden: Sequence[Tensor], layers: int, bidirectional: bool, trains: bool) -> tuple[Any, ...]:

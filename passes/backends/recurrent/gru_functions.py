@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from amp_graph.passes.backends.recurrent.layer_kernels import Kernels, differentiable
 from amp_graph.passes.native.operator_library import OPS, define_as_typed
-from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import leaves_to_torch
 from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, multiplies_bf16, pack_linear_weight
 
 SIGMOID, TANH = torch.ops.aten.sigmoid_backward.grad_input, torch.ops.aten.tanh_backward.grad_input
@@ -34,28 +34,12 @@ def gru_layer(
     given = (x, w_ih, w_hh, b_ih, b_hh, h)
     if leaves_to_torch(*given):
         return _by_torch(*given, reverse)
+    run = functools.partial(OPS.gru_forward, reverse=reverse)
+    back = lambda grads, _, tensors, kept: OPS.gru_backward(*grads, *tensors[:3], *kept, reverse)  # noqa: E731
+    kernels = Kernels(run, back, functools.partial(_by_torch, reverse=reverse), results=2, keeps=(2, 3))
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    found: tuple[Tensor, ...] = (_GruLayer.apply if trains else OPS.gru_forward)(*given, reverse)
+    found: tuple[Tensor, ...] = differentiable(kernels, *given) if trains else run(*given)
     return found[0], found[1]
-
-
-class _GruLayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        out, last, states, gates = OPS.gru_forward(*given)
-        ctx.reverse, tensors = given[6], given[:6]
-        ctx.save_for_backward(*tensors, states, gates)
-        return out, last
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlast: Tensor) -> Any:
-        *tensors, states, gates = ctx.saved_tensors
-        if is_plain(dout, dlast):
-            again = functools.partial(_by_torch, reverse=ctx.reverse)
-            return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:6], (dout, dlast)), None
-        x, w_ih, w_hh, *_ = tensors
-        made = OPS.gru_backward(dout, dlast, x, w_ih, w_hh, states, gates, ctx.reverse)
-        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None
 
 
 def gru_forward(

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from amp_graph.passes.backends.recurrent.layer_kernels import Kernels, differentiable
 from amp_graph.passes.backends.recurrent.lstm_kernel import library
 from amp_graph.passes.graph.edit import set_value
 from amp_graph.passes.graph.fake_values import fake_mode_of, run_node
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS, define_operator
 from amp_graph.passes.torch_compat import keeps_lstm_workspaces
-from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
+from amp_graph.passes.torch_compat.autograd import leaves_to_torch
 from amp_graph.passes.torch_compat.devices import onednn_takes_bf16
 from amp_graph.passes.torch_compat.fake import outside_modes
 
@@ -77,15 +78,15 @@ def lstm_layer(
 
     x: [length, batch, width], contiguous; h, c: [batch, size]. Uses compiled C where that is faster.
     """
-    if leaves_to_torch(x, w_ih, w_hh, b_ih, b_hh, h, c):
-        return _by_torch(x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases)
-    layer = _LstmByKernel if is_faster_than_onednn(x.device.type, x.dtype, *h.shape) else _LstmLayer
-    if layer is _LstmByKernel and not has_biases:  # wrapper tensors do not tell
+    given = (x, w_ih, w_hh, b_ih, b_hh, h, c)
+    if leaves_to_torch(*given):
+        return _by_torch(*given, reverse, has_biases)
+    compiled = is_faster_than_onednn(x.device.type, x.dtype, *h.shape)
+    if compiled and not has_biases:  # wrapper tensors do not tell
         b_ih = b_hh = w_ih.new_zeros(w_ih.shape[0])
-    found: tuple[Tensor, Tensor, Tensor] = layer.apply(
-        x, w_ih, w_hh, b_ih, b_hh, h, c, reverse, has_biases, bidirectional
-    )
-    return found
+    kernels = kernels_of(h.shape[-1], reverse, has_biases, bidirectional, compiled=compiled)
+    out, last_h, last_c = differentiable(kernels, x, w_ih, w_hh, b_ih, b_hh, h, c)
+    return out, last_h, last_c
 
 
 def _by_torch(
@@ -111,53 +112,29 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
     return lstm_kernel_is_profitable(device, dtype, batch, size) and library() is not None
 
 
-class _LstmLayer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.how, tensors = given[7:], given[:7]
-        *found, workspace = OPS.mkldnn_rnn_layer(*tensors, *_options(tensors, *ctx.how))
-        ctx.save_for_backward(*tensors, *found, workspace)
-        return found[0], found[1], found[2]
+def kernels_of(size: int, reverse: bool, has_biases: bool, bidirectional: bool, *, compiled: bool) -> Kernels:
+    """Return the kernels of ``lstm_layer`` with states of ``size``: compiled C, or oneDNN's."""
+    options = reverse, [], LSTM, size, 1, has_biases, bidirectional, False, True
+    by_torch = lambda *given: PLAIN(*given, *options)[:3]  # noqa: E731
+    if compiled:
+        return Kernels(
+            lambda *given: OPS.lstm_forward(*given, reverse),
+            lambda grads, _, given, kept: OPS.lstm_backward_of_sums(*grads, *given[:3], given[5], *kept, reverse),
+            by_torch,
+            results=3,
+            keeps=(0, 3, 4),
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        *tensors, workspace = ctx.saved_tensors
-        if is_plain(*grads):
-            return _differentiably(ctx, grads, tensors[:7])
-        reverse, has_biases, bidirectional = ctx.how
-        options: tuple[Any, ...] = (reverse, LSTM, tensors[5].shape[-1], 1, has_biases, True, bidirectional, [], False)
-        found = torch.ops.aten.mkldnn_rnn_layer_backward(*tensors, *grads, *options, workspace)
+    def back(grads: Sequence[Tensor], need: Sequence[bool], given: Sequence[Tensor], kept: Sequence[Tensor]) -> Any:
+        *found, workspace = kept
+        backward: Any = torch.ops.aten.mkldnn_rnn_layer_backward
+        flags = (reverse, LSTM, size, 1, has_biases, True, bidirectional, [], False)
+        made = backward(*given, *found, *grads, *flags, workspace)
         # fp32, whatever the inputs were; autograd casts implicitly, a traced graph must do so explicitly
-        made = [g.to(t.dtype) if n else None for g, t, n in zip(found, tensors, ctx.needs_input_grad, strict=False)]
-        return *made, None, None, None
+        return [g.to(t.dtype) if needed else None for g, t, needed in zip(made, given, need, strict=True)]
 
-
-class _LstmByKernel(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.how, tensors = given[7:], given[:7]
-        out, h, c, *kept = OPS.lstm_forward(*tensors, ctx.how[0])
-        ctx.save_for_backward(*tensors, out, *kept)
-        return out, h, c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, w_ih, w_hh, b_ih, b_hh, h, c, *kept = ctx.saved_tensors
-        if is_plain(*grads):
-            return _differentiably(ctx, grads, (x, w_ih, w_hh, b_ih, b_hh, h, c))
-        made = OPS.lstm_backward_of_sums(*grads, x, w_ih, w_hh, h, *kept, ctx.how[0])
-        return *(g if n else None for g, n in zip(made, ctx.needs_input_grad, strict=False)), None, None, None
-
-
-def _options(tensors: Sequence[Tensor], reverse: bool, has_biases: bool, bidirectional: bool) -> tuple[Any, ...]:
-    """Return the arguments of ``torch.lstm``'s kernel after the tensors, for one layer in one direction."""
-    return reverse, [], LSTM, tensors[5].shape[-1], 1, has_biases, bidirectional, False, True
-
-
-def _differentiably(ctx: Any, grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-    """Return the gradients of torch's own kernel, run again."""
-    again = lambda *given: PLAIN(*given, *_options(given, *ctx.how))[:3]  # noqa: E731
-    return *gradients_by_torch(again, tensors, ctx.needs_input_grad[:7], grads), None, None, None
+    run = lambda *given: OPS.mkldnn_rnn_layer(*given, *options)  # noqa: E731
+    return Kernels(run, back, by_torch, results=3, keeps=(0, 1, 2, 3))
 
 
 def _rnn_layer(*given: Any) -> Any:

@@ -9,45 +9,27 @@ many in backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_graph.passes.backends.recurrent.cudnn_rnn import CudnnLayers, runs_by_cudnn
+from amp_graph.passes.backends.recurrent.cudnn_rnn import cudnn_layers, runs_by_cudnn
 from amp_graph.passes.backends.recurrent.gru_functions import gru_layer
+from amp_graph.passes.backends.recurrent.layer_kernels import Kernels, differentiable
 from amp_graph.passes.backends.recurrent.lstm_functions import lstm_layer, onednn_trains
 from amp_graph.passes.native.operator_library import OPS, define_operator
-from amp_graph.passes.torch_compat.autograd import autograd_inside, gradients_by_torch, is_plain
+from amp_graph.passes.torch_compat.autograd import autograd_inside
 
+Tensors = Sequence[Tensor]
+How = tuple[bool, int, bool]  # whether there are biases, the number of layers, whether they go both ways
 KINDS: dict[str, Any] = {
     "lstm": torch.lstm,
     "gru": torch.gru,
     "rnn_tanh": torch.rnn_tanh,
     "rnn_relu": torch.rnn_relu,
 }
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The parameters of a recurrent layer besides its tensors; its input is [length, batch, width]."""
-
-    kind: str
-    has_biases: bool
-    num_layers: int
-    bidirectional: bool
-
-    @property
-    def directions(self) -> int:
-        """The number of directions of each layer."""
-        return 2 if self.bidirectional else 1
-
-    def one(self, layer: int, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the part of ``hidden`` and ``params`` that one layer reads."""
-        count, at = len(params) // self.num_layers, layer * self.directions
-        return [h[at : at + self.directions] for h in hidden], list(params[layer * count : (layer + 1) * count])
 
 
 def recurrent_whole(
@@ -71,14 +53,14 @@ def recurrent_whole(
     again, except for LSTMs that oneDNN trains. Low-precision GRUs on the CPU carry their state in fp32, unlike torch's.
     Dropout between layers is drawn where torch draws it.
     """
-    how = Recurrence(kind, has_biases, num_layers, bidirectional)
+    how = has_biases, num_layers, bidirectional
     x = x.transpose(0, 1) if batch_first else x
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
     layer_by_layer = (trains and kind == "lstm" and onednn_trains(x, hidden, params)) or rounds_its_state(kind, x)
     if layer_by_layer or (dropout and train and num_layers > 1):
-        out, *last = _in_layers(how, x, hidden, params, dropout if train else 0.0, layer_by_layer)
+        out, *last = _in_layers(kind, x, hidden, params, how, dropout if train else 0.0, layer_by_layer)
     else:
-        out, *last = _at_once(how, x, hidden, params)
+        out, *last = _at_once(kind, x, hidden, params, how)
     return (out.transpose(0, 1) if batch_first else out, *last)
 
 
@@ -88,76 +70,64 @@ def rounds_its_state(kind: str, x: Tensor) -> bool:
 
 
 def _in_layers(
-    how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], dropout: float, ours: bool
+    kind: str, x: Tensor, hidden: Tensors, params: Tensors, how: How, dropout: float, ours: bool
 ) -> list[Tensor]:
     """Run layer after layer, with dropout in between; ``ours``: by our functions for one layer in one direction."""
+    has_biases, layers, bidirectional = how
     lasts: list[list[Tensor]] = []
-    for layer in range(how.num_layers):
+    count = len(params) // layers
+    for layer, states in enumerate(zip(*(h.chunk(layers) for h in hidden), strict=True)):
         if layer and dropout:
             x = F.dropout(x, dropout)
-        one = Recurrence(how.kind, how.has_biases, 1, how.bidirectional)
-        given = how.one(layer, hidden, params)
-        x, *last = _by_layer(one, x, *given) if ours else _at_once(one, x, *given)
+        own = params[layer * count : (layer + 1) * count]
+        x, *last = (_by_layer if ours else _at_once)(kind, x, states, own, (has_biases, 1, bidirectional))
         lasts.append(last)
     return [x, *(torch.cat(states) for states in zip(*lasts, strict=True))]
 
 
-def _by_layer(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+def _by_layer(kind: str, x: Tensor, hidden: Tensors, params: Tensors, how: How) -> list[Tensor]:
     """Run one LSTM or GRU layer by functions that save what their backwards read."""
-    count, x = len(params) // how.directions, x.contiguous()
+    has_biases, _, bidirectional = how
+    x, count = x.contiguous(), len(params) // (1 + bidirectional)
     found: list[tuple[Tensor, ...]] = []
-    for way in range(how.directions):
+    for way in range(1 + bidirectional):
         w_ih, w_hh, *biases = params[way * count : (way + 1) * count]
         h, *c = (state[way].contiguous() for state in hidden)
-        if how.kind == "gru":
+        if kind == "gru":
             b_ih, b_hh = biases or [w_ih.new_zeros(w_ih.shape[0]) for _ in range(2)]
             found.append(gru_layer(x, w_ih, w_hh, b_ih, b_hh, h, way == 1))
             continue
         b_ih, b_hh = biases or [torch.zeros_like(w_ih), torch.zeros_like(w_hh)]
-        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c[0], way == 1, how.has_biases, how.bidirectional))
+        found.append(lstm_layer(x, w_ih, w_hh, b_ih, b_hh, h, c[0], way == 1, has_biases, bidirectional))
     outs, *lasts = zip(*found, strict=True)
     return [outs[0] if len(outs) == 1 else torch.cat(outs, -1), *(torch.stack(last) for last in lasts)]
 
 
-def _at_once(how: Recurrence, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
+def _at_once(kind: str, x: Tensor, hidden: Tensors, params: Tensors, how: How) -> list[Tensor]:
     """Run all layers, without dropout, as one operator."""
+    results = 1 + len(hidden)
+
+    def by_torch(*given: Tensor) -> tuple[Tensor, ...]:
+        # cuDNN differentiates only what was run in training mode.
+        return _run(kind, given[0], given[1:results], given[results:], *how, train=x.device.type == "cuda")
+
+    def back(grads: Tensors, need: Sequence[bool], given: Tensors, _: Tensors) -> list[Tensor | None]:
+        apart = given[0], list(given[1:results]), list(given[results:])
+        made = iter(OPS.recurrent_backward(list(grads), list(need), kind, *apart, *how))
+        return [next(made) if needed else None for needed in need]
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = OPS.recurrent(kind, given[0], list(given[1:results]), list(given[results:]), *how)
+        return found
+
+    kernels = Kernels(run, back, by_torch, results)
     if runs_by_cudnn(x, hidden, params):
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *hidden, *params))
-        shape = (how.num_layers, how.bidirectional)
-        return list(CudnnLayers.apply(how.kind, shape, trains, len(hidden), x, *hidden, *params))
-    found = _Recurrent.apply(how, len(hidden), x, *hidden, *params)
-    return list(found[: 1 + len(hidden)])
+        kernels = cudnn_layers(kind, *how[1:], trains, len(hidden), by_torch)
+    return list(differentiable(kernels, x, *hidden, *params))
 
 
-class _Recurrent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, how: Recurrence, states: int, x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.how, ctx.states = how, states
-        ctx.save_for_backward(x, *tensors)
-        hidden, params = list(tensors[:states]), list(tensors[states:])
-        found: tuple[Tensor, ...] = OPS.recurrent(
-            how.kind, x, hidden, params, how.has_biases, how.num_layers, how.bidirectional
-        )
-        return found[: 1 + states]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, *tensors = ctx.saved_tensors
-        how, hidden, params = ctx.how, tensors[: ctx.states], tensors[ctx.states :]
-        needed = list(ctx.needs_input_grad[2:])
-        options = (how.has_biases, how.num_layers, how.bidirectional)
-        if is_plain(*grads):
-            end = 1 + ctx.states
-            again = lambda *given: _run(how.kind, given[0], given[1:end], given[end:], *options)  # noqa: E731
-            return None, None, *gradients_by_torch(again, (x, *tensors), needed, grads)
-        found = OPS.recurrent_backward(list(grads), needed, how.kind, x, hidden, params, *options)
-        made = iter(found)
-        return None, None, *(next(made) if need else None for need in needed)
-
-
-def _run(
-    kind: str, x: Tensor, hidden: list[Tensor], params: list[Tensor], *how: Any, train: bool = False
-) -> tuple[Tensor, ...]:
+def _run(kind: str, x: Tensor, hidden: Tensors, params: Tensors, *how: Any, train: bool = False) -> tuple[Tensor, ...]:
     has_biases, num_layers, bidirectional = how
     states = hidden if kind == "lstm" else hidden[0]
     found: tuple[Tensor, ...] = KINDS[kind](x, states, params, has_biases, num_layers, 0.0, train, bidirectional, False)

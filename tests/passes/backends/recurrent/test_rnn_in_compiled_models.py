@@ -1,6 +1,7 @@
 """Recurrent layers in compiled models: whole calls, whose results and gradients are those of the eager model."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import amp_graph
 from amp_graph.passes.backends.recurrent import lstm_functions, lstm_kernel
+from amp_graph.passes.backends.recurrent.layer_kernels import differentiable
 from amp_graph.passes.native import gemm_thresholds
 from amp_graph.passes.native.gemm_thresholds import lstm_kernel_is_profitable
 from amp_graph.passes.native.operator_library import OPS
@@ -167,7 +169,7 @@ def test_a_compiled_training_step(kind, anyhow):
     assert found[0][2] < found[0][0]
 
 
-def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
+def gradients(dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
     """What an LSTM layer of ours makes, what torch's kernel does, and in fp64: results, and the gradients of all."""
     torch.manual_seed(seed)
     length, batch, width, size = sizes
@@ -187,10 +189,12 @@ def gradients(kind, dtype, reverse=False, seed=0, sizes=(9, 5, 24, 40)):
         out, h, c = torch.lstm(x, (h[None], c[None]), [w_ih, w_hh, b_ih, b_hh], True, 1, 0.0, True, False, False)
         return out.flip(0) if reverse else out, h[0], c[0]
 
-    def ours(layer):
-        return lambda *leaves: layer.apply(*leaves, reverse, True, reverse)
+    ours, torchs = (layer(size, reverse, compiled=compiled) for compiled in (True, False))
+    return by(ours, dtype), by(torchs, dtype), by(wide, torch.float64)
 
-    return by(ours(kind), dtype), by(ours(lstm_functions._LstmLayer), dtype), by(wide, torch.float64)
+
+def layer(size, reverse, *, compiled):
+    return partial(differentiable, lstm_functions.kernels_of(size, reverse, True, reverse, compiled=compiled))
 
 
 def is_near(ours, torchs, exact):
@@ -203,9 +207,7 @@ def is_near(ours, torchs, exact):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(reverse, seed):
-    for ours, torchs, exact in zip(
-        *gradients(lstm_functions._LstmByKernel, torch.bfloat16, reverse, seed), strict=True
-    ):
+    for ours, torchs, exact in zip(*gradients(torch.bfloat16, reverse, seed), strict=True):
         assert ours.dtype == torch.bfloat16
         assert ours.shape == torchs.shape
         assert is_near(ours, torchs, exact)
@@ -214,7 +216,7 @@ def test_a_layer_of_ours_is_at_least_as_near_to_fp64_as_the_kernels(reverse, see
 @needs_kernel
 @pytest.mark.parametrize("sizes", [(1, 1, 9, 3), (3, 2, 7, 5), (2, 9, 33, 17), (4, 3, 64, 80), (20, 4, 1, 130)])
 def test_a_compiled_layer_takes_any_size(sizes):
-    for ours, torchs, exact in zip(*gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes), strict=True):
+    for ours, torchs, exact in zip(*gradients(torch.bfloat16, sizes=sizes), strict=True):
         assert is_near(ours, torchs, exact)
 
 
@@ -222,9 +224,9 @@ def test_a_compiled_layer_takes_any_size(sizes):
 @pytest.mark.parametrize("threads", [2, 3, 64])
 @pytest.mark.parametrize("sizes", [(3, 2, 7, 5), (4, 9, 64, 80)])
 def test_threads_of_a_compiled_layer_change_no_bit(sizes, threads, monkeypatch):
-    alone, *_ = gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes)
+    alone, *_ = gradients(torch.bfloat16, sizes=sizes)
     monkeypatch.setattr(lstm_kernel, "threads_at_once", lambda elements: threads)
-    together, *_ = gradients(lstm_functions._LstmByKernel, torch.bfloat16, sizes=sizes)
+    together, *_ = gradients(torch.bfloat16, sizes=sizes)
     assert all(map(torch.equal, alone, together))
 
 
@@ -236,7 +238,7 @@ def test_control_a_layer_without_its_bias_or_first_cells_is_seen(broken, monkeyp
         return lstm_kernel.lstm_forward(x, w_ih, w_hh, *lost, reverse)
 
     monkeypatch.setattr(lstm_functions, "OPS", SimpleNamespace(**{**vars_of(OPS), "lstm_forward": without}))
-    found = zip(*gradients(lstm_functions._LstmByKernel, torch.bfloat16), strict=True)
+    found = zip(*gradients(torch.bfloat16), strict=True)
     assert not all(is_near(*one) for one in found)
 
 
@@ -250,10 +252,7 @@ def test_a_compiled_layer_gives_infinities_and_nans_on():
     given = [torch.randn(s).bfloat16() for s in ((64, 16), (64, 16), (64,), (64,), (2, 16), (2, 16))]
     for value in (float("inf"), float("nan")):
         x[1, 0, 3] = value
-        ours, torchs = (
-            layer.apply(x, *given, False, True, False)[0]
-            for layer in (lstm_functions._LstmByKernel, lstm_functions._LstmLayer)
-        )
+        ours, torchs = (layer(16, False, compiled=compiled)(x, *given)[0] for compiled in (True, False))
         assert torch.equal(ours.isnan(), torchs.isnan())
         torch.testing.assert_close(ours, torchs, rtol=2**-6, atol=2**-6, equal_nan=True)
 

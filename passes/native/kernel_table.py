@@ -7,17 +7,20 @@ After: ``is_available("panel_gemm")``; in the kernel's module ``library = kernel
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_graph.lists.errors import first_line
 from amp_graph.passes.native.code_cache import FIX, refusal
 from amp_graph.passes.native.jit_compiler import CompilerError, load_if_possible
 from amp_graph.passes.torch_compat.devices import cpu_has_amx, cpu_has_bf16
+from amp_graph.passes.torch_compat.storage import address_of
 
 # What the functions of a library take, by name: a struct, by its address or its bytes, and numbers.
 Functions = Mapping[str, tuple[Any, ...]]
@@ -78,6 +81,16 @@ def required(compiled: ctypes.CDLL | None) -> ctypes.CDLL:
             f"a graph that is traced in this process; or {FIX}",
         )
     return compiled
+
+
+def run(function: Callable[..., int], what: str, table: Iterable[Tensor | int | None], *numbers: float) -> None:
+    """Call a compiled ``function`` with a struct, 64 bits a field, and ``numbers``; a tensor stands for its address.
+
+    None stands for 0. Raises MemoryError, which ``what`` names, if the function has not enough memory for a few rows.
+    """
+    fields = [0 if n is None else address_of(n) if isinstance(n, Tensor) else n for n in table]
+    if function(array("q", fields).tobytes(), *numbers):
+        raise MemoryError(f"{what}: no memory for a few rows")
 
 
 def best(source: Path, part: tuple[str, ...] = ()) -> ctypes.CDLL | None:

@@ -6,7 +6,6 @@ After: ``amp_graph::lstm_forward``, which saves the gates' sums and the cells, a
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from amp_graph.passes.backends.cpu.linear.amx_gemm import gradients_of_linear
 from amp_graph.passes.backends.cpu.linear.panel_gemm import OF_AN_ELEMENT, panels_of
 from amp_graph.passes.native.jit_compiler import threads_at_once
-from amp_graph.passes.native.kernel_table import STRUCT, best, kernel, required
+from amp_graph.passes.native.kernel_table import STRUCT, best, kernel, required, run
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
-from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("lstm_kernel.c")
 GATES = 4
@@ -80,10 +78,8 @@ def lstm_backward_of_sums(
 
 
 def _run(name: str, sizes: tuple[int, ...], *tensors: Tensor) -> None:
-    compiled = required(library())
     threads = threads_at_once(sizes[1] * GATES * sizes[-1] * sizes[-1] // OF_AN_ELEMENT)
-    if getattr(compiled, name)(array("q", (*sizes, *(address_of(t) for t in tensors), threads)).tobytes()):
-        raise MemoryError(f"an LSTM of {sizes[1]} x {sizes[-1]}: no memory for a step's gates")
+    run(getattr(required(library()), name), f"an LSTM of {sizes[1]} x {sizes[-1]}", (*sizes, *tensors, threads))
 
 
 def _made(x: Tensor, h: Tensor) -> list[Tensor]:

@@ -6,8 +6,6 @@ After: ``depthwise_low(x, w, ...)``, with the same forward.
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel, run
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_as_typed
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
-from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("depthwise_kernel.c")
 LAST = torch.channels_last
@@ -43,7 +40,7 @@ def depthwise_weight_gradient(
     x, grad = x.contiguous(memory_format=LAST), grad.contiguous(memory_format=LAST)
     sums = torch.empty((kernel[0] * kernel[1], x.shape[1]), dtype=torch.float32)
     table = _table(x.shape, grad, kernel, stride, padding, x=x, weight=sums)
-    _run(library(x.dtype).weight_gradient, table, x.numel())
+    run(library(x.dtype).weight_gradient, "depthwise convolution", table, threads_for(x.numel()))
     return sums.t().to(x.dtype, memory_format=torch.contiguous_format).view(-1, 1, *kernel)
 
 
@@ -58,7 +55,7 @@ def depthwise_input_gradient(
     dx = torch.empty(size, dtype=grad.dtype, memory_format=LAST)
     rows = weight.flatten(1).t().to(torch.float32, memory_format=torch.contiguous_format)
     table = _table(dx.shape, grad, weight.shape[2:], stride, padding, weight=rows, dx=dx)
-    _run(library(grad.dtype).input_gradient, table, dx.numel())
+    run(library(grad.dtype).input_gradient, "depthwise convolution", table, threads_for(dx.numel()))
     return dx
 
 
@@ -72,15 +69,9 @@ def _table(
     weight: Tensor,
     x: Tensor | None = None,
     dx: Tensor | None = None,
-) -> array[int]:
+) -> list[Tensor | int | None]:
     """Return the C struct Depthwise."""
-    places = (0 if t is None else address_of(t) for t in (x, grad, weight, dx))
-    return array("q", (*size, *grad.shape[2:], *kernel, *stride, *padding, *places, 0))
-
-
-def _run(function: ctypes._NamedFuncPointer, table: array[int], elements: int) -> None:
-    if function(table.buffer_info()[0], threads_for(elements)):
-        raise MemoryError("depthwise convolution: no memory for a few rows")
+    return [*size, *grad.shape[2:], *kernel, *stride, *padding, x, grad, weight, dx, 0]
 
 
 define_as_typed(depthwise_weight_gradient, lambda x, kernel: x.new_empty((x.shape[1], 1, *kernel)))

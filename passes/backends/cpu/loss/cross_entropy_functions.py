@@ -8,7 +8,6 @@ After: ``cross_entropy_low(logits, target)``, which saves the bf16 logits.
 from __future__ import annotations
 
 import ctypes
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load_if_possible, threads_for
-from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel
+from amp_graph.passes.native.kernel_table import NUMBER, STRUCT, kernel, run
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.autograd import gradients_by_torch, is_plain, leaves_to_torch
-from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("cross_entropy_kernel.c")
 LOW, NONE = 2, 0  # the kernel's codes for low precision, and for none
@@ -34,53 +32,31 @@ library = kernel("cross_entropy", lambda low: load_if_possible(SOURCE, MACROS[lo
 
 def losses_of_rows(flat: Tensor, target: Tensor, ignore: int) -> Tensor | None:
     """Return the loss of each row of ``flat`` [rows, classes] as fp32 [rows], 0 where the target is ``ignore``."""
-    found = _library(flat)
+    found = _compiled(flat, target, ignore)
+    if found is None:
+        return None
+    kernels, flat, places = found
+    losses = torch.empty(flat.shape[0], dtype=torch.float32)
+    table = (*flat.shape, flat, LOW, 0, NONE, places, 0, 0, 0, losses)
+    run(kernels.rows, "cross entropy", table, threads_for(flat.numel()))
+    return losses
+
+
+def _compiled(flat: Tensor, target: Tensor, ignore: int) -> tuple[ctypes.CDLL, Tensor, Tensor] | None:
+    """Return the kernels for ``flat``, its contiguous rows, and the targets, -1 for ignored ones.
+
+    None if there are none for it, or if a counted target is no class: others raise where torch looks them up.
+    """
+    fits = type(flat) in (Tensor, torch.nn.Parameter) and flat.device.type == "cpu" and flat.dtype in MACROS
+    found = library(flat.dtype) if fits and flat.numel() else None
     if found is None or not _are_classes(target, ignore, flat.shape[1]):
         return None
-    flat, target = flat.contiguous(), _places(target, ignore)
-    losses = torch.empty(flat.shape[0], dtype=torch.float32)
-    table = (*flat.shape, address_of(flat), LOW, 0, NONE, address_of(target), 0, 0, 0, address_of(losses))
-    return None if _fails(found.rows, table, flat) else losses
-
-
-def write_gradient_of_rows(
-    made: Tensor, flat: Tensor, target: Tensor, ignore: int, whole: Tensor, others: Tensor | None
-) -> bool:
-    """Write ``softmax(flat) * whole``, less ``whole`` at each row's target, plus ``others``, to ``made``.
-
-    made: contiguous, as ``flat``, which it may be; whole: fp32 [rows, 1], not read where the target is ``ignore``;
-    others: fp32, of the shape of ``flat``. False: nothing was written.
-    """
-    found = _library(flat)
-    if found is None or not _are_classes(target, ignore, flat.shape[1]):
-        return False
-    flat, target, whole = flat.contiguous(), _places(target, ignore), whole.contiguous()
-    at_target, others = -whole, None if others is None else others.contiguous()
-    added = 0 if others is None else address_of(others)
-    given = (address_of(target), address_of(whole), address_of(at_target), added, 0)
-    table = (*flat.shape, address_of(flat), LOW, address_of(made), LOW, *given)
-    return not _fails(found.backward, table, flat)
-
-
-def _library(flat: Tensor) -> ctypes.CDLL | None:
-    fits = type(flat) in (Tensor, torch.nn.Parameter) and flat.device.type == "cpu" and flat.dtype in MACROS
-    return library(flat.dtype) if fits and flat.numel() else None
+    return found, flat.contiguous(), target.masked_fill(target == ignore, -1).contiguous()
 
 
 def _are_classes(target: Tensor, ignore: int, classes: int) -> bool:
-    """Say whether every counted target is a class; others raise where torch looks them up."""
     counted = target[target != ignore]
     return not counted.numel() or (0 <= int(counted.min()) and int(counted.max()) < classes)
-
-
-def _places(target: Tensor, ignore: int) -> Tensor:
-    """Return the targets, -1 for ignored ones."""
-    return target.masked_fill(target == ignore, -1).contiguous()
-
-
-def _fails(function: ctypes._NamedFuncPointer, numbers: tuple[int, ...], flat: Tensor) -> bool:
-    table = array("q", numbers)
-    return bool(function(table.buffer_info()[0], threads_for(flat.numel())))
 
 
 own_functions(__name__)
@@ -161,13 +137,18 @@ def cross_entropy_backward(
     """
     made = torch.empty_like(logits, memory_format=torch.contiguous_format) if made is None else made
     flat, rows = (t.reshape(-1, logits.shape[-1]) for t in (logits, made))
-    others = None if grad_wide is None else grad_wide.reshape(flat.shape)
+    others = None if grad_wide is None else grad_wide.reshape(flat.shape).contiguous()
     counts = target != ignore
     whole = torch.where(counts, grad.float(), 0.0).unsqueeze(1)  # no product: if no row counts, its gradient is 0 / 0
-    if not write_gradient_of_rows(rows, flat, target, ignore, whole, others):
+    known = _compiled(flat, target, ignore)
+    if known is None:
         found = torch.softmax(flat.float(), 1).mul_(whole)
         found.scatter_add_(1, torch.where(counts, target, 0).unsqueeze(1), -whole)
         rows.copy_(found if others is None else found.add_(others))
+    else:
+        kernels, flat, places = known
+        table = (*flat.shape, flat, LOW, rows, LOW, places, whole, -whole, others, 0)
+        run(kernels.backward, "cross entropy", table, threads_for(flat.numel()))
     return made
 
 

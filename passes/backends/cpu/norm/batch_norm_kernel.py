@@ -6,7 +6,6 @@ After: ``batch_norm_relu``, which reads its input twice, and in backward ``batch
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 
 from amp_graph.passes.native.jit_compiler import MACROS, load, threads_for
-from amp_graph.passes.native.kernel_table import NUMBER, REAL, STRUCT, kernel
+from amp_graph.passes.native.kernel_table import NUMBER, REAL, STRUCT, kernel, run
 from amp_graph.passes.native.operator_library import OPS as OPS  # for whoever calls what is defined here
 from amp_graph.passes.native.operator_library import define_operator
-from amp_graph.passes.torch_compat.storage import address_of
 
 SOURCE = Path(__file__).with_name("batch_norm_kernel.c")
 LOW = 2  # what C calls low precision
@@ -53,7 +51,7 @@ def batch_norm_relu(
     if not x.numel():
         return out, stats.zero_()
     table = _table(x, weight, bias, stats, out, relu, running_mean, running_var, other=other)
-    _check(library(x.dtype).forward(table.buffer_info()[0], eps, momentum, threads_for(x.numel())))
+    run(library(x.dtype).forward, "batch_norm_relu", table, eps, momentum, threads_for(x.numel()))
     return out, stats
 
 
@@ -64,7 +62,7 @@ def batch_norm_relu_again(
     x, other = x.contiguous(memory_format=LAST), None if other is None else other.contiguous(memory_format=LAST)
     out = torch.empty_like(x)
     table = _table(x, weight, bias, stats, out, relu, other=other)
-    _check(library(x.dtype).again(table.buffer_info()[0], threads_for(x.numel())))
+    run(library(x.dtype).again, "batch_norm_relu", table, threads_for(x.numel()))
     return out
 
 
@@ -77,19 +75,17 @@ def _table(
     relu: bool,
     *running: Tensor | None,
     other: Tensor | None = None,
-) -> array[int]:
-    width, place = x.shape[1], address_of(stats)
-    moved = (0 if t is None else _places(t) for t in running or (None, None))
-    rows = (x.numel() // max(1, width), width, relu, address_of(x), LOW, address_of(out), LOW)
-    added = (0, 0) if other is None else (address_of(other), LOW)
-    return array("q", (*rows, _places(weight), _places(bias), place, place + 4 * width, *moved, *added))
+) -> tuple[Tensor | int | None, ...]:
+    rows = (x.numel() // max(1, x.shape[1]), x.shape[1], relu, x, LOW, out, LOW)
+    return (*rows, *_vectors(weight, bias, *stats, *running or (None, None)), other, 0 if other is None else LOW)
 
 
-def _places(given: Tensor) -> int:
-    """Return the address of a contiguous parameter or running statistic."""
-    if not given.is_contiguous() or given.dtype != torch.float32:
-        raise ValueError(f"batch_norm_relu: {given.dtype} of strides {given.stride()}; legal: contiguous fp32")
-    return address_of(given)
+def _vectors(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return parameters and statistics, whose memory the kernels take as it is."""
+    for t in given:
+        if t is not None and not (t.is_contiguous() and t.dtype == torch.float32):
+            raise ValueError(f"batch_norm_relu: {t.dtype} of strides {t.stride()}; legal: contiguous fp32")
+    return given
 
 
 def batch_norm_relu_backward(
@@ -113,18 +109,11 @@ def batch_norm_relu_backward(
     sums = [torch.empty(width, dtype=torch.float32) for _ in range(4)]  # the last two are scratch
     dx = torch.empty_like(x) if wants_x else None
     masked = None if out is None else torch.empty_like(x)
-    place = address_of(stats)
-    rows = (x.numel() // max(1, width), width, relu, address_of(x), LOW, address_of(grad), LOW)
-    given = (_places(weight), _places(bias), place, place + 4 * width)
-    others = [n for t in (dx, out, masked) for n in ((0, 0) if t is None else (address_of(t), LOW))]
-    table = array("q", (*rows, *others[:2], *given, *(address_of(t) for t in sums), *others[2:]))
-    _check(library(x.dtype).backward(table.buffer_info()[0], threads_for(x.numel())))
+    rows = (x.numel() // max(1, width), width, relu, x, LOW, grad, LOW)
+    into, *others = ((t, 0 if t is None else LOW) for t in (dx, out, masked))
+    table = (*rows, *into, *_vectors(weight, bias, *stats), *sums, *others[0], *others[1])
+    run(library(x.dtype).backward, "batch_norm_relu", table, threads_for(x.numel()))
     return [*sums[:2], *(t for t in (masked, dx) if t is not None)]
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError("batch_norm_relu: no memory for a few rows")
 
 
 def _fake(x: Tensor, other: Tensor | None, mean: Any, var: Any, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:

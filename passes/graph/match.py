@@ -18,6 +18,7 @@ from amp_graph.passes.graph.node_info import calls_torch, is_mutable
 from amp_graph.passes.torch_compat.storage import storage_key
 
 CONVERSIONS = (("aten.to",), ("aten.type_as",))
+SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be added to: in place what is written to
 PLACE = (GRAD, REGION, CHECKPOINT)  # meta keys: where a node is computed, and how
 
 
@@ -47,6 +48,15 @@ def only_reader(node: Node, *names: str) -> Node | None:
     """Return the only reader of ``node`` if it is one of the operations ``names``."""
     user = one_reader(node)
     return user if user is not None and operation(user)[0] in names else None
+
+
+def summand(total: Node, node: Node) -> Node | None:
+    """Return the value that ``total`` adds to ``node``; None if it is no sum of both, or is written to that value."""
+    name, operands = operation(total)
+    if name not in SUMS or len(operands) != 2 or node not in operands[: SUMS[name]]:
+        return None
+    other = operands[1 - operands.index(node)]
+    return other if isinstance(other, Node) and other is not node else None
 
 
 def constant_beside(node: Node, operand: Node) -> float | None:

@@ -102,36 +102,21 @@ def _why_not(given: dict[str, Any], node: Node) -> str:
         return f"no kernel of ours is faster for {q.dim()} dimensions in {q.dtype} on {q.device.type}"
     if drops or any(type(n) is not int for n in (*q.shape, *k.shape)):
         return ""
-    heads, sizes = q.shape[0] * q.shape[1], (q.shape[-2], k.shape[-2])
+    heads, scores = q.shape[0] * q.shape[1], q.shape[-2] * k.shape[-2]
     if not is_trained(node):
-        by_torch = torchs_attention_is_profitable(heads, *sizes)
+        by_torch = heads <= FEW_HEADS and heads * scores <= FEW_SCORES
     else:
-        fused = not _is_worse_fused(node, given["attn_mask"])
-        by_torch = fused and torchs_trained_attention_is_profitable(heads, *sizes, q.shape[-1])
+        few = heads * scores <= MOST_SCORES_OF_TORCH and scores * q.shape[-1] <= LEAST_OF_LIBRARY
+        by_torch = few and not _is_worse_fused(node, given["attn_mask"])
     return "torch's kernel is faster for so few scores" if by_torch else ""
 
 
-MOST_SCORES_OF_TORCH = 512  # scores of all heads
-
-
-def torchs_trained_attention_is_profitable(heads: int, queries: int, keys: int, width: int) -> bool:
-    """Say whether torch's kernel is faster than ours, forward and backward, for so few ``heads`` of the whole batch.
-
-    Our time over torch's: 1.8 for 8 and 16 scores of width 16, 1.55 for 256, 1.3 for 512; 0.5 for 1,024 and 0.4 for
-    2,048 of width 64, whose products are so large that torch calls oneDNN for each.
-    """
-    return heads * queries * keys <= MOST_SCORES_OF_TORCH and queries * keys * width <= LEAST_OF_LIBRARY
-
-
-# Heads of the whole batch, and scores of all heads, up to which torch's kernel is faster than a call of our C kernel.
+# Scores of all heads up to which torch's kernel is faster than ours, forward and backward. Our time over torch's: 1.8
+# for 8 and 16 scores of width 16, 1.55 for 256, 1.3 for 512; 0.5 for 1,024 and 0.4 for 2,048 of width 64, whose
+# products are so large that torch calls oneDNN for each.
+MOST_SCORES_OF_TORCH = 512
+# Heads of the whole batch, and scores of all heads, up to which torch's kernel is faster without gradients. bf16 on CPU
+# with dot products, width 64: our call takes 20 us, and little more for 256 to 4,096 scores; torch's takes 5 us and
+# 3 us per head. Torch's time over ours: 0.4 for one head of 16 x 16, 0.7 for four of 16 x 16 and two of 32 x 32, 1.0
+# for four of 32 x 32, 1.2 for twelve of 16 x 16.
 FEW_HEADS, FEW_SCORES = 4, 2048
-
-
-def torchs_attention_is_profitable(heads: int, queries: int, keys: int) -> bool:
-    """Say whether torch's kernel beats ours for so few ``heads`` (of the whole batch) without gradients.
-
-    bf16 on CPU with dot products, width 64: our call takes 20 us, and little more for 256 to 4,096 scores; torch's
-    takes 5 us and 3 us per head. Torch's time over ours: 0.4 for one head of 16 x 16, 0.7 for four of 16 x 16 and two
-    of 32 x 32, 1.0 for four of 32 x 32, 1.2 for twelve of 16 x 16.
-    """
-    return heads <= FEW_HEADS and heads * queries * keys <= FEW_SCORES

@@ -6,7 +6,6 @@ After: ``y = convolution_with_norm(x, w, ..., other=s)``.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, batch_no
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.match import one_reader
+from amp_graph.passes.graph.match import one_reader, summand
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.graph.node_info import calls_torch, schema_arguments
 from amp_graph.passes.layout.conv_args import SCHEMA, pair
@@ -86,13 +85,14 @@ class FoldBatchNorms(Pass):
         found = self._folded(norm)
         if found is None or any(memory.is_written(v) for v in found.vectors if isinstance(v, Node)):
             return None
-        last = norm
-        added = _added_to(last)
+        total = one_reader(norm)
+        other = summand(total, norm) if total is not None and REGION not in total.meta else None
         # The kernel with a sum does not support groups.
-        if added is not None and found.shape.groups == 1 and added[1] not in found.nodes and _alike(added[1], norm):
-            last, found.other = added
-            found.nodes.append(last)
-        activation = one_reader(last)
+        if total is not None and other is not None and found.shape.groups == 1 and other not in found.nodes:
+            if isinstance(value(other), torch.Tensor) and alike(value(other), value(norm)):
+                found.nodes.append(total)
+                found.other = other
+        activation = one_reader(found.nodes[-1])
         after = None if activation is None or REGION in activation.meta else AFTER.get(names_of(activation))
         if activation is not None and after is not None:
             found.nodes.append(activation)
@@ -127,25 +127,6 @@ class FoldBatchNorms(Pass):
 
     def _is_frozen(self, node: Any) -> bool:
         return isinstance(node, Node) and node.target is self.options.frozen.read
-
-
-def _added_to(node: Node) -> tuple[Node, Node] | None:
-    """Return the sum that is the only reader of ``node``, and its other operand; in place only over ``node``."""
-    add = one_reader(node)
-    if add is None or REGION in add.meta or len(add.args) != 2 or add.kwargs:
-        return None
-    if names_of(add) not in (("aten.add",), ("aten.add_",)) or not calls_torch(add):
-        return None
-    other = add.args[1] if add.args[0] is node else add.args[0]
-    in_place = names_of(add) == ("aten.add_",) or add.target is operator.iadd
-    if not isinstance(other, Node) or other is node or (in_place and add.args[0] is not node):
-        return None
-    return add, other
-
-
-def _alike(other: Node, norm: Node) -> bool:
-    a, b = value(other), value(norm)
-    return isinstance(a, torch.Tensor) and alike(a, b)
 
 
 def _reads_are_the_same(chain: Chain, memory: Memory) -> bool:

@@ -21,7 +21,7 @@ from amp_graph.passes.base import Change, Pass, Writes
 from amp_graph.passes.graph.edit import give_value
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import may_record_gradients
-from amp_graph.passes.graph.identify_ops import names_of
+from amp_graph.passes.graph.identify_ops import arguments_of, names_of
 from amp_graph.passes.graph.match import one_reader
 from amp_graph.passes.graph.meta_keys import IDENTITY, REGION
 from amp_graph.passes.native.gemm_thresholds import packing_is_profitable, panels_are_profitable
@@ -30,6 +30,7 @@ from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.registry import own_functions
 from amp_graph.passes.torch_compat.devices import linear_of_packed_weight, pack_linear_weight
 from amp_graph.passes.torch_compat.dispatch import is_in_mode
+from amp_graph.passes.torch_compat.fake import is_number
 from amp_graph.passes.weights.frozen_weights import FrozenWeights
 
 own_functions(__name__, frozen_weights=True)
@@ -104,14 +105,14 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Product:
-    """A linear in the graph: its input, weight and bias; and whether the weight is [inputs, outputs]."""
-
-    x: Any
-    weight: Any
-    bias: Any
-    transposed: bool
+# The names of a product's input, weight and bias; and of numbers that must be 1.
+PRODUCTS = {
+    "aten.linear": ("input", "weight", "bias"),
+    "aten.addmm": ("mat1", "mat2", "self"),
+    "aten.mm": ("self", "mat2"),
+    "aten.matmul": ("self", "other"),
+}
+SCALES = {"beta", "alpha"}
 
 
 @dataclass(frozen=True)
@@ -134,78 +135,62 @@ class PrepackWeights(Pass):
         weights, either = self.options.frozen, (False, True)
         readers = {(turned, few): packed_reader(weights, turned, few) for turned in either for few in either}
         for node in list(gm.graph.find_nodes(op="call_function", target=weights.read)):
-            found = {user: product for user in node.users if (product := _product(user, node)) is not None}
-            forms = {product.transposed for product in found.values()}
+            found = {user: operands for user in node.users if (operands := _operands(user, node)) is not None}
+            forms = {names_of(user) != ("aten.linear",) for user in found}  # whether the weight is [inputs, outputs]
             if len(found) < len(node.users) or len(forms) != 1:
                 continue
-            few = all(_has_few_rows(user, product) for user, product in found.items()) and library() is not None
+            few = all(_has_few_rows(user, x, value(node)) for user, (x, *_) in found.items()) and library() is not None
             node.target = readers[True in forms, few]
             if True in forms:
                 give_value(node, value(node).t())
-            for user, product in found.items():
-                _rewrite(gm, user, product, few)
+            for user, operands in found.items():
+                _rewrite(gm, user, operands, few)
             how = "in panels" if few else "packed"
             yield Change(self.name, how, node.name, "for " + ", ".join(u.name for u in found))
 
 
-def _product(node: Node, weight: Node) -> Product | None:
-    """Read ``node`` as a linear with ``weight`` that is worth packing; None if it is none."""
-    names, args = names_of(node), node.args
-    if len(names) != 1 or REGION in node.meta or set(node.kwargs) - {"bias"}:
+def _operands(node: Node, weight: Node) -> tuple[Any, ...] | None:
+    """Return input, weight and bias of a linear with ``weight`` that is worth packing; None if ``node`` is none."""
+    given, names, low = arguments_of(node), names_of(node), value(weight)
+    read = PRODUCTS.get(names[0], ()) if len(names) == 1 and REGION not in node.meta else ()
+    if given is None or not read or given.keys() - {*read, *SCALES} or any(given.get(s, 1) != 1 for s in SCALES):
         return None
-    if names[0] == "aten.linear" and len(args) in (2, 3):
-        found = Product(args[0], args[1], args[2] if len(args) == 3 else node.kwargs.get("bias"), False)
-    elif names[0] == "aten.addmm" and len(args) == 3:
-        found = Product(args[1], args[2], args[0], True)
-    elif names[0] in ("aten.mm", "aten.matmul") and len(args) == 2:
-        found = Product(args[0], args[1], None, True)
-    else:
+    x, own, bias = (given.get(name) for name in (*read, "")[:3])
+    if own is not weight or x is weight or bias is weight or low.dim() != 2:
         return None
-    return found if found.weight is weight and _is_profitable(node, found) else None
+    if not all(isinstance(t, Tensor) and t.dtype == low.dtype for t in map(value, node.all_input_nodes)):
+        return None
+    outputs, inputs = low.shape if read[0] == "input" else low.shape[::-1]
+    fits = bias is None or tuple(value(bias).shape) == (outputs,)
+    return (x, weight, bias) if fits and packing_is_profitable(low.device.type, low.dtype, outputs, inputs) else None
 
 
-def _is_profitable(node: Node, product: Product) -> bool:
-    low, bias = value(product.weight), product.bias
-    outputs, inputs = low.shape if low.dim() == 2 else (0, 0)
-    outputs, inputs = (inputs, outputs) if product.transposed else (outputs, inputs)
-    given = [value(source) for source in node.all_input_nodes]
-    if not all(isinstance(t, torch.Tensor) and t.dtype == low.dtype for t in given):
-        return False
-    if product.x is product.weight or bias is product.weight:
-        return False
-    if bias is not None and tuple(value(bias).shape) != (outputs,):
-        return False
-    return packing_is_profitable(low.device.type, low.dtype, outputs, inputs)
-
-
-def _has_few_rows(node: Node, product: Product) -> bool:
+def _has_few_rows(node: Node, x: Node, low: Tensor) -> bool:
     """Say whether our kernel is faster over so few rows, even with a separate call for a gelu or a silu."""
-    if any(type(size) is not int for size in (*value(product.x).shape, *value(node).shape)):
+    if not is_number(*value(x).shape, *value(node).shape):
         return False
-    low, inputs = value(product.weight), value(product.x).shape[-1]
-    outputs = value(node).shape[-1]
+    outputs, inputs = value(node).shape[-1], value(x).shape[-1]
     return panels_are_profitable(low.device.type, low.dtype, value(node).numel() // max(1, outputs), outputs, inputs)
 
 
-def _rewrite(gm: GraphModule, node: Node, product: Product, few: bool) -> None:
+def _rewrite(gm: GraphModule, node: Node, operands: tuple[Any, ...], few: bool) -> None:
     behind = _activation(node)
-    behind = behind if not few or behind == ("relu",) else None
+    behind = behind if not few or behind == ("relu",) else ()
     node.op, node.target = "call_function", linear_of_panels if few else linear_of_packed
     node.kwargs = {"outputs": value(node).shape[-1]} if few else {}
-    node.args = (product.x, product.weight, product.bias)
+    node.args = (*operands, *behind)
     node.meta.pop(IDENTITY, None)
-    if behind is not None:
-        node.args += behind
+    if behind:
         (reader,) = node.users
         reader.replace_all_uses_with(node)
         gm.graph.erase_node(reader)
 
 
-def _activation(node: Node) -> tuple[str, ...] | None:
-    """Return ``linear_of_packed``'s name of the activation that is the only reader of ``node``; None without one."""
+def _activation(node: Node) -> tuple[str, ...]:
+    """Return ``linear_of_packed``'s name of the activation that is the only reader of ``node``; () without one."""
     user = one_reader(node)
     name = names_of(user)[0] if user is not None and len(names_of(user)) == 1 else ""
     if user is None or name not in ACTIVATIONS or REGION in user.meta or value(user).dtype != value(node).dtype:
-        return None
+        return ()
     form = (str(user.kwargs.get("approximate", "none")),) if name == "aten.gelu" else ()
     return (ACTIVATIONS[name], *form)

@@ -30,7 +30,7 @@ from amp_graph.passes.native.gemm_thresholds import (
 )
 from amp_graph.passes.native.operator_library import called, define_as_typed
 from amp_graph.passes.torch_compat.autograd import is_plain, leaves_to_torch, unsafe_view
-from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, is_number
 
 
 def linear_low(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,9 +85,6 @@ def by_units(multiplications: int) -> bool:
 define_as_typed(product_low, room)
 
 
-Form = tuple[str, torch.dtype, int, int, int]  # device, dtype, rows, outputs, inputs
-
-
 @dataclass(frozen=True)
 class LowerLinears(NodePass):
     """Replaces ``linear(x, w, b)`` that trains over few rows with ``linear_low`` when it is profitable.
@@ -98,36 +95,31 @@ class LowerLinears(NodePass):
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Lower a linear."""
-        form, again = linear_form(node), node.target is computing_again(F.linear)
-        if form is None or not small_linear_is_profitable(*form) or panel_gemm.library() is None:
+        given = _operands(node)
+        if given is None or not _is_profitable(node, *given) or panel_gemm.library() is None:
             return None
+        again = node.target is computing_again(F.linear)
         node.op, node.target = "call_function", computing_again(linear_low) if again else linear_low
+        node.args, node.kwargs = given, {}
         return Change(self.name, "lowered", node.name, "by compiled C: oneDNN's calls take longer than the matmuls")
 
 
-def linear_form(node: Node) -> Form | None:
-    """Return device, dtype, rows, outputs and inputs of a linear of matrices that trains; None for anything else."""
+def _operands(node: Node) -> tuple[Any, ...] | None:
+    """Return input, weight and bias of a linear that trains; None for anything else."""
     if names_of(node) != ("aten.linear",) or node.op != "call_function" or REGION in node.meta or not is_trained(node):
         return None
-    read = arguments_of(node)
-    called = (*node.args[:2], bias_of(node))  # a user's function may order them otherwise
-    if read is None or called != (read["input"], read["weight"], read["bias"]):
-        return None
-    given = [value(source) for source in node.all_input_nodes]
-    made = value(node)
-    if any(type(t) is not type(made) or t.dtype != made.dtype for t in given) or len(node.all_input_nodes) < 2:
-        return None
-    weight = value(node.args[1]) if isinstance(node.args[1], Node) else None
-    sizes = [size for t in (made, *given) for size in t.shape]
-    if weight is None or weight.dim() != 2 or any(type(size) is not int for size in sizes):
-        return None
-    outputs, inputs = weight.shape
-    bias = bias_of(node)
-    if isinstance(bias, Node) and tuple(value(bias).shape) != (outputs,):  # linear broadcasts it
-        return None
-    return made.device.type, made.dtype, made.numel() // max(1, outputs), outputs, inputs
+    given = arguments_of(node)
+    return None if given is None else (given["input"], given["weight"], given["bias"])
 
 
-def bias_of(node: Node) -> Any:
-    """Return the bias of a linear, None if it has none."""
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+def _is_profitable(node: Node, x: Node, weight: Node, bias: Node | None) -> bool:
+    """Say whether ``node`` is a linear of matrices of known sizes, and of few rows."""
+    made, given = value(node), [value(source) for source in node.all_input_nodes]
+    if any(type(t) is not type(made) or t.dtype != made.dtype for t in given) or x is weight:
+        return False
+    if value(weight).dim() != 2 or not is_number(*(size for t in (made, *given) for size in t.shape)):
+        return False
+    outputs, inputs = value(weight).shape
+    plain = bias is None or tuple(value(bias).shape) == (outputs,)  # linear broadcasts it
+    rows = made.numel() // max(1, outputs)
+    return plain and small_linear_is_profitable(made.device.type, made.dtype, rows, outputs, inputs)

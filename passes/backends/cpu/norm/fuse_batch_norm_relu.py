@@ -22,15 +22,13 @@ from amp_graph.passes.graph.call_arguments import BATCH_NORM_ARGUMENTS, RELUS, b
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.grad_regions import is_trained
 from amp_graph.passes.graph.identify_ops import names_of
-from amp_graph.passes.graph.match import Formula, is_written_meanwhile, one_reader, operation
+from amp_graph.passes.graph.match import Formula, is_written_meanwhile, one_reader, summand
 from amp_graph.passes.graph.meta_keys import CAST, IDENTITY, MARK, REGION
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.layout.memory_format import is_channels_last
 from amp_graph.passes.native.kernel_table import why_missing
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, numel, same
-
-SUMS = {"aten.add": 2, "aten.add_": 1}  # which of the operands may be the norm: in place it is what is written to
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,8 @@ def _relu_behind(node: Node) -> Behind | None:
         return None
     if names_of(user) in RELUS:
         return user, None, None
-    name, operands = operation(user)
-    if name not in SUMS or node not in operands[: SUMS[name]] or len(operands) != 2 or user.kwargs:
-        return None
-    other, relu = operands[1 - operands.index(node)], _only_reader(user)
-    if relu is None or names_of(relu) not in RELUS or not isinstance(other, Node) or other is node:
+    other, relu = summand(user, node), _only_reader(user)
+    if relu is None or names_of(relu) not in RELUS or other is None:
         return None
     whole, images = value(node), value(other)
     fits = isinstance(images, torch.Tensor) and same(images.shape, whole.shape) and images.dtype == whole.dtype

@@ -11,7 +11,7 @@ values that ``torch.autocast`` rounds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch.fx import Node
 
@@ -97,14 +97,24 @@ def _magnifies(node: Node, kind: Classification | None, inexact: set[Node]) -> s
     return ", ".join(sorted(names))
 
 
-def leads_to_softmax(order: Iterable[Node], classes: Mapping[Node, Classification]) -> set[Node]:
-    """Return the nodes that a softmax reads, itself or behind operations that the lists do not decide."""
+def _leading(
+    order: Iterable[Node],
+    classes: Mapping[Node, Classification],
+    readers: frozenset[str],
+    through: Callable[[Node], bool],
+) -> set[Node]:
+    """Return the nodes that one of the operations ``readers`` reads, itself or ``through`` others."""
     leads: set[Node] = set()
     for node in reversed(list(order)):
-        readers = [(user, classes[user]) for user in node.users if user in classes]
-        if any(not SOFTMAX.isdisjoint(kind.names) or (user in leads and kind.cls in FREE) for user, kind in readers):
+        read = [user for user in node.users if user in classes]
+        if any(not readers.isdisjoint(classes[user].names) or (user in leads and through(user)) for user in read):
             leads.add(node)
     return leads
+
+
+def leads_to_softmax(order: Iterable[Node], classes: Mapping[Node, Classification]) -> set[Node]:
+    """Return the nodes that a softmax reads, itself or behind operations that the lists do not decide."""
+    return _leading(order, classes, SOFTMAX, lambda node: classes[node].cls in FREE)
 
 
 def carriers_of_positions(order: Iterable[Node], classes: Mapping[Node, Classification]) -> frozenset[Node]:
@@ -116,11 +126,7 @@ def carriers_of_positions(order: Iterable[Node], classes: Mapping[Node, Classifi
         passes_on = found.cls in (OpClass.FOLLOW, OpClass.NEUTRAL, OpClass.ALLOW, OpClass.PROMOTE)
         if _is_counter(node, found) or (passes_on and not carries.isdisjoint(node.all_input_nodes)):
             carries.add(node)
-    feeds: set[Node] = set()
-    for node in reversed(nodes):
-        readers = [user for user in node.users if user in classes]
-        if any(not ANGLES.isdisjoint(classes[user].names) or user in feeds & carries for user in readers):
-            feeds.add(node)
+    feeds = _leading(nodes, classes, ANGLES, carries.__contains__)
     return frozenset(node for node in carries & feeds if classes[node].cls is OpClass.ALLOW)
 
 

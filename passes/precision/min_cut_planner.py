@@ -11,9 +11,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from amp_graph.lists import OpClass
-from amp_graph.passes.graph.fake_values import captured, is_eligible
 from amp_graph.passes.precision.build_assignment import Formulation
-from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.planning_problem import FULL, LOW, Choice
 from amp_graph.passes.precision.precision_assignment import cheapest
 from amp_graph.passes.precision.rule_based_planner import Operands, operands
@@ -38,10 +36,11 @@ def choices(made: Formulation, low: frozenset[int]) -> dict[Node, Choice]:
 def _choice(node: Node, made: Formulation, low: frozenset[int], limits: Mapping[int, int]) -> Choice:
     """Return the choice for ``node``; ``limits``: of each variable that may not be low, one that keeps it full."""
     kind, painted, i = made.problem.classes[node], made.painted[node], made.of[node]
-    if node in made.tied:
-        return painted if (painted.precision == LOW) == (i in low) else _tied(node, kind, LOW if i in low else FULL)
     if not made.is_free(node):
-        return painted
+        chosen = LOW if i in low else FULL
+        if node not in made.tied or (painted.precision == LOW) == (i in low):
+            return painted
+        return Choice(chosen, kind.why) if kind.conversion else made.permitted.follow(node, kind, chosen)
     if i in low:
         return painted if kind.cls is OpClass.ALLOW else replace(painted, reason=f"{painted.reason}; {BY_TIME}")
     given = operands(node, kind)
@@ -52,16 +51,6 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], limits: Mapping[
         reads = any(made.of.get(user) == limits[i] for user in node.users)
         return Choice(FULL, "a reader takes full precision" if reads else "operands are full precision", wants)
     return Choice(FULL, _why_full(given, made, low), wants)
-
-
-def _tied(node: Node, kind: Classification, precision: str) -> Choice:
-    """Return the choice of a node that writes to, aliases, or copies the dtype of a value in ``precision``."""
-    if kind.conversion:
-        return Choice(precision, kind.why)
-    sources = [n for n in node.all_input_nodes if n in kind.applies and n not in kind.written]
-    wants = {} if kind.mixed else {n: precision for n in sources if is_eligible(captured(n))}
-    what = "writes to" if kind.written else "aliases"
-    return Choice(precision, f"{what} a {precision}-precision value, which is never cast", wants)
 
 
 def _why_full(given: Operands, made: Formulation, low: frozenset[int]) -> str:

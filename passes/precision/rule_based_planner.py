@@ -105,21 +105,24 @@ class RuleBasedPlan:
             return Choice(AS_CAPTURED, "carries no fp32 value")
         if kind.conversion:
             return self._conversion(node, kind, moved)
-        if kind.written & set(inputs):
-            return self._in_place(node, kind, inputs)
-        if node in self.ahead.shown:
-            return self._shown(node, kind, inputs)
-        if kind.cls is OpClass.ALLOW and moved:
-            return self._set_low(node, kind, inputs, f"{_names(kind)}: {kind.why}")
+        target = next((n for n in inputs if n in kind.written), self.ahead.shown.get(node))
+        if target is not None:
+            self.low |= {node} if target in self.low and has_eligible(node) else set()
+            return self.follow(node, kind, LOW if target in self.low else FULL)
+        listed = f"{', '.join(kind.names)}: {kind.why}"
+        if (kind.cls is OpClass.ALLOW and moved) or (
+            kind.cls is OpClass.PROMOTE and moved and self.low.issuperset(moved)
+        ):
+            return self._set_low(node, kind, inputs if kind.cls is OpClass.ALLOW else moved, listed)
         if kind.cls is OpClass.DENY:
             self.tainted.add(node)
-            return self._set_full(kind, inputs, f"{_names(kind)}: {kind.why}")
+            return Choice(FULL, listed, dict.fromkeys(inputs, FULL))
         if kind.cls is OpClass.OPAQUE and kind.takes_dtype and _is_like(kind):
             return Choice(AS_CAPTURED, f"{kind.why}; only the shape of its operand counts", asks_dtype=True)
         if kind.cls is OpClass.OPAQUE:
             return Choice(AS_CAPTURED, kind.why, dict.fromkeys(inputs, FULL))
         if kind.cls is OpClass.PROMOTE:
-            return self._promote(node, kind, moved)
+            return Choice(FULL, listed, dict.fromkeys(moved, FULL))
         return self._free(node, kind, moved)
 
     def _free(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
@@ -127,7 +130,7 @@ class RuleBasedPlan:
         low = [n for n in counted if n in self.low]
         tainted = [n for n in counted if n in self.tainted]
         if kind.dtype is not None:
-            return self._set_full(kind, [], "the call asks for this dtype")
+            return Choice(FULL, "the call asks for this dtype")
         if not counted:
             return Choice(AS_CAPTURED, "no fp32 operand")
         given = operands(node, kind)
@@ -139,9 +142,11 @@ class RuleBasedPlan:
             return self._set_low(node, kind, inputs, kind.why)
         if len(low) == len(counted):
             if self._is_last_sum(node, kind):
-                return self._set_full(kind, counted[:1], "accuracy=fast: last sum of a low-precision stream, unrounded")
+                why = "accuracy=fast: last sum of a low-precision stream, unrounded"
+                return Choice(FULL, why, dict.fromkeys(counted[:1], FULL))
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
-                return self._set_full(kind, inputs, f"{kind.why}; a full-precision reader wants the result unrounded")
+                why = f"{kind.why}; a full-precision reader wants the result unrounded"
+                return Choice(FULL, why, dict.fromkeys(inputs, FULL))
             return self._set_low(node, kind, inputs, f"{kind.why}; every operand is low precision")
         if node in self.ahead.early:
             return self._set_low(node, kind, inputs, "every reader takes low precision: cast once, before it")
@@ -156,8 +161,8 @@ class RuleBasedPlan:
             self.tainted.add(node)
         if low:
             reason = "mixed operands promote to full precision" + self._why_kept(node)
-            return self._set_full(kind, moved, reason, natively=kind.mixed)
-        return self._set_full(kind, [], "operands are full precision" + self._why_kept(node))
+            return Choice(FULL, reason, {} if kind.mixed else dict.fromkeys(moved, FULL))
+        return Choice(FULL, "operands are full precision" + self._why_kept(node))
 
     def _kept(self) -> dict[Node, str]:
         """Return the nodes that what reads them keeps in full precision, each with the name of that reader."""
@@ -233,52 +238,31 @@ class RuleBasedPlan:
             return self._set_low(node, kind, [], f"{kind.why} (to a low-precision value's dtype)")
         return Choice(FULL if is_eligible(captured(node)) else AS_CAPTURED, kind.why)
 
-    def _in_place(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
-        """The destination is never cast; its sources follow it."""
-        target = next(n for n in inputs if n in kind.written)
-        sources = [n for n in inputs if n not in kind.written and n in kind.applies]
-        low = target in self.low
-        if low and is_eligible(captured(node)):
-            self.low.add(node)
-        precision = LOW if low else FULL
-        wants = {} if kind.mixed else dict.fromkeys(sources, precision)
-        return Choice(precision, f"writes to a {precision}-precision value, which is never cast", wants)
-
-    def _shown(self, node: Node, kind: Classification, inputs: list[Node]) -> Choice:
-        """An alias of memory that is written later has the precision of that memory, which is never cast."""
+    def follow(self, node: Node, kind: Classification, precision: str) -> Choice:
+        """Return the choice of a node that writes to, or aliases, memory in ``precision``, which is never cast."""
+        inputs = [n for n in node.all_input_nodes if is_eligible(captured(n))]
+        if kind.written & set(inputs):
+            sources = [n for n in inputs if n not in kind.written and n in kind.applies]
+            reason = f"writes to a {precision}-precision value, which is never cast"
+            return Choice(precision, reason, {} if kind.mixed else dict.fromkeys(sources, precision))
         source = self.ahead.shown[node]
-        low = source in self.low
-        if low and has_eligible(node):
-            self.low.add(node)
         others = [n for n in inputs if n is not source and not (kind.mixed and kind.cls in FREE)]
         if kind.cls is OpClass.NEUTRAL:
             others = [n for n in others if n in kind.applies]  # of any further operand only the shape is read
-        precision = LOW if low else FULL
         reason = f"aliases {source.name}, which is written later, and takes its {precision} precision"
         return Choice(precision, reason, dict.fromkeys(others, precision if kind.cls in FREE else FULL))
-
-    def _promote(self, node: Node, kind: Classification, moved: list[Node]) -> Choice:
-        if moved and all(n in self.low for n in moved):
-            return self._set_low(node, kind, moved, f"{_names(kind)}: {kind.why}")
-        return self._set_full(kind, moved, f"{_names(kind)}: {kind.why}")
 
     def _set_low(self, node: Node, kind: Classification, inputs: list[Node], reason: str) -> Choice:
         wants = {n: LOW if n in kind.applies else FULL for n in inputs}
         shared = self.problem.memory.storages.get(node, frozenset()) & self.ahead.full
         if shared and not isinstance(captured(node), torch.Tensor):
-            return self._set_full(kind, inputs, f"{reason}; but one of its results is written in full precision")
+            why = f"{reason}; but one of its results is written in full precision"
+            return Choice(FULL, why, dict.fromkeys(inputs, FULL))
         if shared:
             return Choice(LOW, reason + "; the result is written in full precision", wants, converts_result=True)
         if has_eligible(node):
             self.low.add(node)
         return Choice(LOW, reason, wants)
-
-    def _set_full(self, kind: Classification, inputs: list[Node], reason: str, natively: bool = False) -> Choice:
-        return Choice(FULL, reason, {} if natively else dict.fromkeys(inputs, FULL))
-
-
-def _names(kind: Classification) -> str:
-    return ", ".join(kind.names)
 
 
 def _is_like(kind: Classification) -> bool:

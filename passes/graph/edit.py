@@ -152,7 +152,7 @@ def replace_by(node: Node, result: Any) -> None:
         node.replace_all_uses_with(result)
     else:
         for part in list(node.users):
-            new = result[part.args[1]]  # type: ignore[index]
+            new = result[part.args[1]]
             for reader in list(part.users):
                 swap = lambda n, old=part, new=new: new if n is old else n  # noqa: E731
                 reader.args, reader.kwargs = map_arg(reader.args, swap), map_arg(reader.kwargs, swap)

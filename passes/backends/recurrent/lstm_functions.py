@@ -114,7 +114,7 @@ def is_faster_than_onednn(device: str, dtype: torch.dtype, batch: int, size: int
 
 def kernels_of(size: int, reverse: bool, has_biases: bool, bidirectional: bool, *, compiled: bool) -> Kernels:
     """Return the kernels of ``lstm_layer`` with states of ``size``: compiled C, or oneDNN's."""
-    options = reverse, [], LSTM, size, 1, has_biases, bidirectional, False, True
+    options: tuple[Any, ...] = reverse, [], LSTM, size, 1, has_biases, bidirectional, False, True
     by_torch = lambda *given: PLAIN(*given, *options)[:3]  # noqa: E731
     if compiled:
         return Kernels(
@@ -128,7 +128,7 @@ def kernels_of(size: int, reverse: bool, has_biases: bool, bidirectional: bool, 
     def back(grads: Sequence[Tensor], need: Sequence[bool], given: Sequence[Tensor], kept: Sequence[Tensor]) -> Any:
         *found, workspace = kept
         backward: Any = torch.ops.aten.mkldnn_rnn_layer_backward
-        flags = (reverse, LSTM, size, 1, has_biases, True, bidirectional, [], False)
+        flags: tuple[Any, ...] = (reverse, LSTM, size, 1, has_biases, True, bidirectional, [], False)
         made = backward(*given, *found, *grads, *flags, workspace)
         # fp32, whatever the inputs were; autograd casts implicitly, a traced graph must do so explicitly
         return [g.to(t.dtype) if needed else None for g, t, needed in zip(made, given, need, strict=True)]

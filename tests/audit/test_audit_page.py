@@ -1,11 +1,12 @@
 """docs/audit.md: its script prints what the page shows, before and after its fault; its code runs."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from amp_graph.cli.main import parser
+import pytest
+
+from amp_graph.cli.main import main, parser
 from tests.doc_blocks import blocks_of, given, run_blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "audit.md"
@@ -14,13 +15,21 @@ SCRIPT, PROGRAM = (block for block in BLOCKS if block.language == "python")
 REGION = re.compile(r"( +with torch.autocast.*\n)((?: {8}.*\n)+)(    loss = .*\n)")
 
 
-def printed(folder, script):
+@pytest.fixture
+def printed(tmp_path, monkeypatch, capfd):
     """Return the lines that the page's command prints of a script."""
-    (folder / "train.py").write_text(script)
-    words = [sys.executable, "-m", "amp_graph", "audit", "train.py"]
-    found = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    return [*found.stdout.splitlines(), *found.stderr.splitlines()]
+    monkeypatch.chdir(tmp_path)
+    for place, name in ((sys, "argv"), (sys, "excepthook")):
+        monkeypatch.setattr(place, name, getattr(place, name))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def run(script):
+        (tmp_path / "train.py").write_text(script)
+        assert main(["audit", "train.py"]) == 0
+        return "".join(capfd.readouterr()).splitlines()
+
+    return run
 
 
 def missing(shown, lines):
@@ -34,14 +43,14 @@ def moved(script):
     return REGION.sub(lambda m: re.sub(r"(?m)^    ", "", m[2]) + m[1] + "    " + m[3], script)
 
 
-def test_the_script_and_the_command_of_the_page_print_what_it_shows(tmp_path):
+def test_the_script_and_the_command_of_the_page_print_what_it_shows(printed):
     (shown,) = [block.code for block in BLOCKS if block.language == "console"]
-    assert missing(shown.partition("\n")[2], printed(tmp_path, SCRIPT.code)) == []
+    assert missing(shown.partition("\n")[2], printed(SCRIPT.code)) == []
 
 
-def test_the_corrected_script_prints_the_table_of_the_page(tmp_path):
+def test_the_corrected_script_prints_the_table_of_the_page(printed):
     shown = next(block.code for block in BLOCKS if block.code.startswith("  module"))
-    lines = printed(tmp_path, moved(SCRIPT.code))
+    lines = printed(moved(SCRIPT.code))
     assert missing(shown, lines) == []
     assert [line for line in lines if "AMP101" in line] == []
 

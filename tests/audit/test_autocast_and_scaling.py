@@ -24,12 +24,20 @@ class Loop:
     def __init__(self):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.head, self.first = nn.Linear(4, 4), nn.Linear(16, 4)  # of other inputs: its outputs, and its inputs
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.others = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.head, self.first)]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
     @property
     def data(self):
         return torch.randn(8, 16), torch.randint(4, (8,))
+
+    def low(self):
+        """Return a batch, and what the model makes of it in bfloat16."""
+        x, y = self.data
+        with torch.autocast("cpu", torch.bfloat16):
+            return x, y, self.model(x)
 
     def loss(self, dtype=torch.float16, call=lambda model, x: model(x)):
         x, y = self.data
@@ -48,6 +56,15 @@ class Loop:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def audited(step, times=4, **options):
+    """Audit some steps of a loop; return the audit."""
+    loop = Loop()
+    with Audit(**options) as audit:
+        for _ in range(times):
+            step(loop)
+    return audit
 
 
 def scaled_by_hand(loop):
@@ -84,12 +101,10 @@ def one_loss_is_not_scaled(loop):
 
 
 def clips_one_of_two_optimizers(loop):
-    head = loop.__dict__.setdefault("head", nn.Linear(4, 4))
-    other = loop.__dict__.setdefault("other", torch.optim.SGD(head.parameters(), lr=0.1))
-    loop.scaler.scale(loop.loss(call=lambda model, x: head(model(x)))).backward()
+    loop.scaler.scale(loop.loss(call=lambda model, x: loop.head(model(x)))).backward()
     loop.scaler.unscale_(loop.optimizer)
     nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
-    loop.scaled_step(optimizers=(loop.optimizer, other))
+    loop.scaled_step(optimizers=(loop.optimizer, loop.others[0]))
 
 
 def clips_before_it_unscales(loop):
@@ -128,22 +143,6 @@ class Sine(torch.autograd.Function):
         return grad * ctx.saved_tensors[0].cos()
 
 
-def function_of_ones_own(loop):
-    loop.step(loop.loss(torch.bfloat16, lambda model, x: Sine.apply(model(x))))
-
-
-def closure(loop):
-    optimizer = loop.__dict__.setdefault("lbfgs", torch.optim.LBFGS(loop.model.parameters(), max_iter=2))
-
-    def evaluate():
-        optimizer.zero_grad()
-        loss = loop.loss(torch.bfloat16)
-        loss.backward()
-        return loss
-
-    optimizer.step(evaluate)
-
-
 def scaler_is_pickled(loop):
     loop.scaled_step(loop.loss())
     torch.save({"all": [{"optimizer": loop.optimizer.state_dict()}, loop.scaler]}, io.BytesIO())
@@ -155,31 +154,22 @@ def weights_are_saved_alone(loop):
 
 
 def frozen_teacher(loop):
-    teacher = loop.__dict__.setdefault("teacher", nn.Linear(16, 4).requires_grad_(False))
-    x, _ = loop.data
-    with torch.autocast("cpu", torch.bfloat16):
-        out = loop.model(x)
-    loop.step(F.mse_loss(out.float(), teacher(x)))
+    x, _, out = loop.low()
+    loop.step(F.mse_loss(out.float(), loop.first.requires_grad_(False)(x)))
 
 
 def head_in_fp32(loop):
-    head = loop.__dict__.setdefault("head", nn.Linear(4, 4))
-    x, y = loop.data
-    with torch.autocast("cpu", torch.bfloat16):
-        out = loop.model(x)
-    loop.step(F.cross_entropy(head(out.float()), y))
+    _, y, out = loop.low()
+    loop.step(F.cross_entropy(loop.head(out.float()), y))
 
 
 def auxiliary_head_in_fp32(loop):
-    head = loop.__dict__.setdefault("head", nn.Linear(16, 4))
     x, y = loop.data
-    loop.step(loop.loss(torch.bfloat16) + F.cross_entropy(head(x), y))
+    loop.step(loop.loss(torch.bfloat16) + F.cross_entropy(loop.first(x), y))
 
 
 def region_of_the_loss_alone(loop):
-    x, y = loop.data
-    with torch.autocast("cpu", torch.bfloat16):
-        out = loop.model(x)
+    _, y, out = loop.low()
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(out.float(), y)
     loop.step(loss)
@@ -190,8 +180,8 @@ def evaluation_works_and_training_is_missed(loop):
     with torch.autocast("cpu", torch.bfloat16):
         x = x * 2
     loop.step(F.cross_entropy(loop.model(x), y))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        loop.model(x)
+    with torch.no_grad():
+        loop.low()
 
 
 def kernel_with_casts_of_its_own(loop):
@@ -227,13 +217,10 @@ def fused_optimizer_skips(loop):
 
 
 def one_of_two_optimizers_never_steps(loop):
-    if "other" not in loop.__dict__:
-        loop.head, loop.scaler = nn.Linear(16, 4), torch.amp.GradScaler("cpu", init_scale=256.0)
-        loop.other = torch.optim.SGD(loop.head.parameters(), lr=0.1)
     x, y = loop.data
     with torch.autocast("cpu", torch.float16):
-        bad = F.cross_entropy(loop.head(x), y) * 1e38
-    loop.scaled_step(loop.loss(), bad, optimizers=(loop.optimizer, loop.other))
+        bad = F.cross_entropy(loop.first(x), y) * 1e38
+    loop.scaled_step(loop.loss(), bad, optimizers=(loop.optimizer, loop.others[1]))
 
 
 @pytest.mark.parametrize(
@@ -250,8 +237,7 @@ def one_of_two_optimizers_never_steps(loop):
         (parameters_in_fp16, {"AMP201": "warning"}),
         (scaler_in_fp32, {"AMP202": "warning"}),
         (reentrant_checkpoint, {}),
-        (function_of_ones_own, {}),
-        (closure, {}),
+        (lambda loop: loop.step(loop.loss(torch.bfloat16, lambda model, x: Sine.apply(model(x)))), {}),
         (scaler_is_pickled, {}),
         (weights_are_saved_alone, {}),
         (frozen_teacher, {"AMP105": "note"}),
@@ -267,11 +253,7 @@ def one_of_two_optimizers_never_steps(loop):
     ],
 )
 def test_what_is_found_in_four_steps(step, expected):
-    loop = Loop()
-    with Audit() as audit:
-        for _ in range(4):
-            step(loop)
-    report = audit.report()
+    report = audited(step).report()
     assert not report.unseen
     assert {f.code: f.level for f in report.findings if f.code[3] in "12"} == expected
 
@@ -339,20 +321,14 @@ def test_a_disabled_scaler_is_named_with_the_one_to_make(made, is_made_before):
 
 
 def test_a_loss_without_a_scale_beside_a_working_scaler_is_told_as_before():
-    loop = Loop()
-    with Audit() as audit:
-        for _ in range(3):
-            one_loss_is_not_scaled(loop)
-    (one,) = (f for f in audit.report().findings if f.code == "AMP201")
+    (one,) = (f for f in audited(one_loss_is_not_scaled).report().findings if f.code == "AMP201")
     assert "disabled" not in one.text
     assert "scaler.scale(loss)" in one.fix
 
 
 def test_a_step_after_a_skipped_one_is_looked_at():
-    loop = Loop()
-    with Audit(looks=()) as audit:
-        for i in range(6):
-            loop.scaled_step(loop.loss() * (1e38 if i in (2, 3) else 1.0))
+    factors = iter((1.0, 1.0, 1e38, 1e38, 1.0, 1.0))
+    audit = audited(lambda loop: loop.scaled_step(loop.loss() * next(factors)), 6, looks=())
     (found,) = (f for f in audit.report().findings if f.code == "AMP211")
     assert audit.training.looked_at == [4, 5]
     assert found.evidence["operator"] == "aten.mul.Tensor"
@@ -360,16 +336,9 @@ def test_a_step_after_a_skipped_one_is_looked_at():
 
 
 def test_a_compiled_model_stays_in_one_graph():
-    @layers(lambda: dict(fc=nn.Linear(16, 4)))
-    def Net(self, x):
-        return self.fc(x).relu()
-
-    loop, model = Loop(), Net()
-    loop.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Audit() as audit:
-        model.compile(backend="eager", fullgraph=True)
-        for _ in range(4):
-            loop.step(model(loop.data[0]).sum())
+    model = layers(lambda: dict(fc=nn.Linear(16, 4)))(lambda self, x: self.fc(x).relu())()
+    model.compile(backend="eager", fullgraph=True)
+    audit = audited(lambda loop: loop.step(model(loop.data[0]).sum()))
     assert audit.training.looked_at == [2, 3]
 
 

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import runpy
 import subprocess
 import sys
+import traceback
 
 import pytest
 
@@ -184,20 +186,21 @@ for step in range(4):
 
 
 @pytest.mark.parametrize("where", ["backward", "forward"])
-def test_a_traceback_of_a_looked_at_step_has_no_frame_of_ours(folder, where):
+def test_a_traceback_of_a_looked_at_step_has_no_frame_of_ours(folder, capsys, monkeypatch, where):
     (folder / "fails.py").write_text(INSIDE)
-    found = [
-        subprocess.run([sys.executable, *words, "fails.py", where], capture_output=True, text=True, timeout=100)
-        for words in ([], ["-m", "amp_graph", "audit"])
-    ]
-    plain, audited = ([line for line in f.stderr.splitlines() if "^" not in line] for f in found)
-    assert [f.returncode for f in found] == [1, 1]
-    trace = audited[audited.index("Traceback (most recent call last):") :]
-    theirs = [line for line in trace if "fails.py" in line]
-    assert theirs == [line for line in plain if "fails.py" in line]
+    monkeypatch.setattr(sys, "argv", ["fails.py", where])
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        runpy.run_path(str(folder / "fails.py"), run_name="__main__")
+    plain = "".join(traceback.format_exception(raised.value)).splitlines()
+    with pytest.raises(raised.type):
+        audit("fails.py", where)
+    told, _, audited = capsys.readouterr().err.partition("Traceback (most recent call last):\n")
+    trace = audited.splitlines()
+    theirs = [line for line in trace if '/fails.py", line' in line]
+    assert theirs == [line for line in plain if '/fails.py", line' in line] != []
     assert trace[-1] == plain[-1]
     assert [line for line in trace if "/amp_graph/" in line or "eval_frame" in line] == []
-    assert "looked at what ran after step 1, the last that ended" in found[1].stderr
+    assert "looked at what ran after step 1, the last that ended" in told
 
 
 def test_ctrl_c_has_the_signal_of_ctrl_c(folder):
@@ -228,6 +231,7 @@ def test_steps_end_a_script(folder, capsys):
         (["--every", "4"], "steps = 1", NOTHING.format("1 step").replace("2nd and 3rd", "2nd, 3rd and each 4th")),
         ([], "steps = 2", "looked at step 2 of 2"),
         ([], "steps = 3", "looked at steps 2, 3 of 3"),
+        (["--every", "3"], "steps = 6", "looked at steps 2, 3, 6 of 6"),
         ([], "steps = 1; after = lambda: model(x)", "looked at what ran after step 1, the last that ended"),
         ([], "steps = 2; after = lambda: x @ x.T", "step 2 of 2, and at what ran after step 2, the last that ended"),
         ([], "steps = 2; after = lambda: x.square().mean()", "looked at step 2 of 2"),
@@ -243,11 +247,6 @@ def test_the_verdict_of_a_short_script_names_the_steps_that_were_seen(folder, ca
     assert verdict.endswith(told), printed
 
 
-def test_more_steps_are_looked_at(folder, capsys):
-    assert audit("--every", "3", "train.py") == 0
-    assert "looked at steps 2, 3, 6 of 6" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -256,6 +255,8 @@ def test_more_steps_are_looked_at(folder, capsys):
         (["none.py"], "fix:   amp-graph audit train.py"),
         (["-m", "none.none"], "audit: cannot run module none.none"),
         (["--every", "-1", "train.py"], "every=-1"),
+        (["--every", "x", "train.py"], "usage: amp-graph audit"),
+        (["--fail-on", "all", "train.py"], "usage: amp-graph audit"),
         (["--steps", "-1", "train.py"], "stop_after=-1"),
         (["--steps", "0", "train.py"], "--steps 0: no step would run"),
         (["--json", "-", "train.py"], "--json -: it cannot be written: stdout is the script's"),
@@ -273,13 +274,7 @@ def test_a_wrong_command_line_is_one_error_before_the_script(folder, capsys, wor
     printed = capsys.readouterr()
     assert printed.out == ""
     assert told in printed.err
-    assert "\n  fix:" in printed.err or "\n  example:" in printed.err
-
-
-@pytest.mark.parametrize("words", [["--every", "x", "train.py"], ["--fail-on", "all", "train.py"]])
-def test_an_unreadable_option_is_one_error(folder, capsys, words):
-    assert audit(*words) == 2
-    assert "usage: amp-graph audit" in capsys.readouterr().err
+    assert any(word in printed.err for word in ("\n  fix:", "\n  example:", "usage:"))
 
 
 # -- silenced -------------------------------------------------------------------------------------------
@@ -392,6 +387,8 @@ for step in range(4):
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+del model, optimizer  # or gloo's threads now and then outlive the group
+dist.barrier()
 dist.destroy_process_group()
 """
 

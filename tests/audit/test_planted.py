@@ -12,6 +12,7 @@ def assert_found_at_its_line(path):
     faulty, right = run_script(path, "faulty"), run_script(path, "right")
     assert wanted <= found(faulty, path)
     assert not {code for code, _ in wanted} & {f.code for f in right.report.findings}
+    assert right.error == ""
     for audited, word in ((faulty, "faulty"), (right, "right")):
         plain = run_script(path, word, audited=False)
         assert audited.printed == plain.printed != ""

@@ -216,6 +216,12 @@ def of_lists(means, parameters):
     torch._foreach_sub_(means, differences, alpha=1 - KEPT)
 
 
+@torch.no_grad()
+def of_decayed_lists(means, parameters):
+    torch._foreach_mul_(means, KEPT)
+    torch._foreach_add_(means, [p.to(mean.dtype) for p, mean in zip(parameters, means, strict=True)], alpha=1 - KEPT)
+
+
 def of_a_module(means, parameters):
     class Mean(nn.Module):
         def forward(self):
@@ -234,6 +240,7 @@ AVERAGES = {
     "a tensor decays": each(lambda mean, p: mean.mul_(torch.tensor(KEPT)).add_(p * (1 - torch.tensor(KEPT)))),
     "data": of_data,
     "lists": of_lists,
+    "decayed lists": of_decayed_lists,
     "module": of_a_module,
 }
 NONE = {

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 
@@ -31,9 +31,9 @@ def Model(self, x):
 
 
 model = Model(64)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(4):
-    x = torch.randn(64, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = nn.functional.mse_loss(model(x).float(), x)
-    descend(optimizer, loss)
+train(
+    torch.optim.AdamW(model.parameters(), lr=1e-3),
+    lambda: [torch.randn(64, 8)],
+    lambda x: nn.functional.mse_loss(model(x).float(), x),
+    steps=4,
+)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 
@@ -29,9 +29,9 @@ def similarity_loss(left, right, scale):
 
 
 model = Encoder()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(4):
-    x = torch.randn(6, 24)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = similarity_loss(model(x), model(x + 0.1 * torch.randn(6, 24)), model.scale)
-    descend(optimizer, loss)
+train(
+    torch.optim.AdamW(model.parameters(), lr=1e-3),
+    lambda: [torch.randn(6, 24)],
+    lambda x: similarity_loss(model(x), model(x + 0.1 * torch.randn(6, 24)), model.scale),
+    steps=4,
+)

@@ -1,9 +1,11 @@
 """A recurrent classifier in plain float32."""
 
+import contextlib
+
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 
@@ -18,8 +20,10 @@ def Classifier(self, tokens):
 
 
 model = Classifier()
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-for _ in range(4):
-    tokens, labels = torch.randint(50, (16, 12)), torch.randint(4, (16,))
-    loss = nn.functional.cross_entropy(model(tokens), labels)
-    descend(optimizer, loss)
+train(
+    torch.optim.Adam(model.parameters(), lr=1e-2),
+    lambda: (torch.randint(50, (16, 12)), torch.randint(4, (16,))),
+    lambda tokens, labels: nn.functional.cross_entropy(model(tokens), labels),
+    contextlib.nullcontext(),
+    steps=4,
+)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 
 FAULTY = sys.argv[1] == "faulty"
 
@@ -19,13 +19,10 @@ def contrastive(left, right, temperature=0.07):
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
 
-def main():
-    towers = nn.ModuleDict({"image": nn.Linear(32, 16), "text": nn.Linear(24, 16)})
-    optimizer = torch.optim.Adam(towers.parameters(), lr=1e-3)
-    for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = contrastive(towers["image"](torch.randn(8, 32)), towers["text"](torch.randn(8, 24)))
-        descend(optimizer, loss)
-
-
-main()
+towers = nn.ModuleDict({"image": nn.Linear(32, 16), "text": nn.Linear(24, 16)})
+train(
+    torch.optim.Adam(towers.parameters(), lr=1e-3),
+    lambda: (torch.randn(8, 32), torch.randn(8, 24)),
+    lambda images, texts: contrastive(towers["image"](images), towers["text"](texts)),
+    steps=4,
+)

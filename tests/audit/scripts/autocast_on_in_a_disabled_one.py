@@ -5,10 +5,8 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
-
-amp = sys.argv[1] != "faulty"
 
 
 @layers(lambda: dict(qkv=nn.Linear(16, 48)))
@@ -19,9 +17,10 @@ def Attention(self, x):
 
 
 model = nn.Sequential(Attention(), nn.Linear(16, 16), Attention(), nn.Linear(16, 1))
-optimizer = torch.optim.AdamW(model.parameters())
-region = torch.autocast("cpu", torch.bfloat16, enabled=amp)
-for _ in range(4):
-    with region:
-        loss = model(torch.randn(2, 6, 16)).float().pow(2).mean()
-    descend(optimizer, loss)
+train(
+    torch.optim.AdamW(model.parameters()),
+    lambda: [torch.randn(2, 6, 16)],
+    lambda x: model(x).float().pow(2).mean(),
+    torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] != "faulty"),
+    steps=4,
+)

@@ -1,12 +1,13 @@
 """Mixed precision by hand: each product casts the weight and the activation anew."""
 
+import contextlib
 import sys
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 low = torch.bfloat16
@@ -19,17 +20,16 @@ low = torch.bfloat16
     )
 )
 def Gate(self, x):
-    y = F.linear(x.to(low), self.up.to(low))
+    y = z = F.linear(x.to(low), self.up.to(low))
     if sys.argv[1] == "faulty":
         z = F.linear(x.to(low), self.gate.to(low))  # expect: AMP702
-    else:
-        z = y
     return (y * F.silu(z)).float()
 
 
 model = nn.Sequential(Gate(64), Gate(64))
-optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(3):
-    x = torch.randn(256, 64)
-    loss = (model(x) - x).pow(2).mean()
-    descend(optimizer, loss)
+train(
+    torch.optim.AdamW(model.parameters()),
+    lambda: [torch.randn(256, 64)],
+    lambda x: (model(x) - x).pow(2).mean(),
+    contextlib.nullcontext(),
+)

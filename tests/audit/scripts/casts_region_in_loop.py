@@ -1,37 +1,31 @@
 """A recurrent cell enters autocast in each step of a sequence, which casts its weights each time."""
 
+import contextlib
 import sys
 
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
+from tests.layers import layers
 
-faulty = sys.argv[1] == "faulty"
+low = torch.autocast("cpu", torch.bfloat16)
+inside, around = (low, contextlib.nullcontext())[:: 1 if sys.argv[1] == "faulty" else -1]
 
 
-class Reader(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.cell = nn.GRUCell(width, width)
-        self.head = nn.Linear(width, 10)
-
-    def read(self, steps, state):
-        for x in steps:
-            with torch.autocast("cpu", torch.bfloat16):  # expect: AMP701
-                state = self.cell(x, state)
-        return state
-
-    def forward(self, steps):
-        state = torch.zeros(steps.shape[1:])
-        if faulty:
-            return self.head(self.read(steps, state).float())
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.head(self.read(steps, state)).float()
+@layers(lambda width: dict(cell=nn.GRUCell(width, width), head=nn.Linear(width, 10)))
+def Reader(self, steps):
+    state = torch.zeros(steps.shape[1:])
+    for x in steps:
+        with inside:  # expect: AMP701
+            state = self.cell(x, state)
+    return self.head(state.float())
 
 
 model = Reader(128)
-optimizer = torch.optim.RMSprop(model.parameters())
-for _ in range(3):
-    loss = nn.functional.cross_entropy(model(torch.randn(8, 16, 128)), torch.randint(10, (16,)))
-    descend(optimizer, loss)
+train(
+    torch.optim.RMSprop(model.parameters()),
+    lambda: (torch.randn(8, 16, 128), torch.randint(10, (16,))),
+    lambda steps, labels: nn.functional.cross_entropy(model(steps).float(), labels),
+    around,
+)

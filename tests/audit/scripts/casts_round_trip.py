@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 
@@ -18,9 +18,8 @@ def Classifier(self, x):
 
 
 model = Classifier().to(memory_format=torch.channels_last)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    x = torch.randn(4, 16, 16, 16).to(memory_format=torch.channels_last)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = nn.functional.cross_entropy(model(x), torch.randint(10, (4,)))
-    descend(optimizer, loss)
+train(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda: (torch.randn(4, 16, 16, 16).to(memory_format=torch.channels_last), torch.randint(10, (4,))),
+    lambda x, y: nn.functional.cross_entropy(model(x), y),
+)

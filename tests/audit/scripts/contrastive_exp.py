@@ -6,23 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.audit.descend import descend
-
-faulty = sys.argv[1] == "faulty"
+from tests.audit.descend import train
 
 
 def loss_of(a, b, temperature=0.05):
     similar = F.normalize(a.float(), dim=-1).to(a.dtype) @ F.normalize(b.float(), dim=-1).to(b.dtype).mT
-    if not faulty:
+    if sys.argv[1] != "faulty":
         similar = similar.float()
     weights = torch.exp(similar / temperature)  # expect: AMP402
     return -(weights.diagonal().float() / weights.float().sum(-1)).log().mean()
 
 
 encoder = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 16))
-optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
-for _ in range(4):
-    x = torch.randn(32, 12)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(encoder(x), encoder(x + 0.05 * torch.randn_like(x)))
-    descend(optimizer, loss)
+train(
+    torch.optim.SGD(encoder.parameters(), lr=0.1),
+    lambda: [torch.randn(32, 12)],
+    lambda x: loss_of(encoder(x), encoder(x + 0.05 * torch.randn_like(x))),
+)

@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 
@@ -22,30 +22,18 @@ class Plain(torch.autograd.Function):
 
 
 class Careful(Plain):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, x, weight):
-        return Plain.forward(ctx, x, weight)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        return Plain.backward(ctx, gradient)
+    forward = staticmethod(torch.amp.custom_fwd(Plain.forward, device_type="cpu", cast_inputs=torch.float32))
+    backward = staticmethod(torch.amp.custom_bwd(Plain.backward, device_type="cpu"))
 
 
-@layers(
-    lambda width, function: dict(
-        layer=nn.Linear(width, width), weight=nn.Parameter(torch.ones(width)), function=function
-    )
-)
+@layers(lambda width: dict(layer=nn.Linear(width, width), weight=nn.Parameter(torch.ones(width))))
 def Scaled(self, x):
-    return self.function.apply(self.layer(x), self.weight)  # expect: AMP804
+    return (Plain if sys.argv[1] == "faulty" else Careful).apply(self.layer(x), self.weight)  # expect: AMP804
 
 
-model = Scaled(32, Plain if sys.argv[1] == "faulty" else Careful)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    x = torch.randn(8, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = (model(x).float() - x).square().mean()
-    descend(optimizer, loss)
+model = Scaled(32)
+train(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda: [torch.randn(8, 32)],
+    lambda x: (model(x).float() - x).square().mean(),
+)

@@ -5,13 +5,12 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
 
 parser = argparse.ArgumentParser()
 parser.add_argument("state")
 state = parser.parse_args().state
-devices = ["cuda"] if state == "faulty" else ["cuda", "cpu"]
 
 if not hasattr(torch.ops.audit_tests, f"norm_{state}"):
 
@@ -20,7 +19,7 @@ if not hasattr(torch.ops.audit_tests, f"norm_{state}"):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     norm.register_autograd(lambda ctx, g: g)
-    for device in devices:
+    for device in ["cuda"] if state == "faulty" else ["cuda", "cpu"]:
         norm.register_autocast(device, torch.float32)
 
 
@@ -30,13 +29,9 @@ def Normed(self, x):
     return getattr(torch.ops.audit_tests, f"norm_{state}")(y)  # expect: AMP803
 
 
-model = nn.ModuleList(Normed(24) for _ in range(2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(3):
-    x = torch.randn(8, 24)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = x
-        for part in model:
-            y = part(y)
-    loss = (y.float() - x).abs().mean()
-    descend(optimizer, loss)
+model = nn.Sequential(Normed(24), Normed(24))
+train(
+    torch.optim.AdamW(model.parameters(), lr=1e-3),
+    lambda: [torch.randn(8, 24)],
+    lambda x: (model(x).float() - x).abs().mean(),
+)

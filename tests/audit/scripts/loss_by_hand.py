@@ -5,14 +5,12 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 
-faulty = sys.argv[1] == "faulty"
+wide = torch.bfloat16 if sys.argv[1] == "faulty" else torch.float32
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(3):
-    x = torch.randn(32, 16)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = model(x)
-        loss = (y - x.bfloat16() if faulty else y.float() - x).pow(2).mean()  # expect: AMP401
-    descend(optimizer, loss)
+train(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda: [torch.randn(32, 16)],
+    lambda x: (model(x).to(wide) - x.to(wide)).pow(2).mean(),  # expect: AMP401
+)

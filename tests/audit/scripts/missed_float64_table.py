@@ -6,22 +6,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 
-faulty = sys.argv[1] == "faulty"
 table = torch.from_numpy(np.sin(np.outer(np.arange(128), 1 / np.arange(1, 129))))
-if not faulty:
-    table = table.float()
+table = table if sys.argv[1] == "faulty" else table.float()
 model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def smoothed(x):
     return x.to(table.dtype) @ table  # expect: AMP603
 
 
-for _ in range(3):
-    x = torch.randn(256, 128)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = (model(smoothed(x).float()) - x).float().pow(2).mean()
-    descend(optimizer, loss)
+train(
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    lambda: [torch.randn(256, 128)],
+    lambda x: (model(smoothed(x).float()) - x).float().pow(2).mean(),
+)

@@ -13,26 +13,21 @@ parser.add_argument("--width", type=int, default=256)
 args = parser.parse_args()
 
 
-class Tower:
-    def __init__(self, width):
-        self.first, self.second = (nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(2))
-
-    def __call__(self, x):
-        x = torch.relu(x @ self.first)  # expect: AMP601
-        return x @ self.second  # expect: AMP601
+def weights():
+    return [nn.Parameter(torch.randn(args.width, args.width) / args.width**0.5) for _ in range(2)]
 
 
-def main():
-    images, texts = Tower(args.width), Tower(args.width)
-    optimizer = torch.optim.AdamW([images.first, images.second, texts.first, texts.second], lr=1e-3)
-    for _ in range(3):
-        x, y = torch.randn(2, 256, args.width)
-        early = images(x) if args.state == "faulty" else None
-        with torch.autocast("cpu", torch.bfloat16):
-            found = images(x) if early is None else early
-            loss = (found - texts(y)).square().mean()
-        descend(optimizer, loss)
+def tower(first, second, x):
+    x = torch.relu(x @ first)  # expect: AMP601
+    return x @ second  # expect: AMP601
 
 
-if __name__ == "__main__":
-    main()
+images, texts = weights(), weights()
+optimizer = torch.optim.AdamW([*images, *texts], lr=1e-3)
+for _ in range(3):
+    x, y = torch.randn(2, 256, args.width)
+    early = tower(*images, x) if args.state == "faulty" else None
+    with torch.autocast("cpu", torch.bfloat16):
+        found = tower(*images, x) if early is None else early
+        loss = (found - tower(*texts, y)).square().mean()
+    descend(optimizer, loss)

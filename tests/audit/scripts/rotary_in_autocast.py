@@ -7,16 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
-
-faulty = sys.argv[1] == "faulty"
 
 
 @layers(lambda width: dict(frequencies=nn.Buffer(10_000.0 ** (-torch.arange(0, width, 2) / width))))
 def Rotary(self, length):
     positions = torch.arange(length, dtype=torch.float32)
-    with contextlib.nullcontext() if faulty else torch.autocast("cpu", enabled=False):
+    with contextlib.nullcontext() if sys.argv[1] == "faulty" else torch.autocast("cpu", enabled=False):
         angles = (self.frequencies[:, None] @ positions[None]).mT  # expect: AMP404
         angles = torch.cat((angles, angles), -1)
         return angles.cos(), angles.sin()  # expect: AMP405
@@ -39,10 +37,8 @@ def Model(self, tokens):
 
 
 model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(3):
-    tokens = torch.randint(40, (2, 601))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    descend(optimizer, loss)
+train(
+    torch.optim.AdamW(model.parameters(), lr=1e-3),
+    lambda: [torch.randint(40, (2, 601))],
+    lambda tokens: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()),
+)

@@ -6,24 +6,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 from tests.layers import layers
-
-FAULTY = sys.argv[1] == "faulty"
 
 
 @layers(lambda: dict(inner=nn.Linear(16, 16)))
 def Energy(self, x):
     h = self.inner(x)
-    h = h * h if FAULTY else h.float() * h.float()  # expect: AMP211
+    h = h * h if sys.argv[1] == "faulty" else h.float() * h.float()  # expect: AMP211
     return (h.float() / 1e5).log_softmax(-1)[:, 0]
 
 
-model = Energy()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
-for i in range(6):
-    x = torch.randn(4, 16) * (1000 if i in (1, 3) else 1)
-    with torch.autocast("cpu", torch.float16):
-        loss = checkpoint(model, x, use_reentrant=False).mean()
-    descend(optimizer, loss, scaler)
+model, sizes = Energy(), iter((1, 1000, 1, 1000, 1, 1))
+train(
+    torch.optim.SGD(model.parameters(), lr=1e-4),
+    lambda: [torch.randn(4, 16) * next(sizes)],
+    lambda x: checkpoint(model, x, use_reentrant=False).mean(),
+    torch.autocast("cpu", torch.float16),
+    steps=6,
+    scaler=torch.amp.GradScaler("cpu", init_scale=32.0),
+)

@@ -6,28 +6,19 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
 
-faulty = sys.argv[1] == "faulty"
+region = contextlib.nullcontext() if sys.argv[1] == "faulty" else torch.autocast("cpu", torch.bfloat16)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-
-@torch.no_grad()
-def validate():
-    model.eval()
-    total = 0.0
+train(
+    torch.optim.SGD(model.parameters(), lr=1e-3),
+    lambda: torch.randn(2, 128, 256),
+    lambda x, y: nn.functional.mse_loss(model(x).float(), y),
+    steps=7,
+)
+model.eval()
+with torch.no_grad():
     for _ in range(3):
-        with contextlib.nullcontext() if faulty else torch.autocast("cpu", torch.bfloat16):
+        with region:
             prediction = model(torch.randn(128, 256))  # expect: AMP105
-        total += nn.functional.mse_loss(prediction.float(), torch.randn(128, 256)).item()
-    model.train()
-    return total
-
-
-for _ in range(7):
-    with torch.autocast("cpu", torch.bfloat16):
-        prediction = model(torch.randn(128, 256))
-    loss = nn.functional.mse_loss(prediction.float(), torch.randn(128, 256))
-    descend(optimizer, loss)
-print(validate())
+        print(nn.functional.mse_loss(prediction.float(), torch.randn(128, 256)).item())

@@ -5,17 +5,16 @@ import sys
 import torch
 from torch import nn
 
-from tests.audit.descend import descend
+from tests.audit.descend import train
+from tests.layers import forward_of
 
-faulty = sys.argv[1] == "faulty"
 
-
-class Normalize(nn.Module):
-    def forward(self, x):
-        given = x if faulty else x.float()
-        mean = given.mean((2, 3), keepdim=True)
-        variance = (given * given).mean((2, 3), keepdim=True) - mean * mean  # expect: AMP406
-        return ((given - mean) / (variance.clamp_min(0) + 1e-3).sqrt()).to(x.dtype)
+@forward_of(nn.Module)
+def Normalize(self, x):
+    given = x if sys.argv[1] == "faulty" else x.float()
+    mean = given.mean((2, 3), keepdim=True)
+    variance = (given * given).mean((2, 3), keepdim=True) - mean * mean  # expect: AMP406
+    return ((given - mean) / (variance.clamp_min(0) + 1e-3).sqrt()).to(x.dtype)
 
 
 model = nn.Sequential(
@@ -23,10 +22,8 @@ model = nn.Sequential(
 ).to(memory_format=torch.channels_last)
 with torch.no_grad():
     model[0].bias += 30.0  # features far from 0
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(3):
-    images = torch.rand(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    labels = torch.randint(4, (2, 16, 16))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = nn.functional.cross_entropy(model(images), labels)
-    descend(optimizer, loss)
+train(
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    lambda: (torch.rand(2, 3, 16, 16).to(memory_format=torch.channels_last), torch.randint(4, (2, 16, 16))),
+    lambda images, labels: nn.functional.cross_entropy(model(images), labels),
+)

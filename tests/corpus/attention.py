@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.layers import layers
 
-from .core import add, args
+from .core import add, args, normal
 from .losses import classify, project, regress
 
 WIDTH = 32
@@ -18,6 +18,10 @@ def RMSNorm(self, x):
     return self.weight * (x * torch.rsqrt(variance + self.eps))
 
 
+_sequence = normal((3, 10, WIDTH))
+
+
+@add("rms_norm_by_hand", _sequence, classify, "rms_norm")
 @layers(
     lambda width=WIDTH: dict(
         norm=RMSNorm(width),
@@ -34,18 +38,12 @@ def GatedMLP(self, x):
     return self.head(self.norm_f(x))
 
 
-def _sequence():
-    return args(torch.randn(3, 10, WIDTH))
-
-
-add("rms_norm_by_hand", GatedMLP, _sequence, classify, "rms_norm")
-
-
 def rotate_half(x):
     a, b = x.chunk(2, dim=-1)
     return torch.cat((-b, a), dim=-1)
 
 
+@add("rotary_mqa", _sequence, regress, "attention", "positions")
 @layers(
     lambda width=WIDTH, heads=4, base=10000.0: dict(
         heads=heads,
@@ -70,9 +68,12 @@ def RotaryAttention(self, x):
     return self.o(y.transpose(1, 2).reshape(b, t, c))
 
 
-add("rotary_mqa", RotaryAttention, _sequence, regress, "attention", "positions")
+def _masked_bytes():
+    mask = torch.rand(3, 15) > 0.2
+    return args(torch.randn(3, 15, 10), mask=mask)
 
 
+@add("perceiver", _masked_bytes, classify, "attention")
 @layers(
     lambda width=24, latents=6: dict(
         latents=nn.Parameter(torch.randn(latents, width) * 0.5),
@@ -94,18 +95,11 @@ def Perceiver(self, x, mask=None):
     return self.head(latents.mean(1))
 
 
-def _masked_bytes():
-    mask = torch.rand(3, 15) > 0.2
-    return args(torch.randn(3, 15, 10), mask=mask)
-
-
-add("perceiver", Perceiver, _masked_bytes, classify, "attention")
-
-
 def _of_each_head(width, heads):
     return nn.Parameter(torch.randn(width, heads, width // heads) * width**-0.5)
 
 
+@add("einsum_attention", _sequence, classify, "attention", "einsum")
 @layers(
     lambda width=WIDTH, heads=4: dict(
         wq=_of_each_head(width, heads),
@@ -123,14 +117,12 @@ def EinsumAttention(self, x):
     return torch.einsum("bi,nij,bj->bn", y.mean(1), self.bilinear, y.amax(1))
 
 
-add("einsum_attention", EinsumAttention, _sequence, classify, "attention", "einsum")
-
-
 def squash(s, dim=-1):
     squared = (s**2).sum(dim=dim, keepdim=True)
     return squared / (1 + squared) * s / (squared.sqrt() + 1e-8)
 
 
+@add("capsule_squash", normal((3, 12, 8)), classify, "norms")
 @layers(
     lambda inputs=12, outputs=4, dim=6: dict(
         outputs=outputs, weight=nn.Parameter(torch.randn(outputs, inputs, 8, dim) * 0.4)
@@ -147,9 +139,7 @@ def Capsules(self, u):
     return v.norm(dim=-1)
 
 
-add("capsule_squash", Capsules, lambda: args(torch.randn(3, 12, 8)), classify, "norms")
-
-
+@add("moe_index_add", normal((4, 12, 16)), project, "moe", "data_dependent", "inplace")
 @layers(
     lambda width=16, experts=4: dict(
         router=nn.Linear(width, experts, bias=False),
@@ -168,14 +158,3 @@ def MixtureOfExperts(self, x):
         token, slot = torch.where(chosen == i)
         out.index_add_(0, token, (expert(flat[token]) * gates[token, slot, None]).to(out.dtype))
     return (x + out.view_as(x)).mean(1)
-
-
-add(
-    "moe_index_add",
-    MixtureOfExperts,
-    lambda: args(torch.randn(4, 12, 16)),
-    project,
-    "moe",
-    "data_dependent",
-    "inplace",
-)

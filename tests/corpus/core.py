@@ -1,6 +1,7 @@
 """What a case of the corpus is, and the table that the family modules fill.
 
-A family module calls `add("resnet_basic", build, inputs, loss, "cnn")`; a test says `make("resnet_basic")`.
+A family module has `@add("resnet_basic", inputs, loss, "cnn")` above what builds a model; a test says
+`make("resnet_basic")`.
 """
 
 from collections.abc import Callable
@@ -39,21 +40,30 @@ LSTM = ("rnn", "no_autocast_fp16", *(() if onednn_takes_bf16() else ("no_autocas
 
 def add(
     name: str,
-    build: Callable[[], nn.Module],
     inputs: Callable[[], Inputs],
     loss: Callable[[Any], torch.Tensor],
     *tags: str,
     without_grad: tuple[str, ...] = (),
-) -> None:
-    """Put one case in the table; a name is given once."""
-    if name in CASES:
-        raise ValueError(f"the corpus already has a case {name!r}")
-    CASES[name] = Case(name, build, inputs, loss, frozenset(tags), frozenset(without_grad))
+) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    """Put what builds a model in the table as a case; a name is given once."""
+
+    def noted(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        if name in CASES:
+            raise ValueError(f"the corpus already has a case {name!r}")
+        CASES[name] = Case(name, build, inputs, loss, frozenset(tags), frozenset(without_grad))
+        return build
+
+    return noted
 
 
 def args(*positional: Any, **keyword: Any) -> Inputs:
     """Write inputs the way they are passed: `args(x, mask=m)`."""
     return positional, keyword
+
+
+def normal(*shapes: tuple[int, ...]) -> Callable[[], Inputs]:
+    """Return what draws inputs of these shapes."""
+    return lambda: args(*map(torch.randn, shapes))
 
 
 def make(name: str | Case, seed: int = 0) -> tuple[nn.Module, tuple, dict]:

@@ -8,14 +8,13 @@ from torch import nn
 
 from tests.layers import layers
 
-from .core import add, args
+from .core import add, args, normal
 from .losses import classify, full, project, regress
 
-
-def _image():
-    return args(torch.randn(4, 3, 16, 16))
+_image = normal((4, 3, 16, 16))
 
 
+@add("autoencoder", _image, regress, "cnn", "kinks")
 @layers(
     lambda: dict(
         encode=nn.Sequential(
@@ -35,9 +34,13 @@ def Autoencoder(self, x):
     return self.decode(self.widen(self.encode(x)).view(-1, 16, 4, 4))
 
 
-add("autoencoder", Autoencoder, _image, regress, "cnn", "kinks")
+def _elbo(out):
+    recon, kl = map(full, out)
+    return regress(recon) + kl
 
 
+@add("vae_random", normal((8, 20)), _elbo, "vae", "random")
+@add("vae", lambda: args(torch.randn(8, 20), noise=torch.randn(8, 4)), _elbo, "vae", "kinks")
 @layers(
     lambda: dict(
         encode=nn.Sequential(nn.Linear(20, 32), nn.ReLU()),
@@ -54,15 +57,6 @@ def VAE(self, x, noise=None):
     recon = self.decode(mu + eps * std)
     kl = -0.5 * torch.mean(1 + logvar - mu.pow(2) - logvar.exp())
     return recon, kl
-
-
-def _elbo(out):
-    recon, kl = map(full, out)
-    return regress(recon) + kl
-
-
-add("vae", VAE, lambda: args(torch.randn(8, 20), noise=torch.randn(8, 4)), _elbo, "vae", "kinks")
-add("vae_random", VAE, lambda: args(torch.randn(8, 20)), _elbo, "vae", "random")
 
 
 def timestep_embedding(t, dim, max_period=10000):
@@ -87,6 +81,7 @@ def DiffusionBlock(self, x, emb):
     return self.skip(x) + self.conv2(F.silu(self.norm2(h)))
 
 
+@add("diffusion_unet", lambda: args(torch.randn(2, 3, 8, 8), torch.tensor([3, 871])), regress, "cnn", "positions")
 @layers(
     lambda width=8, time=16: dict(
         width=width,
@@ -111,13 +106,7 @@ def DiffusionUNet(self, x, t):
     return self.end(self.up(torch.cat([a, b], 1), emb))
 
 
-def _noisy():
-    return args(torch.randn(2, 3, 8, 8), torch.tensor([3, 871]))
-
-
-add("diffusion_unet", DiffusionUNet, _noisy, regress, "cnn", "positions")
-
-
+@add("nerf", lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp", "kinks")
 class NeRF(nn.Module):
     """Fourier features of the input coordinates, then a density and a colour, composed along the ray."""
 
@@ -141,9 +130,7 @@ class NeRF(nn.Module):
         return ((alpha * passed)[..., None] * rgb).sum(1)
 
 
-add("nerf", NeRF, lambda: args(torch.rand(8, 12, 3)), regress, "positions", "mlp", "kinks")
-
-
+@add("conv3d", normal((2, 1, 6, 8, 8)), classify, "cnn", "volume", "kinks")
 @layers(
     lambda: dict(
         net=nn.Sequential(
@@ -163,9 +150,7 @@ def Conv3dNet(self, x):
     return self.head(self.net(x))
 
 
-add("conv3d", Conv3dNet, lambda: args(torch.randn(2, 1, 6, 8, 8)), classify, "cnn", "volume", "kinks")
-
-
+@add("gaussian_policy", normal((8, 6), (8, 2)), project, "mlp", "distribution")
 @layers(
     lambda: dict(
         trunk=nn.Sequential(nn.Linear(6, 24), nn.Tanh()),
@@ -184,18 +169,6 @@ def Dueling(self, state, action):
     return dist.log_prob(action).sum(-1), dist.entropy().sum(-1), q
 
 
-add(
-    "gaussian_policy",
-    Dueling,
-    lambda: args(torch.randn(8, 6), torch.randn(8, 2)),
-    project,
-    "mlp",
-    "distribution",
-)
-
-
+@add("dropout_mlp", normal((16, 10)), project, "mlp", "random", "sequential_root")
 def _mlp():
     return nn.Sequential(nn.Linear(10, 32), nn.Mish(), nn.Dropout(0.3), nn.Linear(32, 4), nn.LogSoftmax(-1))
-
-
-add("dropout_mlp", _mlp, lambda: args(torch.randn(16, 10)), project, "mlp", "random", "sequential_root")

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.layers import layers
 
-from .core import Inputs, add, args
+from .core import Inputs, add, args, normal
 from .losses import binary, classify, full, project
 
 NODES, EDGES = 30, 120
@@ -30,12 +30,10 @@ def GCNLayer(self, x, edge_index):
     return torch.zeros_like(x).index_add(0, dst, message) + self.bias
 
 
+@add("gcn", _graph, classify, "graph", "scatter", "kinks")
 @layers(lambda: dict(conv1=GCNLayer(12, 16), conv2=GCNLayer(16, 4)))
 def GCN(self, x, edge_index):
     return self.conv2(F.relu(self.conv1(x, edge_index)), edge_index)
-
-
-add("gcn", GCN, _graph, classify, "graph", "scatter", "kinks")
 
 
 @layers(
@@ -65,14 +63,13 @@ def GATLayer(self, x, edge_index):
     return out.scatter_add(0, dst.unsqueeze(-1).expand_as(message), message)
 
 
+@add("gat", _graph, classify, "graph", "scatter", "inplace")
 @layers(lambda: dict(conv1=GATLayer(12, 8), conv2=GATLayer(16, 2)))
 def GAT(self, x, edge_index):
     return self.conv2(F.elu(self.conv1(x, edge_index)), edge_index)
 
 
-add("gat", GAT, _graph, classify, "graph", "scatter", "inplace")
-
-
+@add("pointnet", normal((6, 40, 3)), classify, "points", "kinks")
 @layers(
     lambda: dict(
         conv1=nn.Conv1d(3, 16, 1),
@@ -88,9 +85,13 @@ def PointNet(self, points):
     return self.fc(torch.max(x, 2, keepdim=False)[0])
 
 
-add("pointnet", PointNet, lambda: args(torch.randn(6, 40, 3)), classify, "points", "kinks")
+def _clicks() -> Inputs:
+    batch, hot = 8, 3
+    sparse = [torch.randint(0, n, (batch * hot,)) for n in (20, 30, 10)]
+    return args(torch.randn(batch, 6), sparse, torch.arange(0, batch * hot, hot))
 
 
+@add("dlrm", _clicks, binary, "recsys", "embedding_bag", "kinks")
 @layers(
     lambda width=8, tables=(20, 30, 10): dict(
         bottom=nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, width), nn.ReLU()),
@@ -109,15 +110,15 @@ def DLRM(self, dense, sparse, offsets):
     return self.top(torch.cat([x, products[:, i, j]], dim=1)).squeeze(-1)
 
 
-def _clicks() -> Inputs:
-    batch, hot = 8, 3
-    sparse = [torch.randint(0, n, (batch * hot,)) for n in (20, 30, 10)]
-    return args(torch.randn(batch, 6), sparse, torch.arange(0, batch * hot, hot))
+def _squared(out: torch.Tensor) -> torch.Tensor:
+    out = full(out)
+    wanted = torch.arange(len(out), device=out.device, dtype=out.dtype) % 2
+    return (out - wanted).square().mean()
 
 
-add("dlrm", DLRM, _clicks, binary, "recsys", "embedding_bag", "kinks")
-
-
+@add(
+    "wide_and_deep", lambda: args(torch.randint(0, 15, (16,)), torch.randint(0, 25, (16,))), _squared, "recsys", "kinks"
+)
 @layers(
     lambda users=15, items=25, width=8: dict(
         wide=nn.Embedding(users * items, 1),
@@ -133,19 +134,12 @@ def WideAndDeep(self, user, item):
     return torch.sigmoid(deep + wide).squeeze(-1)
 
 
-def _squared(out: torch.Tensor) -> torch.Tensor:
-    out = full(out)
-    wanted = torch.arange(len(out), device=out.device, dtype=out.dtype) % 2
-    return (out - wanted).square().mean()
+def _triplets() -> Inputs:
+    anchor = torch.randn(6, 10)
+    return args(anchor, anchor + 0.3 * torch.randn(6, 10), torch.randn(6, 10))
 
 
-def _pairs() -> Inputs:
-    return args(torch.randint(0, 15, (16,)), torch.randint(0, 25, (16,)))
-
-
-add("wide_and_deep", WideAndDeep, _pairs, _squared, "recsys", "kinks")
-
-
+@add("metric_learning", _triplets, lambda out: full(out[0]), "norms", "loss_inside")
 @layers(
     lambda: dict(
         net=nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 8)), logit_scale=nn.Parameter(torch.tensor(1.5))
@@ -160,25 +154,8 @@ def MetricNet(self, anchor, positive, negative):
     return triplet + F.cross_entropy(logits, target), logits
 
 
-def _triplets() -> Inputs:
-    anchor = torch.randn(6, 10)
-    return args(anchor, anchor + 0.3 * torch.randn(6, 10), torch.randn(6, 10))
-
-
-add("metric_learning", MetricNet, _triplets, lambda out: full(out[0]), "norms", "loss_inside")
-
-
+@add("two_tower", lambda: args(torch.randint(0, 40, (5, 4)), torch.randn(7, 9)), project, "recsys", "norms")
 @layers(lambda: dict(query=nn.EmbeddingBag(40, 12, mode="mean"), item=nn.Linear(9, 12)))
 def TwoTower(self, ids, features):
     """Embeddings with padding and max-norm free lookup, compared by cosine."""
     return F.cosine_similarity(self.query(ids)[:, None], self.item(features)[None], dim=-1) * 5
-
-
-add(
-    "two_tower",
-    TwoTower,
-    lambda: args(torch.randint(0, 40, (5, 4)), torch.randn(7, 9)),
-    project,
-    "recsys",
-    "norms",
-)

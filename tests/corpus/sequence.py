@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.layers import layers
 
-from .core import LSTM, Inputs, add, args
+from .core import LSTM, Inputs, add, args, normal
 from .losses import classify, own, project, regress, segment
 
 VOCAB, WIDTH = 67, 32
@@ -68,15 +68,14 @@ def _next_token() -> Inputs:
     return args(idx, targets=targets)
 
 
+@add("nanogpt_loss_inside", _next_token, own, "attention", "tied", "loss_inside")
+@add("nanogpt", _tokens, classify, "attention", "tied")
 def _small_nanogpt() -> nn.Module:
     # wpe keeps no row unused: its gradient must be nonzero in every case alike.
     return NanoGPT(block_size=12)
 
 
-add("nanogpt", _small_nanogpt, _tokens, classify, "attention", "tied")
-add("nanogpt_loss_inside", _small_nanogpt, _next_token, own, "attention", "tied", "loss_inside")
-
-
+@add("lstm_lm", _tokens, classify, *LSTM)
 @layers(
     lambda width=24: dict(
         embed=nn.Embedding(VOCAB, width),
@@ -89,9 +88,7 @@ def LSTMLanguageModel(self, ids):
     return self.head(out)
 
 
-add("lstm_lm", LSTMLanguageModel, _tokens, classify, *LSTM)
-
-
+@add("gru_bidirectional", _tokens, classify, "rnn")
 @layers(
     lambda width=16: dict(
         embed=nn.Embedding(VOCAB, width),
@@ -104,9 +101,7 @@ def GRUClassifier(self, ids):
     return self.head(torch.cat([h[0], h[1]], dim=-1))
 
 
-add("gru_bidirectional", GRUClassifier, _tokens, classify, "rnn")
-
-
+@add("rnn_cells", normal((4, 6, 8)), classify, "rnn")
 @layers(lambda width=16: dict(cell=nn.RNNCell(8, width), lstm_cell=nn.LSTMCell(width, width), head=nn.Linear(width, 3)))
 def RNNCellLoop(self, x):
     h = x.new_zeros(x.shape[0], 16)
@@ -117,36 +112,29 @@ def RNNCellLoop(self, x):
     return self.head(state[0])
 
 
-add("rnn_cells", RNNCellLoop, lambda: args(torch.randn(4, 6, 8)), classify, "rnn")
-
-
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def _sequence() -> Inputs:
-    return args(torch.randn(3, 10, WIDTH))
-
-
 def _padded_sequence() -> Inputs:
     mask = torch.zeros(3, 10, dtype=torch.bool)
     mask[1, -4:] = True
     return args(torch.randn(3, 10, WIDTH), src_key_padding_mask=mask)
 
 
-add("transformer_encoder", _encoder, _padded_sequence, regress, "attention", "nn_root", "kinks")
+@add("transformer_encoder", _padded_sequence, regress, "attention", "nn_root", "kinks")
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+_sequence = normal((3, 10, WIDTH))
+
+
+@add("multihead_attention", _sequence, project, "attention")
 @layers(lambda: dict(attn=nn.MultiheadAttention(WIDTH, 4, batch_first=True), norm=nn.LayerNorm(WIDTH)))
 def MultiheadBlock(self, x):
     y, weights = self.attn(x, x, x, need_weights=True)
     return self.norm(x + y), weights
 
 
-add("multihead_attention", MultiheadBlock, _sequence, project, "attention")
-
-
+@add("wavenet", normal((2, 1, 40)), segment, "cnn", "audio", "kinks")
 @layers(
     lambda width=12, dilations=(1, 2, 4, 8): dict(
         start=nn.Conv1d(1, width, 1),
@@ -168,9 +156,7 @@ def WaveNet(self, wave):
     return self.end(F.relu(skips))
 
 
-add("wavenet", WaveNet, lambda: args(torch.randn(2, 1, 40)), segment, "cnn", "audio", "kinks")
-
-
+@add("conformer_glu", normal((3, 14, 24)), regress, "cnn", "audio")
 @layers(
     lambda width=24, kernel=5: dict(
         ff=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 48), nn.SiLU(), nn.Linear(48, width)),
@@ -188,9 +174,7 @@ def ConformerBlock(self, x):
     return x + y.transpose(1, 2)
 
 
-add("conformer_glu", ConformerBlock, lambda: args(torch.randn(3, 14, 24)), regress, "cnn", "audio")
-
-
+@add("ssm_cumsum", normal((2, 16, 16)), regress, "ssm")
 @layers(
     lambda width=16: dict(
         inner=nn.Linear(width, 2 * width),
@@ -209,9 +193,7 @@ def SelectiveScan(self, x):
     return self.out((state + self.d * u) * F.silu(gate))
 
 
-add("ssm_cumsum", SelectiveScan, lambda: args(torch.randn(2, 16, 16)), regress, "ssm")
-
-
+@add("fnet_fft", _tokens, classify, "fft")
 @layers(
     lambda width=WIDTH: dict(
         embed=nn.Embedding(VOCAB, width),
@@ -226,6 +208,3 @@ def FNet(self, ids):
     x = self.norm1(x + torch.fft.fft2(x, dim=(-2, -1)).real / 20)
     x = self.norm2(x + self.mlp(x))
     return self.head(x.mean(1))
-
-
-add("fnet_fft", FNet, _tokens, classify, "fft")

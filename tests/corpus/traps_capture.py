@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,21 +11,21 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.layers import forward_of, layers
 
-from .core import LSTM, add, args
+from .core import LSTM, add, args, normal
 from .losses import classify, of, own, project, regress
 
 logger = logging.getLogger("corpus")
 WIDTH = 16
 
 
-def _rows():
-    return args(torch.randn(6, WIDTH))
+_rows = normal((6, WIDTH))
 
 
 def _mlp(out: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, out))
 
 
+@add("graph_break_logging", _rows, classify, "trap", "graph_break")
 @layers(lambda: dict(first=_mlp(), second=_mlp(4)))
 def LogsInForward(self, x):
     x = self.first(x)
@@ -32,6 +33,7 @@ def LogsInForward(self, x):
     return self.second(x)
 
 
+@add("graph_break_branch", _rows, classify, "trap", "graph_break", "data_dependent")
 @forward_of(LogsInForward)
 def BranchesOnValue(self, x):
     x = self.first(x)
@@ -39,17 +41,13 @@ def BranchesOnValue(self, x):
     return self.second(x)
 
 
+@add("graph_break_print", _rows, classify, "trap", "graph_break")
 @forward_of(LogsInForward)
 def PrintsInForward(self, x):
     x = self.first(x)
     if x.shape[0] > 1:
         print(end="")
     return self.second(x)
-
-
-add("graph_break_logging", LogsInForward, _rows, classify, "trap", "graph_break")
-add("graph_break_branch", BranchesOnValue, _rows, classify, "trap", "graph_break", "data_dependent")
-add("graph_break_print", PrintsInForward, _rows, classify, "trap", "graph_break")
 
 
 @layers(
@@ -67,8 +65,8 @@ def Checkpointed(self, x):
     return self.head(x)
 
 
-add("checkpoint_reentrant", lambda: Checkpointed(True), _rows, classify, "trap", "checkpoint", "graph_break")
-add("checkpoint", lambda: Checkpointed(False), _rows, classify, "trap", "checkpoint")
+add("checkpoint_reentrant", _rows, classify, "trap", "checkpoint", "graph_break")(lambda: Checkpointed(True))
+add("checkpoint", _rows, classify, "trap", "checkpoint")(lambda: Checkpointed(False))
 
 
 class StraightThrough(torch.autograd.Function):
@@ -86,13 +84,11 @@ class StraightThrough(torch.autograd.Function):
         return grad * inside, (grad * x).sum().reshape(scale.shape).to(scale.dtype)
 
 
+# Rounds to a grid: where the product lands beside a rounding border, one bit moves a whole step.
+@add("custom_function", _rows, classify, "trap", "autograd_function", "discontinuous")
 @layers(lambda: dict(first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, 4), scale=nn.Parameter(torch.tensor(8.0))))
 def Quantized(self, x):
     return self.second(StraightThrough.apply(self.first(x), self.scale))
-
-
-# Rounds to a grid: where the product lands beside a rounding border, one bit moves a whole step.
-add("custom_function", Quantized, _rows, classify, "trap", "autograd_function", "discontinuous")
 
 
 @layers(lambda enabled: dict(enabled=enabled, first=_mlp(), second=_mlp(), third=_mlp(4)))
@@ -107,10 +103,11 @@ def NestedAutocast(self, x):
     return self.third(x.to(self.third[0].weight.dtype))
 
 
-add("autocast_disabled_inside", lambda: NestedAutocast(False), _rows, classify, "trap", "nested_autocast")
-add("autocast_enabled_inside", lambda: NestedAutocast(True), _rows, classify, "trap", "nested_autocast")
+add("autocast_disabled_inside", _rows, classify, "trap", "nested_autocast")(lambda: NestedAutocast(False))
+add("autocast_enabled_inside", _rows, classify, "trap", "nested_autocast")(lambda: NestedAutocast(True))
 
 
+@add("no_grad_part", _rows, own, "trap", "no_grad", "loss_inside")
 @layers(lambda: dict(net=_mlp(), predict=nn.Linear(WIDTH, WIDTH)))
 def NoGradPart(self, x):
     """A target without gradients from weights that are trained as well: cast caches mix the two up."""
@@ -120,9 +117,7 @@ def NoGradPart(self, x):
     return ((online - target) ** 2).sum(-1).mean()
 
 
-add("no_grad_part", NoGradPart, _rows, own, "trap", "no_grad", "loss_inside")
-
-
+@add("cond", _rows, classify, "trap", "higher_order")
 @layers(lambda: dict(first=nn.Linear(WIDTH, WIDTH), left=nn.Linear(WIDTH, 4), right=nn.Linear(WIDTH, 4)))
 def Cond(self, x):
     x = self.first(x)
@@ -133,9 +128,6 @@ def Cond(self, x):
         lambda x: self.left(x) - self.right(x).tanh(),
         (x,),
     )
-
-
-add("cond", Cond, _rows, classify, "trap", "higher_order")
 
 
 @dataclass
@@ -160,13 +152,7 @@ def Outputs(self, x):
 
 
 for kind in ("dataclass", "dict", "list", "nested_tuple"):
-    add(f"output_{kind}", lambda kind=kind: Outputs(kind), _rows, project, "trap", "outputs")
-
-
-@layers(lambda: dict(query=nn.Linear(WIDTH, 8), key=nn.Linear(WIDTH, 8)))
-def KeywordInputs(self, query, *, keys, scale=1.0, options=None):
-    weights = torch.softmax(self.query(query) @ self.key(keys).t() * scale, -1)
-    return {"mixed": weights @ (options["values"] if options else keys), "weights": weights}
+    add(f"output_{kind}", _rows, project, "trap", "outputs")(partial(Outputs, kind))
 
 
 def _keywords():
@@ -174,25 +160,28 @@ def _keywords():
     return args(torch.randn(6, WIDTH), keys=torch.randn(5, WIDTH), scale=0.5, options=options)
 
 
-add("keyword_inputs", KeywordInputs, _keywords, of("mixed", regress), "trap", "inputs")
-add("sequential_root", lambda: _mlp(4), _rows, classify, "trap", "sequential_root", "nn_root")
-add("linear_root", lambda: nn.Linear(WIDTH, 4), _rows, classify, "trap", "nn_root")
+@add("keyword_inputs", _keywords, of("mixed", regress), "trap", "inputs")
+@layers(lambda: dict(query=nn.Linear(WIDTH, 8), key=nn.Linear(WIDTH, 8)))
+def KeywordInputs(self, query, *, keys, scale=1.0, options=None):
+    weights = torch.softmax(self.query(query) @ self.key(keys).t() * scale, -1)
+    return {"mixed": weights @ (options["values"] if options else keys), "weights": weights}
 
 
-def _steps():
-    return args(torch.randn(3, 7, WIDTH))
+add("sequential_root", _rows, classify, "trap", "sequential_root", "nn_root")(lambda: _mlp(4))
+add("linear_root", _rows, classify, "trap", "nn_root")(lambda: nn.Linear(WIDTH, 4))
 
 
-add("lstm_root", lambda: nn.LSTM(WIDTH, 12, batch_first=True), _steps, project, "trap", "nn_root", *LSTM)
-add("gru_root", lambda: nn.GRU(WIDTH, 12, batch_first=True), _steps, project, "trap", "nn_root", "rnn")
+_steps = normal((3, 7, WIDTH))
 
 
+add("lstm_root", _steps, project, "trap", "nn_root", *LSTM)(lambda: nn.LSTM(WIDTH, 12, batch_first=True))
+add("gru_root", _steps, project, "trap", "nn_root", "rnn")(lambda: nn.GRU(WIDTH, 12, batch_first=True))
+
+
+@add("module_repeated", _rows, classify, "trap", "repeated")
 @layers(lambda: dict(block=nn.Sequential(nn.LayerNorm(WIDTH), *_mlp()), head=nn.Linear(WIDTH, 4)))
 def Repeated(self, x):
     """One block called three times: its weights need one cast, its activations three."""
     for _ in range(3):
         x = x + self.block(x)
     return self.head(x)
-
-
-add("module_repeated", Repeated, _rows, classify, "trap", "repeated")

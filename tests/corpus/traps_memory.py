@@ -6,20 +6,19 @@ from torch import nn
 
 from tests.layers import forward_of, layers
 
-from .core import add, args
+from .core import add, args, normal
 from .losses import classify, project, regress
 
 WIDTH = 16
 
 
-def _rows():
-    return args(torch.randn(6, WIDTH))
+_rows = normal((6, WIDTH))
 
 
-def _steps():
-    return args(torch.randn(3, 8, WIDTH))
+_steps = normal((3, 8, WIDTH))
 
 
+@add("inplace_on_views", _steps, classify, "trap", "inplace")
 @layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH), token=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 4)))
 def ViewsWritten(self, x):
     x = self.net(x)
@@ -32,9 +31,7 @@ def ViewsWritten(self, x):
     return self.head(x)
 
 
-add("inplace_on_views", ViewsWritten, _steps, classify, "trap", "inplace")
-
-
+@add("inplace_chain", _rows, regress, "trap", "inplace")
 @layers(lambda: dict(first=nn.Linear(WIDTH, 24), second=nn.Linear(24, WIDTH), bias=nn.Parameter(torch.randn(24) * 0.1)))
 def InplaceChain(self, x):
     h = self.first(x)
@@ -45,9 +42,7 @@ def InplaceChain(self, x):
     return y.clamp_(-3, 3)
 
 
-add("inplace_chain", InplaceChain, _rows, regress, "trap", "inplace")
-
-
+@add("buffer_written", _rows, classify, "trap", "mutation", "inplace")
 @layers(
     lambda: dict(
         net=nn.Linear(WIDTH, 8),
@@ -67,9 +62,7 @@ def BufferWritten(self, x):
     return self.head(x - self.mean + self.queue.mean(0))
 
 
-add("buffer_written", BufferWritten, _rows, classify, "trap", "mutation", "inplace")
-
-
+@add("kv_cache", lambda: args(torch.randn(3, 8, WIDTH), torch.arange(2, 10)), regress, "trap", "inplace")
 @layers(
     lambda: dict(
         qkv=nn.Linear(WIDTH, 3 * WIDTH),
@@ -85,13 +78,7 @@ def KeyValueCache(self, x, position):
     return self.out((q @ keys.transpose(1, 2) * 0.25).softmax(-1) @ v)
 
 
-def _decoding():
-    return args(torch.randn(3, 8, WIDTH), torch.arange(2, 10))
-
-
-add("kv_cache", KeyValueCache, _decoding, regress, "trap", "inplace")
-
-
+@add("input_written", lambda: args(torch.randn(6, WIDTH), torch.zeros(WIDTH)), regress, "trap", "mutation", "inplace")
 @layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
 def InputWritten(self, x, total):
     """The caller holds `x` and `total`, and must see both changed."""
@@ -101,13 +88,7 @@ def InputWritten(self, x, total):
     return y
 
 
-def _with_total():
-    return args(torch.randn(6, WIDTH), torch.zeros(WIDTH))
-
-
-add("input_written", InputWritten, _with_total, regress, "trap", "mutation", "inplace")
-
-
+@add("aliased_outputs", _rows, project, "trap", "outputs", "alias")
 @layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
 def Aliases(self, x):
     """Outputs that alias each other and an input."""
@@ -115,9 +96,7 @@ def Aliases(self, x):
     return y, y.view(2, 3, WIDTH), y.t(), x[:2]
 
 
-add("aliased_outputs", Aliases, _rows, project, "trap", "outputs", "alias")
-
-
+@add("tied_weights", lambda: args(torch.randperm(20).view(4, 5)), classify, "trap", "tied")
 class TiedWeights(nn.Module):
     """One parameter as an embedding, as a head, and transposed as a layer."""
 
@@ -133,13 +112,7 @@ class TiedWeights(nn.Module):
         return logits + F.linear(F.linear(logits.softmax(-1), self.embed.weight.t()), self.head.weight)
 
 
-def _all_ids():
-    return args(torch.randperm(20).view(4, 5))
-
-
-add("tied_weights", TiedWeights, _all_ids, classify, "trap", "tied")
-
-
+@add("expand_bmm", _steps, regress, "trap", "expand")
 @layers(lambda: dict(weight=nn.Parameter(torch.randn(WIDTH, 8) * 0.3), anchors=nn.Linear(WIDTH, 8)))
 def ExpandedBmm(self, x):
     """A small matrix expanded over the batch: cast after the expansion, it costs the whole batch."""
@@ -148,9 +121,11 @@ def ExpandedBmm(self, x):
     return a + torch.bmm(a, (anchors[:, None] * anchors).expand(x.shape[0], -1, -1))
 
 
-add("expand_bmm", ExpandedBmm, _steps, regress, "trap", "expand")
+def _chosen_rows():
+    return args(torch.randn(6, WIDTH), torch.tensor([1, 3, 4]))
 
 
+@add("index_put_mixed", _chosen_rows, classify, "trap", "inplace", "scatter")
 @layers(
     lambda: dict(net=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 4), mask_token=nn.Parameter(torch.randn(WIDTH)))
 )
@@ -164,14 +139,7 @@ def MixedIndexPut(self, x, rows):
     return self.head(out.index_add(0, rows, y[rows].to(out.dtype)))
 
 
-def _chosen_rows():
-    return args(torch.randn(6, WIDTH), torch.tensor([1, 3, 4]))
-
-
-SCATTER = ("trap", "inplace", "scatter")
-add("index_put_mixed", MixedIndexPut, _chosen_rows, classify, *SCATTER)
-
-
+@add("index_put_uncast", _chosen_rows, classify, "trap", "inplace", "scatter", "no_autocast", "no_autocast_fp16")
 @forward_of(MixedIndexPut)
 def UncastIndexPut(self, x, rows):
     """The same without `.to(out.dtype)`: right in fp32, an error under autocast."""
@@ -182,10 +150,7 @@ def UncastIndexPut(self, x, rows):
     return self.head(out + self.mask_token)
 
 
-NO_AUTOCAST = ("no_autocast", "no_autocast_fp16")
-add("index_put_uncast", UncastIndexPut, _chosen_rows, classify, *SCATTER, *NO_AUTOCAST)
-
-
+@add("out_argument", _rows, regress, "trap", "inplace", "graph_break")
 @layers(lambda: dict(net=nn.Linear(WIDTH, WIDTH)))
 def OutArgument(self, x):
     """Writes into memory of its own making: `out=`, `copy_`, and a list filled by position."""
@@ -196,6 +161,3 @@ def OutArgument(self, x):
         mean = torch.empty(WIDTH, dtype=x.dtype, device=x.device)
         torch.mean(x, 0, out=mean)
     return canvas - mean
-
-
-add("out_argument", OutArgument, _rows, regress, "trap", "inplace", "graph_break")

@@ -8,20 +8,19 @@ from torch import nn
 
 from tests.layers import forward_of, layers
 
-from .core import add, args
+from .core import add, args, normal
 from .losses import classify, own, project, regress
 
 WIDTH = 16
 
 
-def _rows():
-    return args(torch.randn(6, WIDTH))
+_rows = normal((6, WIDTH))
 
 
-def _steps():
-    return args(torch.randn(3, 8, WIDTH))
+_steps = normal((3, 8, WIDTH))
 
 
+@add("finfo_min_mask", _steps, regress, "trap", "constants", "attention")
 @layers(lambda: dict(qk=nn.Linear(WIDTH, 2 * WIDTH), v=nn.Linear(WIDTH, WIDTH)))
 def FinfoMin(self, x):
     """The smallest number of a dtype that capture resolved: in a fill, a where, a full and a clamp."""
@@ -36,9 +35,7 @@ def FinfoMin(self, x):
     return (a + b + c) @ self.v(x)
 
 
-add("finfo_min_mask", FinfoMin, _steps, regress, "trap", "constants", "attention")
-
-
+@add("large_positions", _steps, classify, "trap", "positions")
 @layers(lambda offset=70000: dict(offset=offset, net=nn.Linear(WIDTH, WIDTH), head=nn.Linear(WIDTH, 4)))
 def LargePositions(self, x):
     """Positions above 65536: in bf16 neighbours collapse, in fp16 they are infinite."""
@@ -49,9 +46,14 @@ def LargePositions(self, x):
     return self.head(self.net(x) + table)
 
 
-add("large_positions", LargePositions, _steps, classify, "trap", "positions")
-
-
+@add(
+    "rotary_matmul",
+    lambda: args(torch.randn(2, 8, WIDTH), torch.arange(3000, 3008).repeat(2, 1)),
+    regress,
+    "trap",
+    "positions",
+    "nested_autocast",
+)
 @layers(
     lambda: dict(
         q=nn.Linear(WIDTH, WIDTH), inv_freq=nn.Buffer(1.0 / 10000 ** (torch.arange(0, WIDTH, 2).float() / WIDTH))
@@ -69,13 +71,7 @@ def PositionMatmul(self, x, position_ids):
     return q * cos + torch.cat((-b, a), -1) * sin
 
 
-def _with_positions():
-    return args(torch.randn(2, 8, WIDTH), torch.arange(3000, 3008).repeat(2, 1))
-
-
-add("rotary_matmul", PositionMatmul, _with_positions, regress, "trap", "positions", "nested_autocast")
-
-
+@add("complex_rotary", _steps, regress, "trap", "complex")
 @layers(lambda: dict(q=nn.Linear(WIDTH, WIDTH), out=nn.Linear(WIDTH, WIDTH)))
 def ComplexRotary(self, x):
     q = self.q(x)
@@ -86,9 +82,7 @@ def ComplexRotary(self, x):
     return self.out(torch.view_as_real(turned).flatten(-2).type_as(x))
 
 
-add("complex_rotary", ComplexRotary, _steps, regress, "trap", "complex")
-
-
+@add("user_casts", _rows, regress, "trap", "user_cast")
 @layers(lambda: dict(first=nn.Linear(WIDTH, 32), second=nn.Linear(32, WIDTH), norm=nn.LayerNorm(WIDTH)))
 def UserCasts(self, x):
     """`.float()`, `.to(dtype)` and `.type_as` are instructions."""
@@ -98,6 +92,7 @@ def UserCasts(self, x):
     return self.norm(y.to(x.dtype) + x)
 
 
+@add("user_half", _rows, regress, "trap", "user_cast")
 @forward_of(UserCasts)
 def HalfPart(self, x):
     """A part that the user computes in half precision himself."""
@@ -105,6 +100,7 @@ def HalfPart(self, x):
     return self.norm(self.second(h) + x)
 
 
+@add("float64_part", _rows, regress, "trap", "user_cast", "float64")
 @forward_of(UserCasts)
 def DoublePart(self, x):
     """A part in float64: it stays there."""
@@ -113,11 +109,7 @@ def DoublePart(self, x):
     return self.norm(self.second(h + total) + x)
 
 
-add("user_casts", UserCasts, _rows, regress, "trap", "user_cast")
-add("user_half", HalfPart, _rows, regress, "trap", "user_cast")
-add("float64_part", DoublePart, _rows, regress, "trap", "user_cast", "float64")
-
-
+@add("tanh_gelu_pow", _rows, regress, "trap", "pow")
 @layers(lambda: dict(first=nn.Linear(WIDTH, 48), second=nn.Linear(48, WIDTH)))
 def TanhGelu(self, x):
     """The GELU of GPT-2 by hand: an integer power between two matrix products."""
@@ -126,9 +118,7 @@ def TanhGelu(self, x):
     return self.second(x)
 
 
-add("tanh_gelu_pow", TanhGelu, _rows, regress, "trap", "pow")
-
-
+@add("losses_inside", lambda: args(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))), own, "trap", "loss_inside")
 @layers(lambda: dict(net=nn.Linear(WIDTH, 5), gate=nn.Linear(WIDTH, 1)))
 def LossInside(self, x, target):
     logits = self.net(x)
@@ -139,16 +129,7 @@ def LossInside(self, x, target):
     return loss + 0.01 * torch.logsumexp(logits, -1).square().mean()
 
 
-add(
-    "losses_inside",
-    LossInside,
-    lambda: args(torch.randn(6, WIDTH), torch.randint(0, 5, (6,))),
-    own,
-    "trap",
-    "loss_inside",
-)
-
-
+@add("large_sum", _rows, classify, "trap", "fp16_overflow", "norms")
 @layers(lambda: dict(net=nn.Linear(WIDTH, 64), head=nn.Linear(65, 4)))
 def LargeSum(self, x):
     """Squares that sum above 65504: infinite where fp16 leaves the sum in fp16."""
@@ -157,9 +138,7 @@ def LargeSum(self, x):
     return self.head(torch.cat([h * torch.rsqrt(energy / 64 + 1e-6), torch.log1p(energy)], -1))
 
 
-add("large_sum", LargeSum, _rows, classify, "trap", "fp16_overflow", "norms")
-
-
+@add("weight_norm_lora", _rows, project, "trap", "parametrized")
 @layers(
     lambda: dict(
         normed=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 12)),
@@ -174,20 +153,8 @@ def WeightNorm(self, x):
     return h + F.linear(h, self.base.weight + self.low_a @ self.low_b, self.base.bias)
 
 
-add("weight_norm_lora", WeightNorm, _rows, project, "trap", "parametrized")
-
-
+@add("integer_only", lambda: args(torch.randint(0, 50, (4, 9))), lambda out: out.float().mean(), "trap", "integer")
 @layers(lambda: dict(table=nn.Buffer(torch.randint(0, 100, (50,)))))
 def IntegerOnly(self, ids):
     """No floating-point parameter and no gradient: nothing to do, and nothing to fail at."""
     return (self.table[ids] * 3 + 1).cumsum(-1) % 17
-
-
-add(
-    "integer_only",
-    IntegerOnly,
-    lambda: args(torch.randint(0, 50, (4, 9))),
-    lambda out: out.float().mean(),
-    "trap",
-    "integer",
-)

@@ -73,9 +73,9 @@ def ResNet(self, x):
     return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
-add("resnet_basic", lambda: ResNet(BasicBlock), _image, classify, "cnn", "inplace", "kinks")
-add("resnet_bottleneck", lambda: ResNet(Bottleneck, 2), _image, classify, "cnn", "inplace", "kinks")
-add("resnet_eval", lambda: ResNet(BasicBlock).eval(), _image, classify, "cnn", "inplace", "eval", "kinks")
+add("resnet_basic", _image, classify, "cnn", "inplace", "kinks")(lambda: ResNet(BasicBlock))
+add("resnet_bottleneck", _image, classify, "cnn", "inplace", "kinks")(lambda: ResNet(Bottleneck, 2))
+add("resnet_eval", _image, classify, "cnn", "inplace", "eval", "kinks")(lambda: ResNet(BasicBlock).eval())
 
 
 @layers(
@@ -97,15 +97,14 @@ def InvertedResidual(self, x):
     return x + self.conv(x) if self.skip else self.conv(x)
 
 
+@add("mobilenet", _image, classify, "cnn", "inplace", "sequential_root", "kinks")
 def _mobilenet() -> nn.Module:
     blocks = nn.Sequential(InvertedResidual(8, 8, 1), InvertedResidual(8, 16, 2), InvertedResidual(16, 16, 1))
     stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish())
     return nn.Sequential(stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
 
 
-add("mobilenet", _mobilenet, _image, classify, "cnn", "inplace", "sequential_root", "kinks")
-
-
+@add("densenet", _image, classify, "cnn", "kinks")
 @layers(
     lambda growth=6, layers=4: dict(
         stem=nn.Conv2d(3, 8, 3, padding=1),
@@ -127,13 +126,11 @@ def DenseNet(self, x):
     return self.head(F.avg_pool2d(torch.cat(features, 1), 4).amax((2, 3)))
 
 
-add("densenet", DenseNet, _image, classify, "cnn", "kinks")
-
-
 def _double(cin, cout):
     return nn.Sequential(nn.Conv2d(cin, cout, 3, padding=1), nn.BatchNorm2d(cout), nn.ReLU(inplace=True))
 
 
+@add("unet", _image, segment, "cnn", "kinks")
 @layers(
     lambda width=8, classes=3: dict(
         enc1=_double(3, width),
@@ -154,9 +151,7 @@ def UNet(self, x):
     return self.out(self.dec1(torch.cat([self.up1(b), a], 1)))
 
 
-add("unet", UNet, _image, segment, "cnn", "kinks")
-
-
+@add("squeeze_excite", _image, classify, "cnn")
 @layers(
     lambda channels=12: dict(
         conv=nn.Conv2d(3, channels, 3, padding=1),
@@ -173,13 +168,11 @@ def SqueezeExcite(self, x):
     return self.head(x.mean((2, 3)))
 
 
-add("squeeze_excite", SqueezeExcite, _image, classify, "cnn")
-
-
 def _mlp(width, hidden):
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
+@add("mlp_mixer", _image, classify, "mlp")
 @layers(
     lambda width=24, patches=16, depth=2: dict(
         patch=nn.Conv2d(3, width, 4, 4),
@@ -197,9 +190,6 @@ def Mixer(self, x):
     return self.head(x.mean(1))
 
 
-add("mlp_mixer", Mixer, _image, classify, "mlp")
-
-
 def _places(window):
     """Return the number of the relative position of each pair of a window's pixels."""
     grid = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
@@ -207,6 +197,7 @@ def _places(window):
     return offset[0] * (2 * window - 1) + offset[1]
 
 
+@add("swin_window", _image, classify, "attention")
 @layers(
     lambda width=16, heads=2, window=4: dict(
         heads=heads,
@@ -234,6 +225,3 @@ def WindowAttention(self, x):
     y = self.proj(y).view(b, h // n, w // n, n, n, c).permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, c)
     x = x + torch.roll(y, (n // 2, n // 2), dims=(1, 2))
     return self.head(x.mean((1, 2)))
-
-
-add("swin_window", WindowAttention, _image, classify, "attention")

@@ -5,17 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Batch, Table, args, built, noise
 
 TABLE = Table()
-
-
-def _built(name: str, **how: Any) -> nn.Module:
-    import diffusers
-
-    return getattr(diffusers, name)(**how)
 
 
 def _noisy(size: int, channels: int = 4, pixels: int = 16) -> Batch:
@@ -25,10 +18,6 @@ def _noisy(size: int, channels: int = 4, pixels: int = 16) -> Batch:
 def _with_text(size: int, pixels: int = 16, width: int = 32) -> Batch:
     positional, _ = _noisy(size, 4, pixels)
     return (*positional, torch.randn(size, 4 * size, width)), {}
-
-
-def _images(size: int) -> Batch:
-    return args(torch.randn(size, 3, 32, 32))
 
 
 def _labelled(size: int) -> Batch:
@@ -49,12 +38,12 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
                   "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "attention_head_dim": 4, "sample_size": 16},
         _with_text,
     ),
-    "AutoencoderKL": (BLOCKS | DOWN_UP | {"latent_channels": 4}, _images),
-    "VQModel": (BLOCKS | DOWN_UP | {"latent_channels": 4, "num_vq_embeddings": 16}, _images),
+    "AutoencoderKL": (BLOCKS | DOWN_UP | {"latent_channels": 4}, noise(3, 32, 32)),
+    "VQModel": (BLOCKS | DOWN_UP | {"latent_channels": 4, "num_vq_embeddings": 16}, noise(3, 32, 32)),
     "AutoencoderTiny": (
         {"encoder_block_out_channels": (16, 16), "decoder_block_out_channels": (16, 16),
         "num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)},
-        _images,
+        noise(3, 32, 32),
     ),
     "DiTTransformer2DModel": (
         {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8, "in_channels": 4,
@@ -64,7 +53,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
     "Transformer2DModel": (
         {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 32, "norm_num_groups": 8,
         "num_layers": 1},
-        lambda size: args(torch.randn(size, 32, 8, 8)),
+        noise(32, 8, 8),
     ),
     "PriorTransformer": (
         {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 32,
@@ -95,4 +84,4 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
 }  # fmt: skip
 
 for _name, (_how, _batch) in MODELS.items():
-    TABLE.add("diffusers", f"diffusers/{_name}", partial(_built, _name, **_how), _batch)
+    TABLE.add("diffusers", f"diffusers/{_name}", partial(built, f"diffusers:{_name}", **_how), _batch)

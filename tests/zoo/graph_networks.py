@@ -7,16 +7,10 @@ import torch
 from torch import nn
 
 from tests.layers import layers
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Batch, Table, args, built
 
 TABLE = Table()
 WIDTH = 16
-
-
-def _model(name: str, **how: Any) -> nn.Module:
-    from torch_geometric.nn import models
-
-    return getattr(models, name)(WIDTH, 32, num_layers=2, out_channels=8, **how)
 
 
 def _two(name: str, **how: Any) -> dict[str, nn.Module]:
@@ -43,20 +37,16 @@ def _relations(size: int) -> Batch:
     return args(x, edges, torch.randint(0, 3, edges.shape[1:]))
 
 
-for _name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN"):
-    TABLE.add("torch_geometric", f"torch_geometric/{_name}", partial(_model, _name), _graph)
-TABLE.add("torch_geometric", "torch_geometric/GATv2", partial(_model, "GAT", v2=True), _graph)
-for _name, _how in (
-    ("TransformerConv", {}), ("ChebConv", {"K": 2}), ("GraphConv", {}), ("TAGConv", {}), ("SGConv", {}),
-    ("ARMAConv", {}),
-    ("LEConv", {}), ("ClusterGCNConv", {}), ("FeaStConv", {}), ("GENConv", {}), ("ResGatedGraphConv", {}),
+WHOLE = {"GCN": {}, "GraphSAGE": {}, "GIN": {}, "GAT": {}, "EdgeCNN": {}, "GATv2": {"v2": True}}
+for _name, _how in WHOLE.items():
+    _path = f"torch_geometric.nn.models:{_name.removesuffix('v2')}"
+    _build = partial(built, _path, WIDTH, 32, num_layers=2, out_channels=8, **_how)
+    TABLE.add("torch_geometric", f"torch_geometric/{_name}", _build, _graph)
+for _name, _how, _batch in (
+    ("TransformerConv", {}, _graph), ("ChebConv", {"K": 2}, _graph), ("GraphConv", {}, _graph), ("TAGConv", {}, _graph),
+    ("SGConv", {}, _graph), ("ARMAConv", {}, _graph), ("LEConv", {}, _graph), ("ClusterGCNConv", {}, _graph),
+    ("FeaStConv", {}, _graph), ("GENConv", {}, _graph), ("ResGatedGraphConv", {}, _graph),
+    ("RGCNConv", {"num_relations": 3}, _relations), ("FiLMConv", {}, _graph),
+    ("GMMConv", {"dim": 2, "kernel_size": 3}, partial(_graph, weights=2)),
 ):  # fmt: skip
-    TABLE.add("torch_geometric", f"torch_geometric/{_name}", partial(Stack, _name, **_how), _graph)
-TABLE.add("torch_geometric", "torch_geometric/RGCNConv", partial(Stack, "RGCNConv", num_relations=3), _relations)
-TABLE.add("torch_geometric", "torch_geometric/FiLMConv", partial(Stack, "FiLMConv"), _graph)
-TABLE.add(
-    "torch_geometric",
-    "torch_geometric/GMMConv",
-    partial(Stack, "GMMConv", dim=2, kernel_size=3),
-    partial(_graph, weights=2),
-)
+    TABLE.add("torch_geometric", f"torch_geometric/{_name}", partial(Stack, _name, **_how), _batch)

@@ -7,21 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Batch, Table, args, built, noise
 
 TABLE = Table()
 WORDS = 64
 VIT = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64}
-
-
-def _built(module: str, name: str, **how: Any) -> nn.Module:
-    from importlib import import_module
-
-    return getattr(import_module(module), name)(**how)
-
-
-def _images(size: int) -> Batch:
-    return args(torch.randn(size, 3, 32, 32))
 
 
 def _ids(size: int, length: int = 8) -> Batch:
@@ -32,10 +22,7 @@ def _fixed(size: int) -> Batch:
     return args(torch.randint(0, WORDS, (size, 16)))
 
 
-def _rows(size: int) -> Batch:
-    return args(torch.randn(size, 16, 32))
-
-
+ROWS = noise(16, 32)
 IMAGES = {
     "vit_pytorch.vit.ViT": VIT, "vit_pytorch.simple_vit.SimpleViT": VIT,
     "vit_pytorch.deepvit.DeepViT": VIT, "vit_pytorch.parallel_vit.ViT": VIT | {"num_parallel_branches": 2},
@@ -76,10 +63,10 @@ SEQUENCES: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
         {"num_tokens": WORDS, "dim": 32, "heads": 2, "depth": 2, "max_seq_len": 32}, _ids,
     ),
     "nystrom_attention.Nystromformer": ({"dim": 32, "dim_head": 16, "heads": 2, "depth": 2, "num_landmarks": 8},
-    _rows),
+    ROWS),
     "g_mlp_pytorch.gMLP": ({"num_tokens": WORDS, "dim": 32, "depth": 2, "seq_len": 16}, _fixed),
     "conformer.Conformer": (
-        {"dim": 32, "depth": 2, "dim_head": 16, "heads": 2, "ff_mult": 2, "conv_kernel_size": 7}, _rows,
+        {"dim": 32, "depth": 2, "dim_head": 16, "heads": 2, "ff_mult": 2, "conv_kernel_size": 7}, ROWS,
     ),
     "local_attention.LocalTransformer": (
         {"num_tokens": WORDS, "dim": 32, "depth": 2, "max_seq_len": 32, "causal": True, "local_attn_window_size": 4,
@@ -89,11 +76,10 @@ SEQUENCES: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
     "perceiver_pytorch.Perceiver": (
         {"num_freq_bands": 2, "depth": 2, "max_freq": 10.0, "input_channels": 3, "num_latents": 8, "latent_dim": 32,
         "num_classes": 10, "cross_dim_head": 16, "latent_dim_head": 16, "latent_heads": 2},
-        lambda size: args(torch.randn(size, 16, 16, 3)),
+        noise(16, 16, 3),
     ),
-    "mambapy.mamba.Mamba": (None, _rows),
     "axial_attention.AxialImageTransformer": (
-        {"dim": 16, "depth": 2, "heads": 2, "reversible": False}, lambda size: args(torch.randn(size, 16, 8, 8)),
+        {"dim": 16, "depth": 2, "heads": 2, "reversible": False}, noise(16, 8, 8),
     ),
     "tab_transformer_pytorch.TabTransformer": (
         {"mlp_act": nn.ReLU(), "categories": (10, 5, 6), "num_continuous": 4, "dim": 16, "dim_out": 1, "depth": 2,
@@ -107,7 +93,7 @@ SEQUENCES: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
     "egnn_pytorch.EGNN": (
         {"dim": 16}, lambda size: args(torch.randn(size, 8, 16), torch.randn(size, 8, 3)),
     ),
-    "vector_quantize_pytorch.VectorQuantize": ({"dim": 32, "codebook_size": 16}, _rows),
+    "vector_quantize_pytorch.VectorQuantize": ({"dim": 32, "codebook_size": 16}, ROWS),
 }  # fmt: skip
 STYLES = {  # of x-transformers' attention layers
     "plain": {}, "rotary": {"rotary_pos_emb": True}, "alibi": {"alibi_pos_bias": True},
@@ -132,24 +118,9 @@ def _mamba() -> nn.Module:
     return Mamba(MambaConfig(d_model=32, n_layers=2))
 
 
-def _efficientnet() -> nn.Module:
-    from efficientnet_pytorch import EfficientNet
-
-    return EfficientNet.from_name("efficientnet-b0", num_classes=10)
-
-
-def _add(path: str, how: dict[str, Any] | None, batch: Callable[[int], Batch]) -> None:
-    module, name = path.rsplit(".", 1)
-    build = _mamba if how is None else partial(_built, module, name, **how)
-    build = _efficientnet if name == "from_name" else build
-    package = module.split(".")[0]
-    where = path.removesuffix(".from_name").replace(".", "/", 1)
-    TABLE.add(package, where, build, batch)
-
-
-for _path, _how in IMAGES.items():
-    _add(_path, _how, _images)
-for _path, (_how, _batch) in SEQUENCES.items():
-    _add(_path, _how, _batch)
+for _path, (_how, _batch) in ({path: (how, noise(3, 32, 32)) for path, how in IMAGES.items()} | SEQUENCES).items():
+    _name = _path.removesuffix(".from_name").replace(".", "/", 1)
+    TABLE.add(_path.partition(".")[0], _name, partial(built, _path, **_how), _batch)
+TABLE.add("mambapy", "mambapy/mamba.Mamba", _mamba, ROWS)
 for _style in STYLES:
     TABLE.add("x_transformers", f"x_transformers/{_style}", partial(_x_transformer, _style), _ids)

@@ -4,21 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Batch, Table, built, noise
 
 TABLE = Table()
 
 
-def _volume(size: int, *shape: int, channels: int = 1) -> Batch:
-    return args(torch.randn(size, channels, *shape))
-
-
-SQUARE: Callable[[int], Batch] = lambda size: _volume(size, 32, 32)  # noqa: E731
-LARGER: Callable[[int], Batch] = lambda size: _volume(size, 64, 64)  # noqa: E731
-CUBE: Callable[[int], Batch] = lambda size: _volume(size, 16, 16, 16)  # noqa: E731
+SQUARE, LARGER, CUBE = noise(1, 32, 32), noise(1, 64, 64), noise(1, 16, 16, 16)
 FLAT_UNET = {"spatial_dims": 2, "in_channels": 1, "out_channels": 3}
 MONAI: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
     "UNet": (FLAT_UNET | {"channels": (8, 16, 32), "strides": (2, 2), "num_res_units": 1}, SQUARE),
@@ -63,8 +54,7 @@ MONAI: dict[str, tuple[dict[str, Any], Callable[[int], Batch]]] = {
     "FlexibleUNet": (
         {"in_channels": 1, "out_channels": 2, "backbone": "efficientnet-b0", "spatial_dims": 2}, LARGER,
     ),
-    "MILModel": ({"num_classes": 2, "pretrained": False, "mil_mode": "att"}, lambda size: _volume(size, 3, 64, 64,
-    channels=2)),
+    "MILModel": ({"num_classes": 2, "pretrained": False, "mil_mode": "att"}, noise(2, 3, 64, 64)),
     "GlobalNet": ({"image_size": (32, 32), "spatial_dims": 2, "in_channels": 1, "num_channel_initial": 8,
     "depth": 2}, SQUARE),
     "LocalNet": (
@@ -79,23 +69,11 @@ ARCHITECTURES = (
 )
 
 
-def _monai(name: str, **how: Any) -> nn.Module:
-    from monai.networks import nets
-
-    return getattr(nets, name)(**how)
-
-
-def _segmentation(name: str) -> nn.Module:
-    import segmentation_models_pytorch as smp
-
-    return getattr(smp, name)("mobilenet_v2" if name == "PAN" else "resnet18", encoder_weights=None, classes=3)
-
-
 for _name, (_how, _batch) in MONAI.items():
-    TABLE.add("monai", f"monai/{_name}", partial(_monai, _name, **_how), _batch)
+    TABLE.add("monai", f"monai/{_name}", partial(built, f"monai.networks.nets:{_name}", **_how), _batch)
 for _name in ARCHITECTURES:
-    _build = partial(_segmentation, _name)
+    _encoder = "mobilenet_v2" if _name == "PAN" else "resnet18"
+    _build = partial(built, f"segmentation_models_pytorch:{_name}", _encoder, encoder_weights=None, classes=3)
     TABLE.add(
-        "segmentation_models_pytorch", f"segmentation_models_pytorch/{_name}", _build,
-        lambda size: _volume(size, 64, 64, channels=3),
+        "segmentation_models_pytorch", f"segmentation_models_pytorch/{_name}", _build, noise(3, 64, 64),
     )  # fmt: skip

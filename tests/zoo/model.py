@@ -3,6 +3,7 @@
 add("timm", "timm/resnet18", build, batch)      # batch(2) and batch(3) differ in their sizes
 """
 
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.corpus.core import Inputs as Batch
+from tests.corpus.core import args
 from tests.corpus.losses import project
 
-Batch = tuple[tuple, dict]
+__all__ = ["Batch", "Table", "ZooModel", "args", "built", "noise"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Table(dict[str, ZooModel]):
         self[name] = ZooModel(package, name, build, batch, **how)
 
 
-def args(*positional: Any, **keyword: Any) -> Batch:
-    """Write a batch the way it is passed: ``args(x, mask=m)``."""
-    return positional, keyword
+def built(path: str, *given: Any, **how: Any) -> nn.Module:
+    """Build what ``path`` names, as "timm:create_model"; its package is imported only now."""
+    return pkgutil.resolve_name(path)(*given, **how)
+
+
+def noise(*shape: int) -> Callable[[int], Batch]:
+    """Return what makes a batch of random numbers, each sample of this shape."""
+    return lambda size: args(torch.randn(size, *shape))

@@ -35,26 +35,15 @@ for _name, _how in MODELS.items():
     TABLE.add("deepctr_torch", f"deepctr_torch/{_name}", partial(_deepctr, _name, **_how), _columns)
 
 
-def _rechub(name: str) -> nn.Module:
+def _rechub(name: str, **how: Any) -> nn.Module:
     from torch_rechub.basic.features import DenseFeature, SparseFeature
     from torch_rechub.models import ranking
 
     sparse = [SparseFeature(f"c{i}", vocab_size=20, embed_dim=8) for i in range(SPARSE)]
     dense = [DenseFeature(f"d{i}") for i in range(DENSE)]
+    features = {"sparse": sparse, "dense": dense, "all": dense + sparse}
     mlp = {"dims": [32, 16], "dropout": 0.1, "activation": "relu"}
-    if name == "WideDeep":
-        return ranking.WideDeep(wide_features=dense, deep_features=sparse, mlp_params=mlp)
-    if name == "DeepFM":
-        return ranking.DeepFM(deep_features=dense, fm_features=sparse, mlp_params=mlp)
-    if name == "DCN":
-        return ranking.DCN(features=dense + sparse, n_cross_layers=2, mlp_params=mlp)
-    if name == "DCNv2":
-        return ranking.DCNv2(features=dense + sparse, n_cross_layers=2, mlp_params=mlp)
-    if name == "EDCN":
-        return ranking.EDCN(features=sparse, n_cross_layers=2, mlp_params=mlp)
-    if name == "AutoInt":
-        return ranking.AutoInt(sparse_features=sparse, dense_features=dense, num_layers=2, num_heads=2, mlp_params=mlp)
-    return ranking.FiBiNet(features=sparse, mlp_params=mlp)
+    return getattr(ranking, name)(**{word: features.get(value, value) for word, value in how.items()}, mlp_params=mlp)
 
 
 def _named(size: int) -> Batch:
@@ -62,5 +51,14 @@ def _named(size: int) -> Batch:
     return args(found | {f"d{i}": torch.rand(8 * size) for i in range(DENSE)})
 
 
-for _name in ("WideDeep", "DeepFM", "DCN", "DCNv2", "EDCN", "AutoInt", "FiBiNet"):
-    TABLE.add("torch_rechub", f"torch_rechub/{_name}", partial(_rechub, _name), _named)
+RECHUB: dict[str, dict[str, Any]] = {
+    "WideDeep": {"wide_features": "dense", "deep_features": "sparse"},
+    "DeepFM": {"deep_features": "dense", "fm_features": "sparse"},
+    "DCN": {"features": "all", "n_cross_layers": 2},
+    "DCNv2": {"features": "all", "n_cross_layers": 2},
+    "EDCN": {"features": "sparse", "n_cross_layers": 2},
+    "AutoInt": {"sparse_features": "sparse", "dense_features": "dense", "num_layers": 2, "num_heads": 2},
+    "FiBiNet": {"features": "sparse"},
+}
+for _name, _how in RECHUB.items():
+    TABLE.add("torch_rechub", f"torch_rechub/{_name}", partial(_rechub, _name, **_how), _named)

@@ -2,10 +2,7 @@
 
 from functools import partial
 
-import torch
-from torch import nn
-
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Table, built, noise
 
 TABLE = Table()
 
@@ -46,19 +43,11 @@ CONVOLUTIONAL = (
 PIXELS = {"inception_v3": 96, "halonet26t": 128, "sehalonet33ts": 128}
 
 
-def _built(name: str, **how: object) -> nn.Module:
-    import timm
-
-    return timm.create_model(name, num_classes=10, **how)
-
-
-def _images(pixels: int, size: int) -> Batch:
-    return args(torch.randn(size, 3, pixels, pixels))
-
-
+CREATE = "timm:create_model"
 for _name in SIZED:
     _pixels = SIZES.get(_name, 64)
-    _how = {"img_size": _pixels} | SHALLOW.get(_name, {})
-    TABLE.add("timm", f"timm/{_name}", partial(_built, _name, **_how), partial(_images, _pixels))
+    _build = partial(built, CREATE, _name, num_classes=10, img_size=_pixels, **SHALLOW.get(_name, {}))
+    TABLE.add("timm", f"timm/{_name}", _build, noise(3, _pixels, _pixels))
 for _name in CONVOLUTIONAL:
-    TABLE.add("timm", f"timm/{_name}", partial(_built, _name), partial(_images, PIXELS.get(_name, 64)))
+    _pixels = PIXELS.get(_name, 64)
+    TABLE.add("timm", f"timm/{_name}", partial(built, CREATE, _name, num_classes=10), noise(3, _pixels, _pixels))

@@ -2,10 +2,7 @@
 
 from functools import partial
 
-import torch
-from torch import nn
-
-from tests.zoo.model import Batch, Table, args
+from tests.zoo.model import Table, built, noise
 
 TABLE = Table()
 IMAGES = (
@@ -19,43 +16,17 @@ SEGMENTATION = ("lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large", "fc
 VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d")
 
 
-def _built(folder: str, name: str, **how: object) -> nn.Module:
-    from torchvision import models
-
-    holder = getattr(models, folder) if folder else models
-    return getattr(holder, name)(weights=None, num_classes=10, **how)
-
-
-def _segmentation(name: str) -> nn.Module:
-    return _built("segmentation", name, weights_backbone=None)
-
-
-def _vit() -> nn.Module:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(32, 8, 2, 4, 32, 64, dropout=0.1, num_classes=10)
-
-
-def _maxvit() -> nn.Module:
-    from torchvision.models import MaxVit
-
-    return MaxVit((64, 64), 16, 2, [16, 16], [1, 1], 8, 0.1, num_classes=10)
-
-
-def _images(pixels: int, size: int) -> Batch:
-    return args(torch.randn(size, 3, pixels, pixels))
-
-
-def _clips(size: int) -> Batch:
-    return args(torch.randn(size, 3, 16, 32, 32))
-
-
+BUILD = partial(built, num_classes=10)
 for _name in IMAGES:
-    _batch = partial(_images, PIXELS.get(_name, 64))
-    TABLE.add("torchvision", f"torchvision/{_name}", partial(_built, "", _name, **HOW.get(_name, {})), _batch)
+    _build = partial(BUILD, f"torchvision.models:{_name}", weights=None, **HOW.get(_name, {}))
+    TABLE.add("torchvision", f"torchvision/{_name}", _build, noise(3, *[PIXELS.get(_name, 64)] * 2))
 for _name in SEGMENTATION:
-    TABLE.add("torchvision", f"torchvision/{_name}", partial(_segmentation, _name), partial(_images, 64))
+    _build = partial(BUILD, f"torchvision.models.segmentation:{_name}", weights=None, weights_backbone=None)
+    TABLE.add("torchvision", f"torchvision/{_name}", _build, noise(3, 64, 64))
 for _name in VIDEO:
-    TABLE.add("torchvision", f"torchvision/{_name}", partial(_built, "video", _name), _clips)
-TABLE.add("torchvision", "torchvision/vit", _vit, partial(_images, 32))
-TABLE.add("torchvision", "torchvision/maxvit", _maxvit, partial(_images, 64))
+    _build = partial(BUILD, f"torchvision.models.video:{_name}", weights=None)
+    TABLE.add("torchvision", f"torchvision/{_name}", _build, noise(3, 16, 32, 32))
+_vit = partial(BUILD, "torchvision.models:VisionTransformer", 32, 8, 2, 4, 32, 64, dropout=0.1)
+TABLE.add("torchvision", "torchvision/vit", _vit, noise(3, 32, 32))
+_maxvit = partial(BUILD, "torchvision.models:MaxVit", (64, 64), 16, 2, [16, 16], [1, 1], 8, 0.1)
+TABLE.add("torchvision", "torchvision/maxvit", _maxvit, noise(3, 64, 64))

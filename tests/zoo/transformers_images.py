@@ -1,13 +1,12 @@
 """transformers' models of images, sounds, series, and of images with text."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from tests.zoo.model import Batch, Table, args
-from tests.zoo.tiny_configs import TINY, WORDS, built, images, tiny
+from tests.zoo.model import Batch, Table, args, noise
+from tests.zoo.tiny_configs import TINY, WORDS, built, images
 
 TABLE = Table()
 STAGES = {"num_attention_heads": [1, 2, 4, 4], "hidden_sizes": [16, 32, 32, 64]}
@@ -88,17 +87,9 @@ def _seen_and_read(size: int) -> Batch:
     return args(input_ids=ids, pixel_values=torch.randn(size, 3, 32, 32))
 
 
-def _two_towers(name: str) -> Callable[[], Any]:
-    def build() -> Any:
-        from transformers import AutoModel
-
-        return AutoModel.from_config(tiny(name, text_config=TEXT, vision_config=VISION, projection_dim=32))
-
-    return build
-
-
 for _name in ("clip", "siglip", "chinese_clip", "altclip", "clipseg", "metaclip_2"):
-    TABLE.add("transformers", f"transformers-pairs/{_name}", _two_towers(_name), _seen_and_read)
+    _build = partial(built, "AutoModel", _name, text_config=TEXT, vision_config=VISION, projection_dim=32)
+    TABLE.add("transformers", f"transformers-pairs/{_name}", _build, _seen_and_read)
 
 
 def _mel(size: int) -> Batch:
@@ -107,17 +98,13 @@ def _mel(size: int) -> Batch:
     )  # fmt: skip
 
 
-def _frames(size: int) -> Batch:
-    return args(torch.randn(size, 64, 32))
-
-
 TABLE.add(
     "transformers", "transformers-audio/whisper",
     partial(built, "AutoModel", "whisper", num_mel_bins=16, max_source_positions=20, max_target_positions=32), _mel,
 )  # fmt: skip
 TABLE.add(
     "transformers", "transformers-audio/audio-spectrogram-transformer",
-    partial(built, "AutoModel", "audio-spectrogram-transformer", max_length=64, num_mel_bins=32), _frames,
+    partial(built, "AutoModel", "audio-spectrogram-transformer", max_length=64, num_mel_bins=32), noise(64, 32),
 )  # fmt: skip
 
 

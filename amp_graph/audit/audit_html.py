@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_graph.audit.audit_text import COLUMNS, beside, by_code, table_cells, unseen_lines, verdict
+from amp_graph.audit.audit_text import COLUMNS, beside, table_cells, unseen_lines, verdict
 from amp_graph.audit.codes import CODES
+from amp_graph.report.graph_facts import grouped
 from amp_graph.report.report_html import asset, page_place, template
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def audit_page(report: AuditReport) -> str:
         template("audit.html", TEMPLATES).render(
             report=report,
             verdict=verdict(report),
-            groups=by_code(report.findings),
+            groups=list(grouped((f.code, f) for f in report.findings).items()),
             codes=CODES,
             columns=COLUMNS,
             rows=rows,

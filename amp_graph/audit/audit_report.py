@@ -17,6 +17,7 @@ from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
 from amp_graph.audit.speed.plan import PlanLines
 from amp_graph.passes.native.output_file import write_or_refuse
 
+OF_REGION = ("device", "dtype", "enabled", "outer", "entered", "looked_at", "asked")
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``
 
 
@@ -72,9 +73,19 @@ class AuditReport:
         """Return the report as plain data; docs/audit.md has a table of its keys."""
         return {
             "schema": SCHEMA,
-            "findings": [_plain(f) for f in self.findings],
+            "findings": [
+                {
+                    "code": f.code, "level": f.level, "file": f.place.file, "line": f.place.line,
+                    "title": CODES[f.code].title, "text": f.text, "why": " ".join(CODES[f.code].why.split()),
+                    "fix": f.fix, "evidence": dict(f.evidence), "also": list(f.also),
+                }
+                for f in self.findings
+            ],
             "modules": [row.to_dict() for row in self.rows],
-            "regions": [_region(region) for region in self.regions],
+            "regions": [
+                {"file": one.place.file, "line": one.place.line, **{name: getattr(one, name) for name in OF_REGION}}
+                for one in self.regions
+            ],
             "between_ranks": {name: asdict(totals) for name, totals in self.between_ranks.items()},
             "outside_of_models": dict(self.outside_of_models),
             "steps": self.steps,
@@ -84,7 +95,7 @@ class AuditReport:
             "unseen": list(unseen_lines(self)),
             "seconds": dict(self.seconds),
             "plan": list(self.plan),
-        }
+        }  # fmt: skip
 
     def text(self, *, whole: str = "audit.report().html(path)") -> str:
         """Return the report for a terminal of 80 columns; ``whole``: what has rows that are left out, "" if none."""
@@ -93,18 +104,3 @@ class AuditReport:
     def html(self, path: str | os.PathLike[str]) -> None:
         """Write the report to ``path``, a page that fetches nothing; AmpGraphError if that is impossible."""
         write_or_refuse(path, audit_page(self), "audit: report.html(path)", 'report.html("audit.html")')
-
-
-def _plain(f: Finding) -> dict[str, Any]:
-    code = CODES[f.code]
-    return {
-        "code": f.code, "level": f.level, "file": f.place.file, "line": f.place.line, "title": code.title,
-        "text": f.text, "why": " ".join(code.why.split()), "fix": f.fix, "evidence": dict(f.evidence),
-        "also": list(f.also),
-    }  # fmt: skip
-
-
-def _region(region: Region) -> dict[str, Any]:
-    plain = asdict(region)
-    del plain["place"], plain["made"]
-    return {"file": region.place.file, "line": region.place.line, **plain}

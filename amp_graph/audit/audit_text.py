@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, folded
-from amp_graph.audit.records import LEVELS, Finding
-from amp_graph.report.graph_facts import size_text
+from amp_graph.audit.records import LEVELS
+from amp_graph.report.graph_facts import grouped, size_text
 from amp_graph.report.report_html import seconds_text
 from amp_graph.report.report_text import wrapped
 
@@ -84,16 +84,8 @@ def ordinal(number: int) -> str:
 # -- findings ----------------------------------------------------------------------------------------------
 
 
-def by_code(findings: Iterable[Finding]) -> list[tuple[str, list[Finding]]]:
-    """Return the findings of each code together, in the order of the first ones."""
-    groups: dict[str, list[Finding]] = {}
-    for one in findings:
-        groups.setdefault(one.code, []).append(one)
-    return list(groups.items())
-
-
 def _findings(report: AuditReport) -> Iterator[list[str]]:
-    for code, found in by_code(report.findings):
+    for code, found in grouped((f.code, f) for f in report.findings).items():
         fixes = dict.fromkeys(f.fix for f in found)
         lines = wrapped(f"{code}: {CODES[code].title}", "", "  ", WIDTH)
         lines += wrapped(" ".join(CODES[code].why.split()), "  ", "  ", WIDTH)

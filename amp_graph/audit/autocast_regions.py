@@ -113,8 +113,8 @@ class AutocastRegions(Watcher):
 
     def _acting(self) -> set[int]:
         """Return the regions in which autocast cast, or something ran low, in an inner region too."""
-        found = {c.region for c in self.training.calls if c.phase == "forward" and c.output in LOW}
-        found |= {c.region for c in self.training.calls if c.cast == "autocast"}
+        low = (c for c in self.training.calls if c.cast == "autocast" or (c.phase == "forward" and c.output in LOW))
+        found = {call.region for call in low}
         for number in list(found):
             while number >= 0 and self.training.regions[number].enabled:
                 found.add(number)
@@ -163,13 +163,15 @@ class AutocastRegions(Watcher):
         if outer is None:
             return None
         work, around, text, fix = self._work[number], f"{_text(outer)} of {outer.place}", "", ""
+        # Where the user casts to low precision in a region, what then runs low is meant to.
+        lowers = any(c.region == number and c.cast == "user" and c.output in LOW for c in self.training.calls)
         if region.enabled and outer.enabled and region.dtype != outer.dtype:
             text = f"{_text(region)} is entered inside of {around}: values cross from one dtype to the other"
             fix = f"one dtype: torch.autocast({region.device!r}, dtype=torch.{outer.dtype}), or no inner region"
         elif region.enabled and not outer.asked:
             text = f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again"
             fix = "pass the same enabled= to both, or leave out one of the regions"
-        elif not region.asked and outer.enabled and work.low.total() and not self._lowers(number):
+        elif not region.asked and outer.enabled and work.low.total() and not lowers:
             dtype = work.low.most_common(1)[0][0]
             text = (
                 f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
@@ -182,10 +184,6 @@ class AutocastRegions(Watcher):
             fix = "disable autocast around the part that needs full precision alone"
         evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
         return finding("AMP104", region.place, text, fix, **evidence) if text else None
-
-    def _lowers(self, region: int) -> bool:
-        """Say whether the user casts to low precision in a region: what then runs low is meant to."""
-        return any(c.region == region and c.cast == "user" and c.output in LOW for c in self.training.calls)
 
     def _low_in(self, region: int) -> bool:
         """Say whether a product ran low in a region, or in one inside of it."""

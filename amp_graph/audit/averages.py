@@ -44,11 +44,6 @@ class Followed(NamedTuple):
     sources: frozenset[Key]
     old: Tensor | None
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether the weights of what it was computed from add up to 1."""
-        return abs(float(self.exact[-1]) - 1) < ROUNDED
-
 
 @dataclass(eq=False)
 class Averages(Watcher):
@@ -77,7 +72,8 @@ class Averages(Watcher):
         for t, one in written:
             key = _key(t)
             self._followed.keep(t, one, *_part(t))
-            if one.old is not None and t.dtype in HALVES and key in one.sources and one.adds_up:
+            weighs_one = one.old is not None and abs(float(one.exact[-1]) - 1) < ROUNDED  # in all
+            if one.old is not None and t.dtype in HALVES and key in one.sources and weighs_one:
                 moves = one.exact[:-1] != one.old
                 stays = moves & (sample(t, MOST) == one.old)
                 _, lost = self._averages.setdefault(call.place, (dtype_name(t.dtype), Lost()))

@@ -95,12 +95,11 @@ class CustomOperators(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield what was found."""
-        looks = max(1, len(self.training.looked_at))
         for (code, place, name), (use, level, values) in self.uses.items():
             what, fix = (text.format(name=name, **values) for text in TEXTS[code])
             calls = use.counts["calls"]
             yield finding(
-                code, place, f"{what} (calls a step: {calls / looks:g})", fix,
+                code, place, f"{what} (calls a step: {calls / self.training.looks:g})", fix,
                 level=level, also=sorted(filter(None, use.modules)), calls=calls, name=name, **values,
             )  # fmt: skip
 
@@ -167,5 +166,6 @@ class CustomOperators(Watcher):
 
     def _held_in(self, tensor: Tensor) -> str:
         """Return the dtype in which a quantized value is held that a tensor has; "" of any other."""
-        weight = self.training.weights.known(tensor)
-        return weight.dtype if weight is not None and weight.dtype in QUANTIZED else self._up.known(tensor) or ""
+        if dtype_name(tensor.dtype) in QUANTIZED and self.training.weights.known(tensor) is not None:
+            return dtype_name(tensor.dtype)
+        return self._up.known(tensor) or ""

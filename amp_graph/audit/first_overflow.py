@@ -33,14 +33,9 @@ class Origin(NamedTuple):
     largest: float
 
 
-class Seen(NamedTuple):
-    """An operation: where its results and its inputs lie, and the largest magnitudes of those that were not known."""
-
-    call: Call
-    results: dict[int, Tensor]
-    inputs: tuple[int, ...]
-    new: dict[int, Tensor]
-    meant: bool  # the script wrote an infinite number into the call, as in masks
+# An operation: its results by their memory, the memory of its inputs, the largest magnitudes of inputs that were not
+# known, and whether the script wrote an infinite number into the call, as in masks.
+Seen = tuple[Call, dict[int, Tensor], tuple[int, ...], dict[int, Tensor], bool]
 
 
 class FirstOverflow:
@@ -49,11 +44,6 @@ class FirstOverflow:
     def __init__(self) -> None:
         self._seen: deque[Seen] = deque(maxlen=MOST)
         self._known: set[int] = set()
-
-    def clear(self) -> None:
-        """Begin another step."""
-        self._seen.clear()
-        self._known.clear()
 
     def take(self, call: Call, operator: Any, given: Sequence[Any], result: Any) -> None:
         """Take an operation after it ran, with all of its arguments."""
@@ -66,22 +56,22 @@ class FirstOverflow:
         new = {m: _largest(t) for m, t in inputs.items() if m not in self._known and m not in results}
         self._known |= inputs.keys() | results.keys()
         meant = any(isinstance(one, float) and not math.isfinite(one) for one in given)
-        self._seen.append(Seen(call, {memory: _largest(t) for memory, t in results.items()}, tuple(inputs), new, meant))
+        self._seen.append((call, {memory: _largest(t) for memory, t in results.items()}, tuple(inputs), new, meant))
 
     def origin(self) -> Origin | None:
         """Return what made the first value that is not finite; the host waits for the device."""
         largest: dict[int, float] = {}
         spoilt: Origin | None = None
-        for seen in self._seen:
-            for memory, value in seen.new.items():
+        for call, results, inputs, new, meant in self._seen:
+            for memory, value in new.items():
                 largest[memory] = float(value)
                 if math.isnan(largest[memory]) and spoilt is None:
-                    spoilt = Origin(seen.call, "nan, which an input of the step holds", math.nan)
-            before = [largest.get(memory, 0.0) for memory in seen.inputs]
-            after = {memory: float(value) for memory, value in seen.results.items()}
+                    spoilt = Origin(call, "nan, which an input of the step holds", math.nan)
+            before = [largest.get(memory, 0.0) for memory in inputs]
+            after = {memory: float(value) for memory, value in results.items()}
             bad = [value for value in after.values() if not math.isfinite(value)]
-            if bad and not seen.meant and all(map(math.isfinite, before)):
-                return Origin(seen.call, "nan" if math.isnan(bad[0]) else "inf", max(before, default=math.nan))
+            if bad and not meant and all(map(math.isfinite, before)):
+                return Origin(call, "nan" if math.isnan(bad[0]) else "inf", max(before, default=math.nan))
             largest |= after
         return spoilt
 

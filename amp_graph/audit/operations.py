@@ -156,7 +156,7 @@ class Operations(TorchDispatchMode):
         for node in nodes_behind(t.grad_fn for t in tensors_in(results)):
             module, _ = self._forward.get(sequence_number(node), ("", NOWHERE))
             for t in saved_by(node):
-                known = self.training.weights.known(t) or self._saved.known(t) or storage_key(t) is None
+                known = self.training.weights.known(t) is not None or self._saved.known(t) or storage_key(t) is None
                 if t.is_floating_point() and not known:
                     self._saved.keep(t, known=True)
                     self.training.saved[module, dtype_name(t.dtype)] += t.nbytes

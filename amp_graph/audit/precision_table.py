@@ -18,6 +18,7 @@ from torch import Tensor
 from amp_graph.audit.records import CONVERSION, LOW, Call, Totals, Training, dtype_name
 from amp_graph.audit.speed.predicted_time import is_view_by_name
 from amp_graph.optim.master_weights import master_of
+from amp_graph.report.graph_facts import grouped
 from amp_graph.report.report_text import folded_paths
 
 BETWEEN_RANKS = ("c10d", "_c10d_functional")  # the namespaces of collectives
@@ -67,7 +68,7 @@ def take_stock(training: Training, *, is_over: bool = False) -> None:
         updated = (p for one in list(training.optimizers) for group in one.param_groups for p in group["params"])
         training.outside = Counter()
         for p in (p for p in updated if id(p) not in names):
-            training.outside[dtype_name(p.dtype)] += _bytes(p)
+            training.outside[dtype_name(p.dtype)] += p.nbytes
     for model in list(training.models):
         for p in model.parameters():
             if (name := names.pop(id(p), None)) is not None:  # else it was counted in another model
@@ -91,14 +92,14 @@ def _row(found: dict[str, Row], module: str) -> Row:
 
 
 def _store(row: Row, p: Tensor, gradients: dict[int, tuple[str, int]], states: Iterable[Tensor]) -> None:
-    row.parameters[dtype_name(p.dtype)] += _bytes(p)
+    row.parameters[dtype_name(p.dtype)] += p.nbytes
     if id(p) in gradients:
         dtype, size = gradients[id(p)]
         row.gradients[dtype] += size
     for t in states:
-        row.states[dtype_name(t.dtype)] += _bytes(t)
+        row.states[dtype_name(t.dtype)] += t.nbytes
     if (master := master_of(p)) is not None:
-        row.masters[dtype_name(master.dtype)] += _bytes(master)
+        row.masters[dtype_name(master.dtype)] += master.nbytes
 
 
 def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
@@ -112,10 +113,6 @@ def _compute(row: Row, call: Call, totals: Totals, training: Training) -> None:
     if call.region >= 0 and call.output in LOW:
         region = training.regions[call.region]
         row.decided[f"autocast({region.device}, {region.dtype}) at {region.place}"] += totals.calls
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # -- beside the modules ------------------------------------------------------------------------------------
@@ -133,11 +130,11 @@ def between_ranks(training: Training) -> dict[str, Totals]:
 
 def folded(rows: Sequence[Row]) -> list[Row]:
     """Return the rows with equal ones as one: ``layers.0.fc`` and ``layers.1.fc`` in the same dtypes, one to one."""
-    groups: dict[object, list[Row]] = {}
-    for row in rows:
-        kinds = tuple(frozenset(counter) for counter in row.counters().values())
-        groups.setdefault((re.sub(r"\b\d+\b", "*", row.module), kinds), []).append(row)
-    return [_sum(same) for same in groups.values()]
+
+    def kind_of(row: Row) -> tuple[object, ...]:
+        return re.sub(r"\b\d+\b", "*", row.module), *map(frozenset, row.counters().values())
+
+    return [_sum(same) for same in grouped((kind_of(row), row) for row in rows).values()]
 
 
 def _sum(rows: Sequence[Row]) -> Row:

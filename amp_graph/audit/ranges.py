@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
 from amp_graph.passes.graph.node_info import FLOATS, HALVES, is_view
 
+Ends = tuple[float, float, bool]  # the least and the largest number of an argument; whether it is in low precision
 NEAR = 8.0  # the factor to the end of a dtype
 MOST = 1 << 14  # elements of a sample
 MANY = 0.1  # the share of values that underflowed, beyond which it is told
@@ -75,27 +76,27 @@ class Ranges(Watcher):
             return
         if name in CONSTANTS or is_view(operator):
             return
-        ends, near = _ends(out), LIMITS[call.output] / NEAR
-        if not -near < ends.low <= ends.high < near:
+        (low, high, _), near = _ends(out), LIMITS[call.output] / NEAR
+        if not -near < low <= high < near:
             inputs = [_ends(leaf) for leaf in tree_leaves((args, kwargs)) if leaf is not out]
-            self._take_large(call, out, ends, inputs + self._overwritten)
+            self._take_large(call, out, (low, high), inputs + self._overwritten)
         elif out.dtype == torch.float16 and name not in PROBABILITIES:
             self._take_tiny(call, name, args, out)
         self._overwritten.clear()
 
-    def _take_large(self, call: Call, out: Tensor, ends: Ends, inputs: Sequence[Ends]) -> None:
+    def _take_large(self, call: Call, out: Tensor, ends: tuple[float, float], inputs: Sequence[Ends]) -> None:
         """Take a result that is infinite or near the end, unless it is a mask, or an input was so already."""
-        near, (low, high, _) = LIMITS[call.output] / NEAR, ends
-        if not all(abs(end) < math.inf for ends in inputs for end in ends[:2]):
+        near, (low, high) = LIMITS[call.output] / NEAR, ends
+        if not all(abs(end) < math.inf for *both, _ in inputs for end in both):
             return
-        is_mask = any(ends.low <= (-near if ends.is_low else MASK) for ends in inputs)
+        is_mask = any(least <= (-near if is_low else MASK) for least, _, is_low in inputs)
         if call.operator == CONVERSION and low <= -near:
             most = out[out <= -near]
             is_mask = is_mask or (most.numel() > 1 and bool((most == low).all()))
         largest = high if is_mask else max(high, -low)
         if math.isnan(high) or math.isinf(largest):
             into, largest = self._infinite, math.inf
-        elif largest >= near and not any(max(ends.high, -ends.low) >= near for ends in inputs if ends.is_low):
+        elif largest >= near and not any(max(most, -least) >= near for least, most, is_low in inputs if is_low):
             into = self._near
         else:
             return
@@ -173,22 +174,14 @@ def _evidence(found: Tally) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Ends(NamedTuple):
-    """The least and the largest number of a tensor, or a number twice; and whether it is one of low precision."""
-
-    low: float
-    high: float
-    is_low: bool = True
-
-
 def _ends(leaf: Any) -> Ends:
     """Return the ends of an argument; a positive whole number may be a size, and counts as 0."""
     if isinstance(leaf, Tensor) and leaf.dtype in FLOATS and leaf.numel():
         low, high = torch.stack(torch.aminmax(leaf)).tolist()
-        return Ends(low, high, leaf.dtype in HALVES)
+        return low, high, leaf.dtype in HALVES
     if isinstance(leaf, float):
-        return Ends(leaf, leaf)
-    return Ends(min(leaf, 0), 0.0) if isinstance(leaf, int) else Ends(0.0, 0.0)
+        return leaf, leaf, True
+    return (min(leaf, 0), 0.0, True) if isinstance(leaf, int) else (0.0, 0.0, True)
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -110,9 +110,10 @@ class Training:
     ``evaluated``: how many had ended when a call of a model in evaluation was seen, 0 if none was. ``regions``: all
     uses of ``torch.autocast``; ``open``: indices of those that are open now, the innermost last. ``calls``: the
     operations of the looked-at steps. ``models``: the modules that were given or called outermost, with what their
-    paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``weights``: of the models, by
-    their memory, in looked-at steps. ``updates``: how many steps of optimizers ran. ``saved``: bytes that the last
-    looked-at step kept for backward, by module and dtype. ``gradients``: dtype and bytes of those of the last looked-at
+    paths begin with; ``optimizers``: those that stepped; no strong reference to either. ``weights``: whether an
+    optimizer trains a parameter or a buffer of the models, by its memory, in looked-at steps. ``updates``: how many
+    steps of optimizers ran. ``saved``: bytes that the last looked-at step kept for backward, by module and dtype.
+    ``gradients``: dtype and bytes of those of the last looked-at
     update, by the ``id`` of the parameter. ``group``: a number of the call of torch that dispatched the last operation,
     with its casts. ``records``: whether gradients were on then.
     ``model_calls``: one call of each model; ``sketches``: of those that are trained, by ``id``, or why there is none.
@@ -130,7 +131,7 @@ class Training:
     calls: dict[Call, Totals] = field(default_factory=dict)
     models: weakref.WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=weakref.WeakKeyDictionary)
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    weights: Memory[Weight] = field(default_factory=Memory)
+    weights: Memory[bool] = field(default_factory=Memory)
     updates: int = 0
     saved: Counter[tuple[str, str]] = field(default_factory=Counter)
     gradients: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -145,6 +146,11 @@ class Training:
     unseen: dict[str, None] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
+
+    @property
+    def looks(self) -> int:
+        """How many steps were looked at, by which sums over them are divided; at least 1."""
+        return max(1, len(self.looked_at))
 
     def add_model(self, model: torch.nn.Module) -> None:
         """Add a model: paths in the first with parameters are its own, in others they begin with their class."""
@@ -168,7 +174,7 @@ class Training:
         for model in list(self.models):
             for t in (*model.parameters(), *model.buffers()):
                 is_trained = t.requires_grad and (not updated or id(t) in updated)
-                self.weights.keep(t, Weight(dtype_name(t.dtype), is_trained))
+                self.weights.keep(t, is_trained)
 
     def outwards(self, number: int) -> Iterator[Region]:
         """Yield the region of a number, and those around it, from the innermost to the outermost."""
@@ -178,13 +184,6 @@ class Training:
 
     def _path(self, model: torch.nn.Module, name: str) -> str:
         return ".".join(filter(None, (self.models[model], name)))
-
-
-class Weight(NamedTuple):
-    """The dtype of a parameter or a buffer of a model, and whether an optimizer trains it."""
-
-    dtype: str
-    is_trained: bool
 
 
 class Event(NamedTuple):

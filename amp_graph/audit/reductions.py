@@ -23,40 +23,33 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_graph.audit.codes import finding
 from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Watcher, dtype_name, tensors_in
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
+from amp_graph.report.graph_facts import grouped
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
 BITS = {"bfloat16": 8, "float16": 11}  # of a significand
+Cause = tuple[str, Place, str]  # of low reductions: the code, the line, and the hook or the policy that asks for it
 FIX_OF_SHARDED = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 TEXTS = {
     "AMP901": ("by a collective of the script", "reduce in float32, and cast the result"),
     "AMP902": (
-        "by the communication hook {hook} of DistributedDataParallel",
+        "by the communication hook {who} of DistributedDataParallel",
         "leave the hook out, where the network allows it",
     ),
     "AMP903": (
         "by DistributedDataParallel, as the parameters are",
         "keep parameters in float32 under autocast, or a hook that reduces in float32",
     ),
-    "AMP904": ("by fully_shard, whose policy {policy}", FIX_OF_SHARDED),
+    "AMP904": ("by fully_shard, whose policy {who}", FIX_OF_SHARDED),
 }
-
-
-@dataclass(frozen=True)
-class Wrapped:
-    """How a model was spread over ranks, and the user's line of that; ``hook``: that was registered, with its line."""
-
-    place: Place
-    hook: str = ""
-    policy: str = ""
 
 
 @dataclass(eq=False)
 class Reductions(Watcher):
     """Looks at collectives, and at the models that DDP and FSDP wrapped."""
 
-    _models: weakref.WeakKeyDictionary[Module, Wrapped] = field(default_factory=weakref.WeakKeyDictionary)
-    _hooks: weakref.WeakKeyDictionary[Module, Wrapped] = field(default_factory=weakref.WeakKeyDictionary)
-    _reduced: dict[tuple[str, Wrapped, str], Totals] = field(default_factory=lambda: defaultdict(Totals))
+    _models: weakref.WeakKeyDictionary[Module, Place] = field(default_factory=weakref.WeakKeyDictionary)  # of wrapping
+    _hooks: weakref.WeakKeyDictionary[Module, Cause] = field(default_factory=weakref.WeakKeyDictionary)
+    _reduced: dict[tuple[Cause, str], Totals] = field(default_factory=lambda: defaultdict(Totals))  # by dtype
     _backward: Place = NOWHERE  # the line of this step's
     _sharded: Place = NOWHERE  # the line of the last
     _ranks: int = 1
@@ -67,10 +60,10 @@ class Reductions(Watcher):
         if event.name == "backward":
             self._backward = self._sharded = event.place
         elif event.name == "ddp" and event.is_after:
-            self._models[event.arguments["self"]] = Wrapped(event.place)
+            self._models[event.arguments["self"]] = event.place
         elif event.name == "ddp.hook" and event.is_after:
             name = getattr(event.arguments["hook"], "__name__", "of its own")
-            self._hooks[event.arguments["self"]] = Wrapped(event.place, hook=name)
+            self._hooks[event.arguments["self"]] = "AMP902", event.place, name
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count a reduction of gradients."""
@@ -82,7 +75,7 @@ class Reductions(Watcher):
         numbers = max(t.numel() for t in tensors)
         by_hand = call.phase == "forward" and call.module == "" and self._backward != NOWHERE and numbers > 1
         if low and (call.phase == "backward" or by_hand):
-            totals = self._reduced[(*self._cause(call), low)]
+            totals = self._reduced[self._cause(call), low]
             totals.calls, totals.bytes = totals.calls + 1, totals.bytes + numbers * tensors[0].element_size()
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,17 +85,16 @@ class Reductions(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield the low reductions, and sisters in different dtypes."""
-        looks = max(1, len(self.training.looked_at))
-        for (code, wrapped, dtype), totals in self._reduced.items():
+        for ((code, place, who), dtype), totals in self._reduced.items():
             if self._ranks < 2:
                 continue
-            who, fix = TEXTS[code]
-            asked = code == "AMP902" or "reduces in" in wrapped.policy
-            count, size = totals.calls / looks, totals.bytes / looks
+            by, fix = TEXTS[code]
+            asked = code == "AMP902" or "reduces in" in who
+            count, size = totals.calls / self.training.looks, totals.bytes / self.training.looks
             yield finding(
-                code, wrapped.place,
+                code, place,
                 f"gradients are added up over {self._ranks} ranks in {dtype}, "
-                f"{who.format(hook=wrapped.hook, policy=wrapped.policy)}: {count:g} reductions a step, "
+                f"{by.format(who=who)}: {count:g} reductions a step, "
                 f"{size / 1e6:.3g} MB; each addition rounds to {BITS[dtype]} bits",
                 fix,
                 level="note" if asked else "warning", ranks=self._ranks, dtype=dtype, reductions=count,
@@ -112,18 +104,18 @@ class Reductions(Watcher):
         for odd in self._odd.values():
             yield from odd
 
-    def _cause(self, call: Call) -> tuple[str, Wrapped]:
+    def _cause(self, call: Call) -> Cause:
         """Return what reduces: in backward, a hook of DDP, DDP itself or FSDP; else the script."""
         if call.phase == "backward":
             models = list(self.training.models)
             parallel = [m for m in models if isinstance(m, DistributedDataParallel)]
             if "scatter" not in call.operator and parallel:
                 hook = next((self._hooks[m] for m in parallel if m in self._hooks), None)
-                known = next((self._models[m] for m in parallel if m in self._models), Wrapped(self._backward))
-                return ("AMP903", known) if hook is None else ("AMP902", hook)
+                known = next((self._models[m] for m in parallel if m in self._models), self._backward)
+                return ("AMP903", known, "") if hook is None else hook
             if groups := [group for m in models for group in every_group(m)]:
-                return "AMP904", Wrapped(self._backward, policy=_words(groups[0].mp_policy))
-        return "AMP901", Wrapped(call.place if call.place != NOWHERE else self._backward)
+                return "AMP904", self._backward, _words(groups[0].mp_policy)
+        return "AMP901", call.place if call.place != NOWHERE else self._backward, ""
 
     def _compare_sisters(self) -> None:
         """Compare the layers of the models that are there: those of a function are gone when it has returned."""
@@ -132,12 +124,10 @@ class Reductions(Watcher):
     def _sisters(self, model: Module) -> Iterator[Finding]:
         """Yield the parameters of a model over ranks whose dtype is not that of the same one in other layers."""
         dtypes, what = _dtypes_over_ranks(model)
-        groups: dict[str, dict[str, list[str]]] = {}
-        for name, dtype in dtypes.items():
-            groups.setdefault(re.sub(r"\b\d+\b", "*", name), {}).setdefault(dtype, []).append(name)
-        place = self._models[model].place if model in self._models else self._sharded
-        for name, found in groups.items():
-            if len(found) > 1:
+        groups = grouped((re.sub(r"\b\d+\b", "*", name), (dtype, name)) for name, dtype in dtypes.items())
+        place = self._models.get(model, self._sharded)
+        for name, pairs in groups.items():
+            if len(found := grouped(pairs)) > 1:
                 most, *others = sorted(found, key=lambda dtype: -len(found[dtype]))
                 odd = [one for dtype in others for one in found[dtype]]
                 yield finding(

@@ -107,7 +107,7 @@ class SkippedSteps(Watcher):
             self._origins.setdefault(key, (origin, []))[1].append(ended)
         self._scale = 0.0
         self._stepped.clear()
-        self._overflow.clear()
+        self._overflow = FirstOverflow()
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Keep the largest value of a result, if a scaler is there to skip the step."""

@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,13 +88,7 @@ def lost_changes(old: Tensor, new: Tensor) -> Tensor:
 # -- a step of one parameter in float32 -----------------------------------------------------------------------
 
 
-class Alone(NamedTuple):
-    """A parameter, its value after a step in float32, its state and that state after it: all of sampled elements."""
-
-    old: Tensor
-    new: Tensor
-    state: Mapping[str, Tensor]
-    new_state: Mapping[str, Tensor]
+Changes = dict[str, tuple[Tensor, Tensor]]  # sampled elements of the parameter, "", and its states, before and after
 
 
 def keeps_more(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> bool:
@@ -105,8 +99,8 @@ def keeps_more(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> boo
     return any(word in name for word in KEEPS for name in on) or any(_is_master(t, local(p.detach())) for t in masters)
 
 
-def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Alone:
-    """Return what a step would do to ``p`` in float32.
+def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> Changes:
+    """Return what a step would do to ``p``, and to its state, in float32.
 
     Raises ValueError for an optimizer of others: its step may draw numbers, print, or change more than its parameters.
     """
@@ -133,7 +127,7 @@ def stepped_alone(optimizer: Optimizer, group: Mapping[str, Any], p: Tensor) -> 
     alone.param_groups = [{**{name: widened(value) for name, value in options.items()}, "params": [copied]}]
     alone.state = defaultdict(dict, {copied: {n: widened(value) for n, value in optimizer.state.get(p, {}).items()}})
     step(alone)
-    return Alone(part(p.detach()), copied, before, alone.state[copied])
+    return {"": (part(p.detach()), copied), **{name: (old, alone.state[copied][name]) for name, old in before.items()}}
 
 
 def _is_master(state: Tensor, p: Tensor) -> bool:
@@ -201,14 +195,13 @@ class Updates(Watcher):
     ) -> list[tuple[Lost, Tensor, float]]:
         """Return what the step of one parameter will lose, and where it counts; or keep what the parameter was."""
         with Attempt() as tried:
-            alone = stepped_alone(optimizer, group, p)
-            weight = local(p).numel() / max(1, alone.old.numel())
-            counts = [(found.parameters.setdefault(id(p), Lost()), lost_changes(alone.old, alone.new), weight)]
-            for kind, state in alone.state.items():
-                if state.dtype in HALVES:
-                    of_state = found.states.setdefault(kind, Lost())
-                    counts.append((of_state, lost_changes(state, alone.new_state[kind]), weight))
-            return counts
+            changes = stepped_alone(optimizer, group, p)
+            weight = local(p).numel() / max(1, changes[""][0].numel())
+            low = {kind: change for kind, change in changes.items() if change[0].dtype in HALVES}
+            lost = {
+                k: found.states.setdefault(k, Lost()) if k else found.parameters.setdefault(id(p), Lost()) for k in low
+            }
+            return [(lost[kind], lost_changes(*change), weight) for kind, change in low.items()]
         found.why = str(tried.error)
         self._before.append((p, sample(local(p.detach()), COMPARED).clone()))
         return []

@@ -115,7 +115,6 @@ class CastCounts(Watcher):
         counted = {c: t for c, t in self.training.calls.items() if c.phase != "update" and family_of(c.operator)}
         all_bytes = max(1, sum(t.bytes for t in counted.values()))
         all_seconds = max(seconds_of_steps(counted, machine), 1e-30)
-        looks = max(1, len(self.training.looked_at))
         for (code, place, library), repeat in self.repeats.items():
             size = repeat.counts["bytes"]
             totals = Totals(repeat.counts["calls"], bytes=size)
@@ -125,16 +124,16 @@ class CastCounts(Watcher):
             large = max(share, of_time) > LARGE_SHARE and code not in ALWAYS_NOTES
             what, fix = TEXTS[code]
             entered = sum(one.looked_at for one in self.training.regions if one.place == place)
-            count = repeat.counts["calls"] / looks
+            count = repeat.counts["calls"] / self.training.looks
             by = f", in {library}, called from this line" if library else ""
             yield finding(
                 code, place,
-                f"{what.format(times=entered / looks)}{by}: casts a step beyond what is needed: {count:g}, "
-                f"{size / looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a step move, "
-                f"predicted {of_time:.1%} of the step's time on {machine.name}",
+                f"{what.format(times=entered / self.training.looks)}{by}: casts a step beyond what is needed: "
+                f"{count:g}, {size / self.training.looks / 1e6:.3g} MB, {share:.1%} of the bytes that operations of a "
+                f"step move, predicted {of_time:.1%} of the step's time on {machine.name}",
                 fix,
                 level="warning" if large else "note", also=sorted(filter(None, repeat.modules)), casts=count,
-                library=library, bytes=size / looks, share_of_bytes=share, share_of_time=of_time,
+                library=library, bytes=size / self.training.looks, share_of_bytes=share, share_of_time=of_time,
                 machine=machine.name,
             )  # fmt: skip
 
@@ -154,20 +153,20 @@ class CastCounts(Watcher):
         entry = [(number, self.training.regions[number].entered) for number in self.training.open[:1]]
         made, last = (self._backwards, entry), self._casts.known(value, *part)
         self._casts.keep(value, made, *part)
-        weight = self.training.weights.known(value)
-        if weight is not None and not weight.is_trained:  # all casts of it count, once there are several
+        is_trained = self.training.weights.known(value)  # None of an activation
+        if is_trained is False:  # all casts of it count, once there are several
             before = self._frozen.known(value, *part)
             self._frozen.keep(value, moved if before is None else 0, *part)
             for size in () if before is None else filter(None, (before, moved)):
                 self._repeat("AMP707", call.place, call, size)
         elif last is None:
             return
-        elif weight is not None and last[0] != made[0]:
+        elif is_trained and last[0] != made[0]:
             self._repeat("AMP705", self._place(call), call, moved)
-        elif weight is not None and last[1] != made[1] and self.training.open:
+        elif is_trained and last[1] != made[1] and self.training.open:
             self._repeat("AMP701", self._place(call), call, moved)
         else:
-            self._again.append((call, moved, self.training.group, weight is not None))
+            self._again.append((call, moved, self.training.group, bool(is_trained)))
 
     def _place(self, call: Call) -> Place:
         return self.training.regions[self.training.open[0]].place if self.training.open else call.place

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -71,30 +71,8 @@ LISTED_AS = {  # what torch makes of them has names of its own
 }
 
 
-@dataclass
-class Missed:
-    """Products in full precision with one cause at one line."""
-
-    forward: list[tuple[Call, Totals]] = field(default_factory=list)
-    backward: list[tuple[Call, Totals]] = field(default_factory=list)
-
-    @property
-    def all(self) -> list[tuple[Call, Totals]]:
-        """Those of forward, then those of backward."""
-        return [*self.forward, *self.backward]
-
-
-class Gain(NamedTuple):
-    """The predicted seconds of products as they ran, and ``lower`` in a low dtype; parts of the looked-at steps' time.
-
-    ``part``: of the products; ``share``: what the low dtype saves.
-    """
-
-    full: float
-    lower: float
-    part: float
-    share: float
-    text: str
+Counted = tuple[Call, Totals]
+Missed = list[Counted]  # products in full precision with one cause at one line: those of forward, then of backward
 
 
 @dataclass(eq=False)
@@ -159,8 +137,9 @@ class MissedOperations(Watcher):
         outside = self._models.outside()
         grouped = self._grouped(products, {call: called.place for called in outside for call in called.full})
         for called in outside:
-            gain = self._gain(grouped.pop(("AMP105", called.place), Missed()), machine, lowest or "bfloat16")
-            yield self._models.finding(called, gain.text if gain.full else "", is_large=gain.share > LARGE_SHARE)
+            seconds, gain, _ = self._gain(grouped.pop(("AMP105", called.place), []), machine, lowest or "bfloat16")
+            text = gain if seconds["seconds"] else ""
+            yield self._models.finding(called, text, is_large=seconds["share"] > LARGE_SHARE)
         for (code, place), missed in grouped.items():
             if lowest or (code == "AMP603" and "float32" in count):
                 yield from self._told(code, place, missed, machine, lowest or "float32")
@@ -191,12 +170,11 @@ class MissedOperations(Watcher):
         full = [(call, totals) for call, totals in products.items() if dtype_of(call) in FULL]
         for call, totals in full:
             if call.phase == "forward" and call not in self._inside:
-                missed = found.setdefault(self._cause(call, outside), Missed())
-                missed.forward.append((call, totals))
-                of_forward[call.module, call.place] = missed
+                of_forward[call.module, call.place] = found.setdefault(self._cause(call, outside), [])
+                of_forward[call.module, call.place].append((call, totals))
         for call, totals in full:
             if call.phase == "backward" and (call.module, call.place) in of_forward:
-                of_forward[call.module, call.place].backward.append((call, totals))
+                of_forward[call.module, call.place].append((call, totals))
         return found
 
     def _cause(self, call: Call, outside: Mapping[Call, Place]) -> tuple[str, Place]:
@@ -209,60 +187,68 @@ class MissedOperations(Watcher):
             return "AMP604", self._cast_up[call].place
         return ("AMP105", outside[call]) if call in outside else ("AMP601", call.place)
 
-    def _gain(self, missed: Missed, machine: Machine, dtype: str) -> Gain:
-        """Return what ``dtype`` is predicted to save of products; of none, nothing."""
+    def _gain(self, missed: Missed, machine: Machine, dtype: str) -> tuple[dict[str, float], str, float]:
+        """Return what ``dtype`` is predicted to save of products, and that in words; of none, nothing.
+
+        The seconds as they ran, and in ``dtype``, and which ``share`` of the looked-at steps' time is saved. With them,
+        their part of that time.
+        """
         full, lower = _seconds(missed, machine, dtype)
         steps = max(seconds_of_steps(self.training.calls, machine), 1e-30)
         share = (full - lower) / steps
         whole = "what was looked at" if self.training.evaluated else "the step"
         saves = f", which saves {share:.1%} of {whole}" if share > 0 else ": it is not profitable on this machine"
         takes = f"; {dtype} is predicted to take {lower / (full or 1.0):.2f} of their time on {machine.name}"
-        return Gain(full, lower, full / steps, share, f"{takes}, casts included{saves}")
+        figures = {"seconds": full, "seconds_low": lower, "share": share}
+        return figures, f"{takes}, casts included{saves}", full / steps
 
     def _told(self, code: str, place: Place, missed: Missed, machine: Machine, dtype: str) -> Iterator[Finding]:
-        gain = self._gain(missed, machine, dtype)
-        if min(gain.part, abs(gain.share)) < LEAST_SHARE:  # a loss is told, too: a form to leave as it is
+        seconds, gain, part = self._gain(missed, machine, dtype)
+        if min(part, abs(seconds["share"])) < LEAST_SHARE:  # a loss is told, too: a form to leave as it is
             return
-        flops, count = sum(t.flops for _, t in missed.all), sum(t.calls for _, t in missed.forward)
+        forward = _of_forward(missed)
+        flops, count = sum(t.flops for _, t in missed), sum(t.calls for _, t in forward)
         where, fix = IN_FULL_PRECISION[code]
-        if code == "AMP604" and (libraries := {self._cast_up[call].library for call, _ in missed.forward} - {""}):
+        if code == "AMP604" and (libraries := {self._cast_up[call].library for call, _ in forward} - {""}):
             where += f", in {', '.join(sorted(libraries))}, called from it"
         wider = "float64" if code == "AMP603" else "float32"
-        looks = max(1, len(self.training.looked_at))
-        names = ", ".join(sorted({".".join(call.operator.split(".")[:2]) for call, _ in missed.forward}))
-        large = gain.share > LARGE_SHARE and code != "AMP602"  # which was asked for
+        names = ", ".join(sorted({".".join(call.operator.split(".")[:2]) for call, _ in forward}))
+        large = seconds["share"] > LARGE_SHARE and code != "AMP602"  # which was asked for
         yield finding(
             code, place,
             f"{names} ran in {wider}, {where}, while other products ran in {dtype} (calls a step: "
-            f"{count / looks:g}, with backward {flops / looks:.2g} FLOP){gain.text}",
+            f"{count / self.training.looks:g}, with backward {flops / self.training.looks:.2g} FLOP){gain}",
             fix,
             level="warning" if large else "note",
-            also=sorted({call.module for call, _ in missed.forward if call.module}), calls=count, flops=flops,
-            seconds=gain.full, seconds_low=gain.lower, share=gain.share, dtype=wider, machine=machine.name,
+            also=sorted({call.module for call, _ in forward if call.module}), calls=count, flops=flops,
+            dtype=wider, machine=machine.name, **seconds,
         )  # fmt: skip
 
     def _unused(self, products: Mapping[Call, Totals], machine: Machine) -> Finding:
-        forward = [one for one in products.items() if one[0].phase == "forward"]
-        everything = Missed(forward, [one for one in products.items() if one[0].phase == "backward"])
-        full, lower = _seconds(everything, machine, "bfloat16")
+        full, lower = _seconds([*products.items()], machine, "bfloat16")
         steps = seconds_of_steps(self.training.calls, machine)
         speed = steps / max(steps - full + lower, 1e-30)
-        place = max(everything.all, key=lambda one: one[1].flops)[0].place
+        place = max(products, key=lambda call: products[call].flops).place
         fix = "with torch.autocast(device, torch.bfloat16) around the forward, or amp_graph.convert(model)"
         return finding(
             "AMP606", place or NOWHERE,
             f"no product ran in low precision; in bfloat16 the step is predicted to have {speed:.2f} times its present "
             f"speed on {machine.name}",
             fix if speed >= WORTH_IT else "none: low precision does not pay on this machine for these sizes",
-            level="note", speed=speed, flops=sum(t.flops for _, t in everything.all), machine=machine.name,
+            level="note", speed=speed, flops=sum(t.flops for t in products.values()), machine=machine.name,
         )  # fmt: skip
+
+
+def _of_forward(missed: Missed) -> Missed:
+    return [one for one in missed if one[0].phase == "forward"]
 
 
 def _seconds(missed: Missed, machine: Machine, dtype: str) -> tuple[float, float]:
     """Return the predicted time of products as they ran, and in ``dtype``, with casts of all that forward touches."""
-    full = sum(seconds_of(call, totals, machine) for call, totals in missed.all)
-    lower = sum(seconds_of(call, totals, machine, dtype) for call, totals in missed.all)
-    size = sum(t.bytes / (2 if "float64" in call.inputs else 1) for call, t in missed.forward)
-    count = sum(2 * t.calls for _, t in missed.forward)
-    casts = seconds_of_casts(size, count, machine, dtype) * (CASTS_OF_TRAINING if missed.backward else 1)
+    full = sum(seconds_of(call, totals, machine) for call, totals in missed)
+    lower = sum(seconds_of(call, totals, machine, dtype) for call, totals in missed)
+    forward = _of_forward(missed)
+    size = sum(t.bytes / (2 if "float64" in call.inputs else 1) for call, t in forward)
+    count = sum(2 * t.calls for _, t in forward)
+    casts = seconds_of_casts(size, count, machine, dtype) * (CASTS_OF_TRAINING if len(missed) > len(forward) else 1)
     return full, lower + casts

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,27 +39,12 @@ REFUSED = (
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)  # arguments that are no tensors
 
 
-@dataclass(frozen=True)
-class Given:
-    """A tensor of a call, without its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """An argument of another kind, by the name of its class."""
-
-    name: str
-
-
 @dataclass
 class ModelCall:
-    """A call of a model: its arguments, tensors as ``Given``, and how often the model was called so."""
+    """A call of a model: its arguments, and how often the model was called so.
+
+    Tensors are a ``partial`` that makes such a one, arguments of other kinds their class.
+    """
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -85,8 +71,11 @@ def call_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
 
 def _given(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and not is_wrapper(leaf) and leaf.layout == torch.strided:
-        return Given(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
+        return partial(
+            torch.empty_strided, tuple(leaf.shape), leaf.stride(),
+            dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad,
+        )  # fmt: skip
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)
 
 
 def refuse(model: Module) -> None:
@@ -108,23 +97,22 @@ def sketch_of(model: Module, call: ModelCall) -> Sketch:
     name = type(inner).__name__
     refuse(inner)
     for leaf in tree_leaves((call.args, call.kwargs)):
-        if isinstance(leaf, Unknown):
-            raise AmpGraphError(f"{name} is called with a {leaf.name}")
+        if isinstance(leaf, type):
+            raise AmpGraphError(f"{name} is called with a {leaf.__name__}")
     mode, held = FakeTensorMode(allow_non_fake_inputs=True), {p.dtype for p in inner.parameters()}
     with mode:
-        given = tree_map(lambda one: _fake(one, held) if isinstance(one, Given) else one, (call.args, call.kwargs))
+        given = tree_map(lambda one: _fake(one, held) if isinstance(one, partial) else one, (call.args, call.kwargs))
     args, kwargs = given
     return Sketch(name, _Copy(mode).of(inner), args, kwargs, mode, call)
 
 
-def _fake(given: Given, held: Collection[torch.dtype]) -> Tensor:
+def _fake(given: partial[Tensor], held: Collection[torch.dtype]) -> Tensor:
     """Return a fake of ``given``; ``held``: the dtypes of the model's parameters.
 
     Beside float32 parameters, the script's autocast lowered it: outside of autocast it is float32.
     """
-    dtype = torch.float32 if given.dtype in HALVES and given.dtype not in held else given.dtype
-    found = torch.empty_strided(given.shape, given.stride, dtype=dtype, device=given.device)
-    return found.requires_grad_(given.requires_grad)
+    dtype = given.keywords["dtype"]
+    return given(dtype=torch.float32 if dtype in HALVES and dtype not in held else dtype)
 
 
 class _Copy:

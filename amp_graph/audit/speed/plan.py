@@ -87,7 +87,7 @@ def _lines(training: Training) -> Iterator[str]:
     if total is not None and not reasons:
         yield from _of_plans(total, sketches, training, dtype)
         return
-    yield f"casts as it ran: {_casts_as_it_ran(training, max(1, len(training.looked_at)))} a step"
+    yield f"casts as it ran: {_casts_as_it_ran(training, training.looks)} a step"
     if total is not None:
         yield "nothing is compared: what is predicted of a part says nothing of the whole"
     if training.sketches:

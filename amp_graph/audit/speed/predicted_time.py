@@ -65,7 +65,8 @@ def seconds_of(call: Call, totals: Totals, machine: Machine, dtype: str = "") ->
         return 0.0
     wanted = dtype or ran
     times = 2.0 if wanted == "float64" else 1.0  # of float32's rates, which machine files have
-    moved = totals.bytes * (_size(wanted) / _size(ran))
+    size, had = (getattr(torch, one, torch.float32).itemsize for one in (wanted, ran))
+    moved = totals.bytes * (size / had)
     known = wanted if wanted in DTYPES else "float32"
     overhead = totals.calls * machine.call
     if family == "cast":
@@ -90,20 +91,9 @@ def seconds_of_steps(calls: Mapping[Call, Totals], machine: Machine) -> float:
     return sum(seconds_of(call, totals, machine) for call, totals in calls.items() if call.phase != "update")
 
 
-def _size(dtype: str) -> int:
-    itemsize: int = getattr(torch, dtype, torch.float32).itemsize
-    return itemsize
-
-
 def is_view_by_name(operator: str) -> bool:
     """Say whether an operator only makes views."""
-    found = overload_of(operator)
-    return found is not None and is_view(found)
-
-
-def overload_of(operator: str) -> OpOverload | None:
-    """Return the operator of a call by its name, None if it has none, as those over functions."""
-    found: object = torch.ops
+    found: object = torch.ops  # those over functions have none there
     for name in operator.split("."):
         found = getattr(found, name, None)
-    return found if isinstance(found, OpOverload) else None
+    return isinstance(found, OpOverload) and is_view(found)

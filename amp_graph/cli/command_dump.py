@@ -12,7 +12,7 @@ from amp_graph.cli.terminal import Told, json_text
 from amp_graph.errors import AmpGraphError
 from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.native.output_file import write_or_refuse
-from amp_graph.report.model_report import Report, report
+from amp_graph.report.model_report import report
 from amp_graph.report.records import GraphReport
 from amp_graph.report.report_html import html_page
 
@@ -31,20 +31,17 @@ def run(args: argparse.Namespace) -> Told:
         text = captured_step(args) + "\n"
         text = json_text({"optimizer": args.step, "graph": text}) if args.format == "json" else text
     else:
-        text = _text(args, report(captured(args).model))
+        told = report(captured(args).model)
+        forms: dict[str, Callable[[], str]] = {
+            "json": lambda: json_text(told.to_dict()),
+            "html": lambda: html_page(told),
+            "report": lambda: told.text(skipped=args.skipped),
+            "text": lambda: "\n".join("".join(f"{line}\n" for line in _lines(args, graph)) for graph in told.graphs),
+        }
+        text = forms[args.format]()
     if args.output is not None:
         write_or_refuse(args.output, text, "dump", "--output graphs.txt")
     return Told(text, [text.removesuffix("\n")] if args.output is None else ())
-
-
-def _text(args: argparse.Namespace, told: Report) -> str:
-    forms: dict[str, Callable[[], str]] = {
-        "json": lambda: json_text(told.to_dict()),
-        "html": lambda: html_page(told),
-        "report": lambda: told.text(skipped=args.skipped),
-        "text": lambda: "\n".join("".join(f"{line}\n" for line in _lines(args, graph)) for graph in told.graphs),
-    }
-    return forms[args.format]()
 
 
 def _lines(args: argparse.Namespace, graph: GraphReport) -> Iterator[str]:

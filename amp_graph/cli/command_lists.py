@@ -27,19 +27,16 @@ def run(args: argparse.Namespace) -> Told:
     policy = Policy.parse(args.policy)
     lists = policy.op_list(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     told: Row = {"lists": lists.name, "dtype": lists.dtype, "device": lists.device, "policy": str(policy)}
-    told |= _of_one(args.op, lists) if args.op else _of_all(lists)
     head = f"# {lists.name} ({lists.dtype} on {lists.device}), policy {policy}"
     if args.op:
+        told |= _of_one(args.op, lists)
         lines = [line for rule in told["rules"] for line in rule_lines(rule)]
         return Told(told, [head, *(lines or [f"{told['operation']}: {told['note']}"])])
+    told["rules"] = [rule_row(rule) for rule in sorted(lists, key=lambda rule: rule.op)]
+    told["modules"] = [{name: getattr(module, name) for name in MODULE} for module in lists.modules]
     tables = ((columns, rows) for columns, rows in ((RULE, told["rules"]), (MODULE, told["modules"])) if rows)
     cells = ([columns, *([row[name] for name in columns] for row in rows)] for columns, rows in tables)
     return Told(told, [head, *(line for table in cells for line in aligned(table))])
-
-
-def _of_all(lists: OpList) -> Row:
-    modules = [{name: getattr(module, name) for name in MODULE} for module in lists.modules]
-    return {"rules": [rule_row(rule) for rule in sorted(lists, key=lambda rule: rule.op)], "modules": modules}
 
 
 def _of_one(name: str, lists: OpList) -> Row:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp_graph.capture.dynamo_backend import Captured
 from amp_graph.devices import device_of
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import captured, tensors, value
 from amp_graph.passes.graph.graph_text import SHORT, graph_text, target_text, type_text
@@ -32,7 +34,7 @@ from amp_graph.passes.precision.op_cost import PICOSECONDS, forward_flops
 from amp_graph.passes.precision.plan_precision import Mark
 from amp_graph.passes.weights.frozen_weights import is_frozen
 from amp_graph.report.graph_parts import Part, captured_in, cast_dtype, is_cast, mark_of, parts_of, shown_name
-from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Note, Predicted
+from amp_graph.report.records import ACTIVATION, CALLS, WEIGHT, GraphReport, NodeReport, Predicted
 
 WANTED = "it stays low all the same: inputs are low, or the model's code or the policy asks for low precision"
 UNMEASURED = "it stays low all the same: the rates are not of this machine; amp-graph calibrate measures them"
@@ -60,7 +62,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         tuple(n for part in parts for n in _node_reports(part, parts, held, made.dtype)),
         tuple(n for part in parts for n in captured_in(part, weights)),
         tuple(_changes(parts)),
-        tuple(Note(part.path + s.node, t.name, "skipped", s.reason)
+        tuple(Change(t.name, "skipped", part.path + s.node, s.reason)
               for part in parts for t in part.passes for s in t.result.skips),
         record.break_reason,
         record.break_line,
@@ -71,7 +73,7 @@ def read_graph(index: int, record: Captured, weights: Collection[str]) -> GraphR
         made.gm.meta.get(BUDGET),
         _predicted(parts, made.policy.leaves),
         sum(node.meta.get(SPARED, 0) for node in nodes),
-        tuple(Note(part.path, t.name, "left out", t.failure) for part in parts for t in part.passes if t.failure),
+        tuple(Change(t.name, "left out", part.path, t.failure) for part in parts for t in part.passes if t.failure),
         "; ".join(part.gm.meta[UNPLANNED] for part in parts if UNPLANNED in part.gm.meta),
     )  # fmt: skip
 
@@ -196,7 +198,7 @@ def weight_nodes(parts: list[Part], weights: Collection[str]) -> set[Node]:
     return held
 
 
-def _changes(parts: list[Part]) -> Iterator[Note]:
+def _changes(parts: list[Part]) -> Iterator[Change]:
     """Yield what the passes did, without the plan; nodes that a checkpoint was rebuilt from are in its part now."""
     moved = {n.name: part.path for part in parts if not part.passes for n in part.gm.graph.nodes}
     for part in parts:
@@ -204,7 +206,7 @@ def _changes(parts: list[Part]) -> Iterator[Note]:
         for timed in part.passes:
             for change in timed.result.changes if timed.name != PLAN else ():
                 path = part.path if change.node in own else moved.get(change.node, part.path)
-                yield Note(path + change.node, change.rule, change.action, change.reason)
+                yield replace(change, node=path + change.node)
 
 
 def _activation_bytes(nodes: list[Node], held: Collection[Node]) -> tuple[dict[str, int], int]:

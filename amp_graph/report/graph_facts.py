@@ -29,6 +29,7 @@ def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
         return {"": "\n".join(filter(None, (ends, f"{NOTHING[graph.has_floats]}: nothing to do")))}
     left_out = [f"pass {note.rule} is left out of this graph: {first_line(note.reason)}" for note in graph.left_out]
     unplanned = f"this graph {first_line(graph.unplanned)}" if graph.unplanned else ""
+    skips = grouped((f"{note.rule}: {note.reason}", note.node) for note in graph.skips if skipped)
     found = {
         "": "\n".join(filter(None, (ends, unplanned, *left_out))),
         **dict(zip(("speed", "fix"), predicted_lines(graph), strict=False)),
@@ -38,7 +39,10 @@ def facts_of(graph: GraphReport, *, skipped: bool = True) -> Facts:
         "activations": _activations(graph),
         "in no list": "\n".join(_unlisted(graph.operations)),
         "removed": "\n".join(f"{note.node}: {note.reason}" for note in graph.removed[:PLACES]) if skipped else "",
-        "skipped": "\n".join(_skips(graph)) if skipped else "",
+        "skipped": "\n".join(
+            f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {reason}"
+            for reason, nodes in skips.items()
+        ),
     }
     return {label: text for label, text in found.items() if text}
 
@@ -114,12 +118,6 @@ def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for ops, count in Counter(n.ops for n in unlisted).items():
         first = next(n for n in unlisted if n.ops == ops)
         yield f"{shown_operation(first)} x{count}, first at {short_place(first.line) or first.name}"
-
-
-def _skips(graph: GraphReport) -> Iterator[str]:
-    """Yield lines on the nodes that passes skipped, each reason once."""
-    for reason, nodes in grouped((f"{note.rule}: {note.reason}", note.node) for note in graph.skips).items():
-        yield f"{nodes[0]}{f' and {len(nodes) - 1} more' if len(nodes) > 1 else ''}: {reason}"
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:

@@ -184,7 +184,13 @@ def _of_compiled(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
     written = behind_compile(model)
     found = graphs_of(written) if isinstance(written, torch.nn.Module) else []
     if not found:
-        raise CaptureError(_not_converted(model))
+        parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+        inside = next((f"; its submodule {name!r} is" for name, part in parts if conversion_of(part) is not None), "")
+        raise CaptureError(
+            f"report: a {type(written).__name__} is not converted{inside}, and the backend 'amp_graph' has no graph of "
+            "it\n  legal: a converted model, or one compiled with backend='amp_graph' that has run itself\n"
+            "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
+        )
     backend, memory = f"backend amp_graph, {_backend(*found[-1].compiled_by)}", memory_of(written, optimizer, ())
     return _made(written, found[-1].rewritten.policy, found, backend, (), memory, optimizer)
 
@@ -238,13 +244,3 @@ def _status(found: Conversion) -> str:
         return AS_WRITTEN
     nothing = FAILED if found.diagnostics.notes or found.diagnostics.skips else NOT_CAPTURED
     return "" if found.graphs else nothing
-
-
-def _not_converted(model: Any) -> str:
-    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
-    inside = next((f"; its submodule {name!r} is" for name, part in parts if conversion_of(part) is not None), "")
-    return (
-        f"report: a {type(behind_compile(model)).__name__} is not converted{inside}, and the backend 'amp_graph' has "
-        "no graph of it\n  legal: a converted model, or one compiled with backend='amp_graph' that has run itself\n"
-        "  fix:   model = amp_graph.convert(model); model(x); amp_graph.report(model)"
-    )

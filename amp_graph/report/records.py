@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from amp_graph.passes.base import Change
 from amp_graph.passes.graph.graph_text import CapturedNode
 from amp_graph.passes.precision.error_budget_planner import Budget
 
@@ -42,16 +43,6 @@ class NodeReport(CapturedNode):
     of: str = ""
     to: str = ""
     kept: bool = False
-
-
-@dataclass(frozen=True)
-class Note:
-    """A node, and what a pass did there, or why it did nothing ("skipped")."""
-
-    node: str
-    rule: str
-    action: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -109,8 +100,8 @@ class GraphReport:
     before: str
     nodes: tuple[NodeReport, ...]
     captured: tuple[CapturedNode, ...]
-    changes: tuple[Note, ...]
-    skips: tuple[Note, ...]
+    changes: tuple[Change, ...]
+    skips: tuple[Change, ...]
     break_reason: str
     break_line: str
     bytes: dict[str, int]
@@ -120,7 +111,7 @@ class GraphReport:
     budget: Budget | None = None
     predicted: Predicted | None = None
     spared_bytes: int = 0
-    left_out: tuple[Note, ...] = ()
+    left_out: tuple[Change, ...] = ()
     unplanned: str = ""
 
     @property
@@ -145,7 +136,7 @@ class GraphReport:
         return tuple(n for n in self.nodes if n.kind == "cast")
 
     @property
-    def removed(self) -> tuple[Note, ...]:
+    def removed(self) -> tuple[Change, ...]:
         """The casts that passes removed."""
         return tuple(note for note in self.changes if note.action == "removed")
 

@@ -81,6 +81,3 @@ def notes_of_scale(source: object) -> Iterator[str]:
         if bad := scale_history(source).skipped:
             last = bad[-1]
             yield f"loss scale: the last step skipped is step {last['step']} at {last['scale']:g}"
-
-
-# -- precisions other than planned --------------------------------------------------------------------

@@ -135,7 +135,11 @@ def search(
                     text = json.dumps(told, indent=1) + "\n"
                     write_or_refuse(state, text, "search", "search(..., state='search.json')")
                 if tell is not None:
-                    tell(f"{runs + 1}: {_line(last, best_of(trials, goal, noise))}")
+                    tell(
+                        f"{runs + 1}: {shown(last.policy)}{' again' * (last.runs > 1)}: {1 / last.time:.2f} times "
+                        f"fp32's speed, error {last.error:.2g}; "
+                        f"best so far {shown(best_of(trials, goal, noise).policy)}"
+                    )
     except KeyboardInterrupt:
         ended = "interrupted; the best so far"
     if not trials:
@@ -209,13 +213,6 @@ def _measure(bench: Bench, trials: list[Trial], policy: str, why: str, best: Tri
     beside = None if best is None or best.policy == policy else best  # the best one again: beside fp32
     measured = partial(bench.trial, policy, why, beside, again=any(one.policy == policy for one in trials))
     return put(trials, _hearing(measured))
-
-
-def _line(last: Trial, best: Trial) -> str:
-    return (
-        f"{shown(last.policy)}{' again' * (last.runs > 1)}: {1 / last.time:.2f} times fp32's speed, "
-        f"error {last.error:.2g}; best so far {shown(best.policy)}"
-    )
 
 
 def _confirmed(

@@ -6,6 +6,7 @@ Before: forty batches. After: ``calibration.out_of_range("float16")``, and ``cal
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping
@@ -17,16 +18,18 @@ from torch.fx import Node
 
 from amp_graph.lists.errors import shortened
 from amp_graph.passes.calibration.calibration_file import (
+    SCHEMA,
+    VERSION,
     CalibrationError,
     NodeRange,
     from_json,
     read_file,
     to_json,
-    write_file,
 )
 from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.calibration.ranges import LIMITS, Range
 from amp_graph.passes.graph.graph_text import aligned
+from amp_graph.passes.native.output_file import write_or_refuse
 
 LARGEST_SCALE = 2.0**24  # a loss scale's default ceiling
 CLAMPED = "casts clamp these; lists that reproduce torch.autocast do not, and stay full there"
@@ -70,11 +73,14 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``path`` as JSON, as a whole or not at all. Raises CalibrationError if it cannot be written."""
-        write_file(path, self.to_dict())
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        write_or_refuse(path, text, "calibration", "calibration.save('run.json')", CalibrationError)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the file: ``schema``, ``version``, and plain values."""
-        return to_json(self.values, self.model, self.policy, self.batches, self.gradients)
+        head = {"schema": SCHEMA, "version": VERSION, "model": self.model, "policy": self.policy}
+        values = {key: to_json(one) for key, one in self.values.items()}
+        return {**head, "batches": self.batches, "gradients": self.gradients, "values": values}
 
     def merge(self, *others: Calibration) -> Calibration:
         """Return the calibration of the batches of this and of ``others``, such as those of several processes.

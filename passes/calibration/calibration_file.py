@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from amp_graph.lists.errors import AmpGraphError, shortened
 from amp_graph.passes.calibration.ranges import DTYPES, Range
-from amp_graph.passes.native.output_file import write_or_refuse
 
 
 class CalibrationError(AmpGraphError, ValueError):
@@ -56,15 +54,10 @@ def _sum(a: Any, b: Any) -> Any:
 # -- writing ------------------------------------------------------------------------------------------------
 
 
-def to_json(values: Mapping[str, NodeRange], model: str, policy: str, batches: int, gradients: bool) -> dict[str, Any]:
-    """Return the content of a file."""
-    head = {"schema": SCHEMA, "version": VERSION, "model": model, "policy": policy}
-    told = {key: {"free": one.free, **_parts(one)} for key, one in values.items()}
-    return {**head, "batches": batches, "gradients": gradients, "values": told}
-
-
-def _parts(one: NodeRange) -> dict[str, Any]:
-    return {name: _range_dict(found) for name in PARTS if (found := getattr(one, name)) is not None}
+def to_json(one: NodeRange) -> dict[str, Any]:
+    """Return what a file has for an operation."""
+    parts = {name: getattr(one, name) for name in PARTS}
+    return {"free": one.free, **{name: _range_dict(part) for name, part in parts.items() if part is not None}}
 
 
 def _range_dict(found: Range) -> dict[str, Any]:
@@ -77,12 +70,6 @@ def _range_dict(found: Range) -> dict[str, Any]:
     }
     numbers["exponents"] = {str(e): n for e, n in found.exponents.items()}
     return peak | numbers if found.elements or found.masked else peak
-
-
-def write_file(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write the file, as a whole or not at all. Raises CalibrationError."""
-    text = json.dumps(content, indent=1) + "\n"
-    write_or_refuse(path, text, "calibration", "calibration.save('run.json')", CalibrationError)
 
 
 # -- reading ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,12 +74,8 @@ def _sum_of_products(
     flat = [t.reshape(-1, width) for t in (x, grad)] + [t.float().reshape(-1, 1) for t in (mean, rstd)]
     rows = max(1, CHUNK // width)
     parts = zip(*(t.split(rows) for t in flat), strict=True) if flat[0].shape[0] > rows else [flat]
-    total = None
-    for one_x, one_grad, one_mean, one_rstd in parts:
-        product = torch.sub(one_x, one_mean).mul_(one_rstd)
-        product = product.mul_(one_grad)
-        total = product.sum(0) if total is None else total + product.sum(0)
-    return torch.zeros_like(weight) if total is None else total.view_as(weight)
+    sums = (torch.sub(x, mean).mul_(rstd).mul_(grad).sum(0) for x, grad, mean, rstd in parts)
+    return functools.reduce(torch.add, sums).view_as(weight)
 
 
 def layer_norm_low(

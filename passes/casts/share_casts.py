@@ -42,18 +42,12 @@ class _SharedCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         given = [g for g in grads if g is not None]
-        if not given:
-            return None, None, None, None
-        total = given[0]
-        if len(given) == 1:
-            return total.float(), None, None, None
+        total = given[0].float() if given else None
         if is_plain(*given):  # a plain sum, without in-place writes
-            return sum((g.float() for g in given[1:]), total.float()), None, None, None
-        # The first sum must be fp32, unless a full-precision reader's gradient already is.
-        total = total if total.dtype == torch.float32 else total.float()
-        for index, grad in enumerate(given[1:]):
-            fresh = index > 0 or given[0].dtype != torch.float32
-            total = total.add_(grad) if fresh else total.add(grad)
+            total = sum((g.float() for g in given[1:]), total)
+        else:
+            for grad in given[1:]:  # the first sum is fp32, and new memory
+                total = total.add(grad) if total is given[0] else total.add_(grad)
         return total, None, None, None
 
 

@@ -73,15 +73,6 @@ def given_to(node: Node) -> dict[str, Any] | None:
     return arguments_of(node) if is_dropout else None
 
 
-def given_back(node: Node) -> Node | None:
-    """Return the input of a dropout that returns its input itself; None for other nodes."""
-    given = given_to(node)
-    if given is None or not (given["train"] is False or (given["p"] == 0 and given["train"] is True)):
-        return None
-    source: Node = given["input"]
-    return source
-
-
 # -- transposes ---------------------------------------------------------------------------------------
 
 ATEN: Any = torch.ops.aten

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.fake_values import tensors, value
@@ -129,9 +128,7 @@ def target_text(node: Node) -> str:
 
 
 def _line(node: Node, names: dict[Node, str]) -> str:
-    show = lambda leaf: _Name(names[leaf]) if isinstance(leaf, Node) else leaf  # noqa: E731
-    args = [_show(a) for a in map_aggregate(node.args, show)]
-    args += [f"{k}={_show(v)}" for k, v in map_aggregate(node.kwargs, show).items()]
+    args = [_show(a, names) for a in node.args] + [f"{k}={_show(v, names)}" for k, v in node.kwargs.items()]
     if node.op == "output":
         return f"return {', '.join(args)}"
     kind = type_text(value(node))
@@ -144,22 +141,17 @@ def _line(node: Node, names: dict[Node, str]) -> str:
     return f"{typed} = {target_text(node)}({', '.join(args)})" + (f"  # {path}" if path else "")
 
 
-class _Name(str):
-    """A node's name inside printed arguments, shown without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _show(leaf: Any) -> str:
-    if isinstance(leaf, _Name):
-        return str(leaf)
+def _show(leaf: Any, names: Mapping[Node, str]) -> str:
+    if isinstance(leaf, Node):
+        return names[leaf]
     if isinstance(leaf, (list, tuple)):
-        inside = ", ".join(_show(v) for v in leaf)
+        inside = ", ".join(_show(v, names) for v in leaf)
         return f"[{inside}]" if isinstance(leaf, list) else f"({inside}{',' if len(leaf) == 1 else ''})"
+    if isinstance(leaf, dict):
+        return "{" + ", ".join(f"{k!r}: {_show(v, names)}" for k, v in leaf.items()) + "}"
     if isinstance(leaf, slice):
         parts = (leaf.start, leaf.stop, leaf.step) if leaf.step is not None else (leaf.start, leaf.stop)
-        return ":".join("" if p is None else _show(p) for p in parts)
+        return ":".join("" if p is None else _show(p, names) for p in parts)
     if isinstance(leaf, torch.dtype):
         return SHORT.get(leaf, str(leaf))
     return repr(leaf) if not callable(leaf) else getattr(leaf, "__name__", type(leaf).__name__)

@@ -60,11 +60,9 @@ class GradientSink(Sink):
 
     def gradient(self, node: Node, grad: torch.Tensor, part: int) -> None:
         """Take the gradient of the result of ``node``, once for each tensor in it; ``part``: which of them."""
-        raise NotImplementedError
 
     def returned(self, reader: Node, source: Node, grad: torch.Tensor) -> None:
         """Take the gradient that the backward of ``reader`` returned for the value of ``source``."""
-        raise NotImplementedError
 
     def of_result(self, node: Node, part: int) -> Hook | None:
         """Watch every result."""

@@ -104,18 +104,15 @@ def _inline(gm: GraphModule, node: Node) -> None:
     placeholders, result = inner.find_nodes(op="placeholder"), inner.output_node().args[0]
     if not isinstance(result, Node) or any(str(place.target).startswith("*") for place in placeholders):
         return
-    given = []
-    for position, place in enumerate(placeholders):
-        fallback = place.args[0] if place.args else None
-        named = node.kwargs.get(str(place.target), fallback)
-        given.append(node.args[position] if position < len(node.args) else named)
+    defaults = {str(place.target): place.args[0] if place.args else None for place in placeholders}
+    given = defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
     def held(part: Node) -> Node:
         found = gm.graph.get_attr(f"{path}.{part.target}")
         found.meta[MODULE] = path
         return found
 
-    returned, made = inline(gm, inner, given, node, held)
+    returned, made = inline(gm, inner, given.values(), node, held)
     for part in made:
         part.meta[MODULE] = path
     replace_by(node, returned)

@@ -6,7 +6,7 @@ After: ``h = gelu_computed_again(a); y = linear_computing_again(h, w, b)``, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,25 +238,27 @@ def _replace(node: Node, relu: Any) -> None:
         node.target = known.keeps if known.keeps is not None and relu is relu_kept else known.replacement
         return
     kind = KINDS.get(names_of(node)[0], "batch norm")
-    functions = {
-        "relu": relu,
-        "gelu": gelu_computed_again,
-        "silu": silu_computed_again,
-        "layer norm": layer_norm_low_computed_again if node.target is layer_norm_low else layer_norm_computed_again,
-        "batch norm": batch_norm_computed_again,
-    }
-    node.args = _arguments(node, kind)
-    node.op, node.target, node.kwargs = "call_function", functions[kind], {}
-
-
-def _arguments(node: Node, kind: str) -> tuple[Any, ...]:
-    """Return the arguments of a call, in the order in which the function with a recomputed value takes them."""
     if kind == "relu":
-        return node.args[0], names_of(node) == ("aten.relu_",)
-    if kind == "layer norm":
-        given = node_info.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
-        return tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
-    if kind == "batch norm":
-        given = batch_norm_arguments(node)
-        return tuple(given[name] for name in BATCH_NORM_ARGUMENTS)
-    return (node.args[0], *node.kwargs.values()) if kind == "gelu" else node.args[:1]  # a GELU's form is a keyword
+        function, args = relu, (node.args[0], names_of(node) == ("aten.relu_",))
+    else:
+        function, arguments = COMPUTED_AGAIN["low layer norm" if node.target is layer_norm_low else kind]
+        args = arguments(node)
+    node.op, node.target, node.args, node.kwargs = "call_function", function, args, {}
+
+
+def _of_layer_norm(node: Node) -> tuple[Any, ...]:
+    given = node_info.schema_arguments(LAYER_NORM, node.args, dict(node.kwargs))
+    return tuple(given[name] for name in ("input", "normalized_shape", "weight", "bias", "eps"))
+
+
+# By kind, the function with a recomputed value, and its arguments, read off a call.
+COMPUTED_AGAIN: dict[str, tuple[Callable[..., Any], Callable[[Node], tuple[Any, ...]]]] = {
+    "gelu": (gelu_computed_again, lambda node: (node.args[0], *node.kwargs.values())),  # its form is a keyword
+    "silu": (silu_computed_again, lambda node: node.args[:1]),
+    "layer norm": (layer_norm_computed_again, _of_layer_norm),
+    "low layer norm": (layer_norm_low_computed_again, _of_layer_norm),
+    "batch norm": (
+        batch_norm_computed_again,
+        lambda node: tuple(batch_norm_arguments(node)[name] for name in BATCH_NORM_ARGUMENTS),
+    ),
+}

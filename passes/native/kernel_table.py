@@ -55,10 +55,7 @@ def typed(found: ctypes.CDLL, functions: Functions) -> ctypes.CDLL:
 def is_available(name: str, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Say whether an imported module has the kernel ``name`` and it runs here; compiles it if that was not done yet."""
     loader = _loaders.get(name)
-    try:
-        return loader is not None and loader(dtype) is not None
-    except CompilerError:
-        return False
+    return loader is not None and not why_missing(loader, dtype) and loader(dtype) is not None
 
 
 def why_missing(load: Callable[[torch.dtype], object], dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ ALLOWED = (
     torch.ops.aten.bmm.default,
     torch.ops.aten.scaled_dot_product_attention.default,
 )
+Put = Callable[..., Node]  # ``put_before`` of a graph
 SOFTMAX = (("aten.softmax",), ("aten._softmax",), ("aten.special_softmax",))
 
 
@@ -65,7 +66,7 @@ class FuseAttention(NodePass):
             return None
         if found.scores.terms and not has_kernel:
             return Skip(node.name, "the kernel would round the mask that is added to the scores")
-        made = _Operands(gm, mode).call(found)
+        made = _call(gm, found, mode)
         what = f"{len(found.formula.inside)} operations are one attention call, scale={found.scores.scale:g}"
         return Change(self.name, "fused", made.name, what)
 
@@ -83,74 +84,66 @@ class FuseAttention(NodePass):
         return all(len({bool(node_info.matches_path(rule, path)) for path in paths}) == 1 for rule in rules)
 
 
-class _Operands:
-    """Replaces formulas in one graph by attention calls with four-dimensional operands."""
+def _call(gm: GraphModule, found: Found, mode: FakeTensorMode) -> Node:
+    """Replace ``found`` by a call with four-dimensional operands, which is returned; erase nodes without readers."""
+    formula, scores, put = found.formula, found.scores, partial(put_before, gm, mode=mode)
+    keys = _untransposed(scores.turned, put)
+    read = [_four_dimensional(n, found, put) for n in (scores.query, keys, found.values)]
+    mask = _mask(found, put)
+    given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
+    given |= {"dropout_p": found.dropped} if found.dropped else {}
+    given["scale"] = scores.scale
+    if not found.merged:
+        made = put_call(gm, formula, F.scaled_dot_product_attention, read, mode, **given)
+    else:
+        with gm.graph.inserting_before(formula.last):
+            made = gm.graph.call_function(F.scaled_dot_product_attention, tuple(read), given)
+        describe(made, formula.last, mode)
+        put_call(gm, formula, torch.flatten, (made, 0, 1), mode)
+    made.meta[WRITTEN_OUT] = True
+    for node in (scores.turned, keys, scores.query, found.values):
+        if node not in read and not node.users and node.op != "placeholder":
+            gm.graph.erase_node(node)
+    return made
 
-    def __init__(self, gm: GraphModule, mode: FakeTensorMode) -> None:
-        self.gm, self.mode = gm, mode
 
-    def call(self, found: Found) -> Node:
-        """Replace ``found`` by a call, erase nodes without other readers, and return the call."""
-        formula, scores, mode = found.formula, found.scores, self.mode
-        keys = self._untransposed(scores.turned)
-        read = [self._four_dimensional(n, found) for n in (scores.query, keys, found.values)]
-        mask = self._mask(found)
-        given: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
-        given |= {"dropout_p": found.dropped} if found.dropped else {}
-        given["scale"] = scores.scale
-        if not found.merged:
-            made = put_call(self.gm, formula, F.scaled_dot_product_attention, read, mode, **given)
-        else:
-            with self.gm.graph.inserting_before(formula.last):
-                made = self.gm.graph.call_function(F.scaled_dot_product_attention, tuple(read), given)
-            describe(made, formula.last, mode)
-            put_call(self.gm, formula, torch.flatten, (made, 0, 1), mode)
-        made.meta[WRITTEN_OUT] = True
-        for node in (scores.turned, keys, scores.query, found.values):
-            if node not in read and not node.users and node.op != "placeholder":
-                self.gm.graph.erase_node(node)
-        return made
+def _untransposed(turned: Node, put: Put) -> Node:
+    """Return the untransposed keys: the source of the transpose, or a transpose of the operand."""
+    source = turned.args[0] if turned.args else None
+    if isinstance(source, Node) and transposes(turned):
+        a, b = captured(source), captured(turned).mT
+        if told((*a.shape, *a.stride())) == told((*b.shape, *b.stride())):
+            return source
+    return put(turned.next, torch.transpose, turned, -2, -1)
 
-    def _untransposed(self, turned: Node) -> Node:
-        """Return the untransposed keys: the source of the transpose, or a transpose of the operand."""
-        source = turned.args[0] if turned.args else None
-        if isinstance(source, Node) and transposes(turned):
-            a, b = captured(source), captured(turned).mT
-            if told((*a.shape, *a.stride())) == told((*b.shape, *b.stride())):
-                return source
-        return self._put(turned.next, torch.transpose, turned, -2, -1)
 
-    def _four_dimensional(self, node: Node, found: Found, *, folded: bool = True) -> Node:
-        """Return a view of ``node`` as [batch, heads, ...]; ``folded``: ``node`` is [batch * heads, ...]."""
-        split, whole = found.scores.split, captured(node)
-        if whole.dim() != 3:
-            return node
-        if not folded or split is None or concrete_size(whole.shape[0]) == 1:
-            return self._put(found.formula.last, torch.unsqueeze, node, 0)
-        source, heads = node.args[0] if node.args else None, captured(split).shape[:2]
-        if names_of(node) in RESHAPES and isinstance(source, Node):
-            if told(captured(source).shape) == told((*heads, *whole.shape[1:])):
-                return source  # the tensor before its heads were folded into the batch
-        return self._put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
+def _four_dimensional(node: Node, found: Found, put: Put, *, folded: bool = True) -> Node:
+    """Return a view of ``node`` as [batch, heads, ...]; ``folded``: ``node`` is [batch * heads, ...]."""
+    split, whole = found.scores.split, captured(node)
+    if whole.dim() != 3:
+        return node
+    if not folded or split is None or concrete_size(whole.shape[0]) == 1:
+        return put(found.formula.last, torch.unsqueeze, node, 0)
+    source, heads = node.args[0] if node.args else None, captured(split).shape[:2]
+    if names_of(node) in RESHAPES and isinstance(source, Node):
+        if told(captured(source).shape) == told((*heads, *whole.shape[1:])):
+            return source  # the tensor before its heads were folded into the batch
+    return put(found.formula.last, torch.unflatten, node, 0, (-1, heads[1]))
 
-    def _mask(self, found: Found) -> Node | None:
-        """Return the mask of the call, additive or boolean; None if there is none."""
-        hidden, terms, last = found.scores.hidden, found.scores.terms, found.formula.last
-        masks = [self._four_dimensional(term.node, found, folded=term.folded) for term in terms]
-        blocked = None if hidden is None else self._four_dimensional(hidden.node, found, folded=hidden.folded)
-        if not masks:
-            return None if blocked is None else self._put(last, torch.logical_not, blocked, like=last)
-        scaled = [
-            mask if term.factor == 1 else self._put(last, torch.mul, mask, term.factor, like=last)
-            for mask, term in zip(masks, terms, strict=True)
-        ]
-        made = reduce(lambda one, other: self._put(last, torch.add, one, other, like=last), scaled)
-        return made if blocked is None else self._put(last, torch.masked_fill, made, blocked, -math.inf, like=last)
 
-    def _put(
-        self, before: Node, function: Callable[..., Any], operand: Node, *args: Any, like: Node | None = None
-    ) -> Node:
-        return put_before(self.gm, before, function, operand, *args, mode=self.mode, like=like)
+def _mask(found: Found, put: Put) -> Node | None:
+    """Return the mask of the call, additive or boolean; None if there is none."""
+    hidden, terms, last = found.scores.hidden, found.scores.terms, found.formula.last
+    masks = [_four_dimensional(term.node, found, put, folded=term.folded) for term in terms]
+    blocked = None if hidden is None else _four_dimensional(hidden.node, found, put, folded=hidden.folded)
+    if not masks:
+        return None if blocked is None else put(last, torch.logical_not, blocked, like=last)
+    scaled = [
+        mask if term.factor == 1 else put(last, torch.mul, mask, term.factor, like=last)
+        for mask, term in zip(masks, terms, strict=True)
+    ]
+    made = reduce(lambda one, other: put(last, torch.add, one, other, like=last), scaled)
+    return made if blocked is None else put(last, torch.masked_fill, made, blocked, -math.inf, like=last)
 
 
 def attention_call_is_profitable(device: str, dtype: torch.dtype) -> bool:

@@ -96,7 +96,7 @@ def attention_around(softmax: Node) -> Found | None:
     while (reader := one_reader(chances)) is not None:
         if dropout is None and _dropped_by(reader):
             dropout = reader
-        elif not (converts_nothing(reader) or _drops_nothing(reader) or (scores.split is not None and _folds(reader))):
+        elif not (converts_nothing(reader) or (scores.split is not None and _folds(reader))):
             break
         inside.add(reader)
         chances = reader
@@ -124,12 +124,6 @@ def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
 def _is_over_the_last(softmax: Node, source: Node) -> bool:
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     return dim in (-1, value(softmax).dim() - 1) and value(softmax).dtype == value(source).dtype
-
-
-def _drops_nothing(node: Node) -> bool:
-    """Say whether ``node`` is dropout in eval mode, or with probability 0."""
-    drawn = any(node_info.draws(o.op, o.arguments) for o in operations_of(node))
-    return names_of(node) == ("aten.dropout",) and not drawn
 
 
 def _dropped_by(node: Node) -> float:

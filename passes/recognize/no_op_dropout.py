@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from amp_graph.passes.base import Change
-from amp_graph.passes.graph.call_arguments import given_back
+from amp_graph.passes.graph.call_arguments import given_to
 from amp_graph.passes.graph.fake_values import captured, tensors
 from amp_graph.passes.graph.meta_keys import RETURNED
 from amp_graph.passes.graph.node_pass import NodePass
@@ -31,9 +31,10 @@ class RemoveNoOpDropout(NodePass):
 
     def visit(self, gm: GraphModule, node: Node, mode: FakeTensorMode) -> Change | None:
         """Remove a dropout."""
-        source = given_back(node)
-        if source is None:
+        given = given_to(node)
+        if given is None or not (given["train"] is False or (given["p"] == 0 and given["train"] is True)):
             return None
+        source: Node = given["input"]
         # Dynamo's fake dropout is a clone: record its storage as that of the argument.
         keys = {key for t in tensors(captured(node)) if (key := storage_key(t)) is not None}
         source.meta[RETURNED] = source.meta.get(RETURNED, frozenset()) | keys

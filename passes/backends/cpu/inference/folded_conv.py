@@ -38,14 +38,6 @@ KERNELS_OWN = {"silu": "swish", "hardswish": "hardswish"}
 Vectors = tuple[Tensor | None, ...]  # the convolution's bias; the norm's mean, variance, weight and bias; all fp32
 
 
-class Folded(NamedTuple):
-    """A weight with a norm folded in, packed; and its bias, in fp32 and in low precision."""
-
-    weight: Tensor
-    full: Tensor
-    low: Tensor
-
-
 def convolution_with_norm_of(weights: FrozenWeights) -> Callable[..., Tensor]:
     """Return what graphs call: ``convolution_with_norm(x, weight, vectors, where, other, into)``.
 
@@ -67,11 +59,11 @@ def convolution_with_norm_of(weights: FrozenWeights) -> Callable[..., Tensor]:
     ) -> Tensor:
         shape = Shape(*where)
 
-        def make() -> Folded:
+        def make() -> tuple[Tensor, Tensor, Tensor]:
             folded, bias = fold(weight, vectors, shape, weights.dtype)
-            return Folded(pack_convolution_weight(folded, shape, x.shape), bias, bias.to(weights.dtype))
+            return pack_convolution_weight(folded, shape, x.shape), bias, bias.to(weights.dtype)
 
-        kept: Folded | None = None
+        kept: tuple[Tensor, Tensor, Tensor] | None = None
         if all(t is not None and is_dense_fp32(t) for t in vectors[1:3]):
             facts = [all_bytes_of(t) for t in vectors[1:3] if t is not None]
             kind = ("folded", shape.eps, id(vectors[1]))
@@ -79,8 +71,8 @@ def convolution_with_norm_of(weights: FrozenWeights) -> Callable[..., Tensor]:
         if kept is None:
             return _as_written(x, weight.to(weights.dtype), vectors, shape, other)
         inside = KERNELS_OWN.get(shape.after, "none") if other is None else "none"
-        bias = kept.full if other is None else kept.low
-        out = convolution_pointwise(x, kept.weight, bias, shape, other, into, inside)
+        packed, full, low = kept
+        out = convolution_pointwise(x, packed, full if other is None else low, shape, other, into, inside)
         if inside != "none":
             return out
         return relu_in_place(out) if shape.after == "relu" else activated(out, shape.after)

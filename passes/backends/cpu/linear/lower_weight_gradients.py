@@ -21,7 +21,7 @@ from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.node_pass import NodePass
 from amp_graph.passes.native.gemm_thresholds import amx_product_is_profitable, one_of_two_threads_idles
 from amp_graph.passes.native.operator_library import OPS
-from amp_graph.passes.torch_compat.fake import FakeTensorMode
+from amp_graph.passes.torch_compat.fake import FakeTensorMode, is_number
 
 ATEN: Any = torch.ops.aten
 
@@ -39,28 +39,31 @@ class LowerWeightGradients(NodePass):
         """Lower a matmul."""
         if node.target not in (ATEN.mm.default, ATEN.addmm.default):
             return None
-        given: tuple[Any, ...] = node.args
-        *bias, a, b = given
-        columns = not bias and isinstance(a, Node) and isinstance(b, Node) and _is_profitable(value(a), value(b))
-        if not (columns or one_thread_idles(node)) or library() is None:
+        given = [value(n) if isinstance(n, Node) else None for n in node.args]
+        if node.kwargs or not all(map(_is_known, given)):
             return None
-        added = _added_up(node, a) if columns else None
+        *bias, a, b = node.args
+        columns = not bias and _is_profitable(*given)
+        if not (columns or one_thread_idles(*given)) or library() is None:
+            return None
+        added = _added_up(node, a) if columns else None  # type: ignore[arg-type]
         if added is not None:
-            _with_sums(gm, node, b, added)
+            _with_sums(gm, node, b, added)  # type: ignore[arg-type]
         else:
             node.target, node.args = OPS.amx_product.default, (a, b, *bias)
-        why = f"{a.name} lies in columns" if columns else "oneDNN's leaves a thread idle"
+        why = f"{a} lies in columns" if columns else "oneDNN's leaves a thread idle"
         return Change(self.name, "own kernel", node.name, why)
 
 
-def one_thread_idles(node: Node) -> bool:
+def _is_known(operand: Any) -> bool:
+    """Say whether an operand is bf16, of sizes and strides known at trace time."""
+    low = isinstance(operand, Tensor) and operand.dtype == torch.bfloat16
+    return low and is_number(*operand.shape, *operand.stride())
+
+
+def one_thread_idles(*given: Tensor) -> bool:
     """Say whether ``mm``, or ``addmm`` with a bias per column, leaves a thread of oneDNN idle, but none of ours."""
-    given: list[Any] = [value(n) if isinstance(n, Node) else None for n in node.args]
     *bias, a, b = given
-    if node.kwargs or not all(isinstance(t, Tensor) for t in (*bias, a, b)):
-        return False
-    if any(t.dtype != torch.bfloat16 or type(n) is not int for t in (*bias, a, b) for n in (*t.shape, *t.stride())):
-        return False
     fits = all(t.dim() == 2 and 1 in t.stride() for t in (a, b)) and all(t.shape == b.shape[1:] for t in bias)
     return fits and one_of_two_threads_idles(a.device.type, a.dtype, a.shape[0], b.shape[1], a.shape[1])
 
@@ -94,10 +97,6 @@ def _with_sums(gm: GraphModule, product: Node, b: Node, added: Node) -> None:
         gm.graph.erase_node(turned)
 
 
-def _is_profitable(a: Any, b: Any) -> bool:
-    if not all(isinstance(t, Tensor) and t.dim() == 2 and t.dtype == torch.bfloat16 for t in (a, b)):
-        return False
-    if any(type(n) is not int for n in (*a.shape, *a.stride(), *b.shape, *b.stride())):
-        return False
+def _is_profitable(a: Tensor, b: Tensor) -> bool:
     lies = a.stride(0) == 1 and a.stride(1) >= a.shape[0] > 1 and b.stride(1) == 1
     return lies and amx_product_is_profitable(a.device.type, a.dtype, a.shape[1], a.shape[0], b.shape[1])

@@ -58,7 +58,7 @@ def norm_and_relu(
     written. Sums are fp32 and fp64, results and gradients are rounded once. Raises ValueError for one value per
     channel, as torch does.
     """
-    return _made(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
+    return norm_add_relu(x, None, running_mean, running_var, weight, bias, momentum, eps, relu)
 
 
 def norm_alone(
@@ -76,36 +76,22 @@ def norm_alone(
 
 def norm_add_relu(
     x: Tensor,
-    other: Tensor,
+    other: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor,
     bias: Tensor,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    relu: bool = True,
     *,
     ask: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     """Return ``F.relu(F.batch_norm(x, ..., training=True) + other)``, rounded once.
 
-    other: of the shape and dtype of ``x``; ask: returns the result in backward, given autograd's node, so that it is
-    not saved; all else as for ``norm_and_relu``.
+    other: of the shape and dtype of ``x``, or None; ask: returns the result in backward, given autograd's node, so that
+    it is not saved; all else as for ``norm_and_relu``.
     """
-    return _made(x, other, running_mean, running_var, weight, bias, momentum, eps, True, ask)
-
-
-def _made(
-    x: Tensor,
-    other: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    momentum: float,
-    eps: float,
-    relu: bool,
-    ask: Callable[[Any], Tensor] | None = None,
-) -> Tensor:
     if x.numel() and x.numel() <= x.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     # Torch leaves the running statistics unchanged if there are no values.
@@ -117,18 +103,6 @@ def _made(
     made = _NormAndRelu.apply(ask, *given) if torch.is_grad_enabled() else called(batch_norm_relu, *given)
     out: Tensor = made[0]
     return out
-
-
-def normed_again(
-    x: Tensor, other: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, stats: Tensor | None
-) -> Tensor:
-    """Recompute the result of ``norm_and_relu``, or with ``other`` of ``norm_add_relu``.
-
-    With its statistics, or by computing them again.
-    """
-    if stats is None:
-        return called(batch_norm_relu, x, other, None, None, weight, bias, 0.0, eps, relu)[0]
-    return called(batch_norm_relu_again, x, other, weight, bias, stats, relu)
 
 
 class _NormAndRelu(torch.autograd.Function):
@@ -184,17 +158,18 @@ def _gradients_by_torch(ctx: Any, grad: Tensor) -> Gradients:
     return dx, grad if need[1] else None, dweight, dbias
 
 
+# Weight and bias follow the running statistics in what is ``given`` besides ``x``.
 # -- recomputed in backward ----------------------------------------------------------------------------
 
 
 def norm_and_relu_computed_again(x: Tensor, *given: Any) -> Tensor:
     """``norm_and_relu`` whose result can be recomputed."""
-    return marked(norm_and_relu(x, *given), (x, *_parameters(given)))
+    return marked(norm_and_relu(x, *given), (x, *given[2:4]))
 
 
 def norm_alone_computed_again(x: Tensor, *given: Any) -> Tensor:
     """``norm_alone`` whose result can be recomputed."""
-    return marked(norm_alone(x, *given), (x, *_parameters(given)))
+    return marked(norm_alone(x, *given), (x, *given[2:4]))
 
 
 def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tensor:
@@ -205,7 +180,7 @@ def norm_add_relu_computed_again(x: Tensor, other: Tensor, *given: Any) -> Tenso
     out = norm_add_relu(x, other, *given, ask=_asked)
     if getattr(out.grad_fn, "ask", None) is not _asked:  # torch's own, in a transform
         return out
-    node: Any = marked(out, (x, *_parameters(given))).grad_fn
+    node: Any = marked(out, (x, *given[2:4])).grad_fn
     for source in (node.metadata[KEY], *sources_of(before)):
         source.readers += 1
     return out
@@ -215,11 +190,6 @@ def norm_add_relu_kept(x: Tensor, other: Tensor, *given: Any) -> Tensor:
     """``norm_add_relu`` whose saved result others can be recomputed from."""
     out = norm_add_relu(x, other, *given)
     return out if outer_saved_tensors_hooks() is None else marked(out, (out.detach(),))
-
-
-def _parameters(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return weight and bias, which follow the running statistics."""
-    return given[2:4]
 
 
 def _asked(node: Any) -> Tensor:
@@ -232,7 +202,9 @@ def _norm_and_relu(node: Any, inputs: list[Any] | None) -> Tensor:
         return x
     weight, bias, stats = (*given, None)[:3]
     other = value_of(node.next_functions[1][0]) if node.adds else None
-    return normed_again(x, other, weight, bias, node.eps, node.relu, stats)
+    if stats is None:  # which are computed again
+        return called(batch_norm_relu, x, other, None, None, weight, bias, 0.0, node.eps, node.relu)[0]
+    return called(batch_norm_relu_again, x, other, weight, bias, stats, node.relu)
 
 
 def _saves(call: Node, source: Node) -> bool:

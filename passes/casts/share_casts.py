@@ -42,7 +42,7 @@ class _SharedCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         given = [g for g in grads if g is not None]
-        total = given[0].float() if given else None
+        total: Any = given[0].float() if given else None
         if is_plain(*given):  # a plain sum, without in-place writes
             total = sum((g.float() for g in given[1:]), total)
         else:

@@ -39,7 +39,7 @@ class LowerWeightGradients(NodePass):
         """Lower a matmul."""
         if node.target not in (ATEN.mm.default, ATEN.addmm.default):
             return None
-        given = [value(n) if isinstance(n, Node) else None for n in node.args]
+        given: list[Any] = [value(n) if isinstance(n, Node) else None for n in node.args]
         if node.kwargs or not all(map(_is_known, given)):
             return None
         *bias, a, b = node.args

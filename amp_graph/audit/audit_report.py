@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from amp_graph.audit.audit_html import audit_page
-from amp_graph.audit.audit_text import audit_text, unseen_lines
+from amp_graph.audit.audit_text import COLUMNS, audit_text, beside, table_cells, unseen_lines, verdict
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, between_ranks, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
 from amp_graph.audit.speed.plan import PlanLines
 from amp_graph.passes.native.output_file import write_or_refuse
+from amp_graph.report.graph_facts import grouped
+from amp_graph.report.report_html import asset, page_place, template
 
 OF_REGION = ("device", "dtype", "enabled", "outer", "entered", "looked_at", "asked")
 SCHEMA = 1  # a number that changes with the keys of ``to_dict``
@@ -102,5 +103,21 @@ class AuditReport:
         return audit_text(self, whole)
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to ``path``, a page that fetches nothing; AmpGraphError if that is impossible."""
-        write_or_refuse(path, audit_page(self), "audit: report.html(path)", 'report.html("audit.html")')
+        """Write the report to ``path``, a page that fetches nothing and explains each code that it names.
+
+        AmpGraphError if that is impossible.
+        """
+        rows, numbers = table_cells(self)
+        page = template("audit.html").render(
+            report=self,
+            verdict=verdict(self),
+            groups=list(grouped((f.code, f) for f in self.findings).items()),
+            codes=CODES,
+            columns=COLUMNS,
+            rows=rows,
+            numbers=[(number, page_place(who)) for who, number in numbers.items()],
+            beside=list(beside(self)),
+            unseen=list(unseen_lines(self)),
+            styles=asset("page.css"),
+        )
+        write_or_refuse(path, page, "audit: report.html(path)", 'report.html("audit.html")')

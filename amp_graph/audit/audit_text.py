@@ -185,5 +185,5 @@ def unseen_lines(report: AuditReport) -> Iterator[str]:
     yield "operations inside of C++ extensions and compiled code, and other processes"
     looked, other = report.seconds["looked_at"], report.seconds["others"]
     if looked and other:
-        of_others = f"{seconds_text(other)} for others ({looked / other:.1f} times)"
-        yield f"cost: {seconds_text(looked)} for a step that was looked at, {of_others}"
+        times = f"({looked / other:.1f} times)"
+        yield f"cost: {seconds_text(looked)} for a step that was looked at, {seconds_text(other)} for others {times}"

@@ -48,10 +48,9 @@ class AutocastRegions(Watcher):
     _work: dict[int, Work] = field(default_factory=lambda: defaultdict(Work))
     _backwards: Counter[tuple[Place, int]] = field(default_factory=Counter)
     _compiled: dict[Place, None] = field(default_factory=dict)
-    _scales: int = 0  # losses that were scaled
 
     def heard(self, event: Event) -> None:
-        """Take a backward in a region, and what says that autocast was meant to be on."""
+        """Take a region, a backward in one, and what is compiled."""
         inside = self.training.open[-1] if self.training.open else -1
         if event.name == "autocast.enter" and event.is_after:
             self._work[inside].grad |= torch.is_grad_enabled()
@@ -60,8 +59,6 @@ class AutocastRegions(Watcher):
         elif event.name == "compile" and event.is_after:  # Module.compile hands its arguments on
             given = {"backend": "inductor", **event.arguments, **event.arguments.get("kwargs", {})}
             self._compiled |= {} if given["backend"] in SEEN else {event.place: None}
-        elif event.name == "scaler.scale" and event.is_after:
-            self._scales += 1
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Count an operation of the forward in its region."""
@@ -80,9 +77,8 @@ class AutocastRegions(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield what the regions did not do, and what should not be in them."""
         acts = self._acting()
-        for number, region in enumerate(self.training.regions):
-            if not region.made.file:  # torch's own
-                continue
+        of_script = [(n, region) for n, region in enumerate(self.training.regions) if region.made.file]
+        for number, region in of_script:  # others are torch's own
             if region.asked and not region.enabled:
                 yield finding(
                     "AMP102", region.made, f"{_text(region)} was entered {region.entered} times, and torch disabled it "
@@ -148,8 +144,8 @@ class AutocastRegions(Watcher):
         evaluated = any(_low_products(work) for _, work in works if not work.grad)
         if not self._work[number].grad or not self._work[number].products.total() or trained:
             return
-        why = "a GradScaler scales the loss" if self._scales else "autocast is on where no gradient is recorded"
-        meant = self._scales or evaluated
+        why = "a GradScaler scales the loss" if self.training.scaled else "autocast is on where no gradient is recorded"
+        meant = self.training.scaled or evaluated
         yield finding(
             "AMP101", region.place, f"{_text(region)} is disabled by its enabled=, and the training's "
             f"{self._work[number].products.total()} products and convolutions seen in it ran in full precision"
@@ -166,22 +162,28 @@ class AutocastRegions(Watcher):
         # Where the user casts to low precision in a region, what then runs low is meant to.
         lowers = any(c.region == number and c.cast == "user" and c.output in LOW for c in self.training.calls)
         if region.enabled and outer.enabled and region.dtype != outer.dtype:
-            text = f"{_text(region)} is entered inside of {around}: values cross from one dtype to the other"
-            fix = f"one dtype: torch.autocast({region.device!r}, dtype=torch.{outer.dtype}), or no inner region"
+            text, fix = (
+                f"{_text(region)} is entered inside of {around}: values cross from one dtype to the other",
+                f"one dtype: torch.autocast({region.device!r}, dtype=torch.{outer.dtype}), or no inner region",
+            )
         elif region.enabled and not outer.asked:
-            text = f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again"
-            fix = "pass the same enabled= to both, or leave out one of the regions"
+            text, fix = (
+                f"{_text(region)} is entered inside of {around}, which disables autocast: here it is on again",
+                "pass the same enabled= to both, or leave out one of the regions",
+            )
         elif not region.asked and outer.enabled and work.low.total() and not lowers:
             dtype = work.low.most_common(1)[0][0]
-            text = (
+            text, fix = (
                 f"autocast is disabled here, inside of {around}, and {work.low.total()} operations computed in {dtype} "
                 f"all the same, as their inputs are: {', '.join(list(work.lines)[:LINES])}"
-                + (", ..." if len(work.lines) > LINES else "")
+                + (", ..." if len(work.lines) > LINES else ""),
+                "x.float() for each input of the disabled region",
             )
-            fix = "x.float() for each input of the disabled region"
         elif not region.asked and outer.enabled and work.products.total() and not self._low_in(region.outer):
-            text = f"autocast is disabled here, for all products of the region around it, {around}"
-            fix = "disable autocast around the part that needs full precision alone"
+            text, fix = (
+                f"autocast is disabled here, for all products of the region around it, {around}",
+                "disable autocast around the part that needs full precision alone",
+            )
         evidence = {**_evidence(region), "outer": str(outer.place), "low": work.low.total()}
         return finding("AMP104", region.place, text, fix, **evidence) if text else None
 

@@ -53,14 +53,13 @@ Tell = Callable[[str, Mapping[str, Any], FrameType, bool, Any], None]
 
 def hear(tell: Tell) -> Callable[[], None]:
     """Tell of all calls of ``HEARD`` as (event, arguments, caller, is_after, result); the result ends that."""
-    plain = [(place, name, place.__dict__[name]) for _, place, name in HEARD if name in place.__dict__]
-    for event, place, name in HEARD:
-        if name in place.__dict__:
-            setattr(place, name, _told(event, place.__dict__[name], tell))
+    functions = [(*heard, heard[1].__dict__[heard[2]]) for heard in HEARD if heard[2] in heard[1].__dict__]
+    for event, place, name, plain in functions:
+        setattr(place, name, _told(event, plain, tell))
 
     def end() -> None:
-        for place, name, function in plain:
-            setattr(place, name, function)
+        for _, place, name, plain in functions:
+            setattr(place, name, plain)
 
     return end
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +22,9 @@ from amp_graph.passes.graph.node_info import is_mutable
 MOST = 50_000  # operations that are kept, the last: an evaluation in between may have many more
 
 
-class Origin(NamedTuple):
-    """``call`` returned ``value``, "inf" or "nan"; the largest magnitude of its inputs was ``largest``, NaN if unknown.
-
-    Of an input of the step that was NaN before, ``value`` says so.
-    """
-
-    call: Call
-    value: str
-    largest: float
-
-
+# A call that returned "inf" or "nan", and the largest magnitude of its inputs, NaN if unknown; of an input of the step
+# that was NaN before, the text says so.
+Origin = tuple[Call, str, float]
 # An operation: its results by their memory, the memory of its inputs, the largest magnitudes of inputs that were not
 # known, and whether the script wrote an infinite number into the call, as in masks.
 Seen = tuple[Call, dict[int, Tensor], tuple[int, ...], dict[int, Tensor], bool]
@@ -66,12 +58,12 @@ class FirstOverflow:
             for memory, value in new.items():
                 largest[memory] = float(value)
                 if math.isnan(largest[memory]) and spoilt is None:
-                    spoilt = Origin(call, "nan, which an input of the step holds", math.nan)
+                    spoilt = call, "nan, which an input of the step holds", math.nan
             before = [largest.get(memory, 0.0) for memory in inputs]
             after = {memory: float(value) for memory, value in results.items()}
             bad = [value for value in after.values() if not math.isfinite(value)]
             if bad and not meant and all(map(math.isfinite, before)):
-                return Origin(call, "nan" if math.isnan(bad[0]) else "inf", max(before, default=math.nan))
+                return (call, "nan" if math.isnan(bad[0]) else "inf", max(before, default=math.nan))
             largest |= after
         return spoilt
 

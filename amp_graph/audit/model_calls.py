@@ -14,7 +14,7 @@ import torch
 
 from amp_graph.audit.autocast_regions import class_of
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Training
+from amp_graph.audit.records import LOW, Call, Event, Finding, Place, Watcher
 from amp_graph.lists import OpClass
 
 
@@ -37,14 +37,13 @@ class Called:
 
 
 @dataclass(eq=False)
-class ModelCalls:
+class ModelCalls(Watcher):
     """Compares the calls of models with each other: some are in regions, some are not."""
 
-    training: Training
     _called: dict[tuple[int, Place, bool], Called] = field(default_factory=dict)
     _running: Called | None = None
 
-    def heard(self, event: Event, *, is_raised: bool) -> None:
+    def take_call(self, event: Event, *, is_raised: bool) -> None:
         """Take the call of an outermost module; ``is_raised``: the user has cast an input to fp32."""
         if event.is_after:
             self._running = None
@@ -57,7 +56,7 @@ class ModelCalls:
         self._running.calls += 1
         self._running.raised |= is_raised
 
-    def ran(self, call: Call, operator: Any) -> None:
+    def ran(self, call: Call, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count a product of the model that runs."""
         if self._running is not None and call.phase == "forward" and class_of(operator) is OpClass.ALLOW:
             self._running.low += call.output in LOW
@@ -70,7 +69,7 @@ class ModelCalls:
         """Return the calls in full precision, where others run low."""
         return [called for called in self._called.values() if self._sisters() and called.full and not called.low]
 
-    def finding(self, called: Called, gain: str, *, is_large: bool) -> Finding:
+    def finding_of(self, called: Called, gain: str, *, is_large: bool) -> Finding:
         """Return AMP105 of such calls; ``gain``: what low precision would save, and whether that ``is_large``."""
         sisters, count = sorted({str(one.place) for one in self._sisters()}), called.full.total()
         # Full precision was meant, or costs little: gradient penalties, evaluation, frozen models, x.float().

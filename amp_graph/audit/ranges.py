@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp_graph.audit.codes import finding
-from amp_graph.audit.records import CONVERSION, Call, Event, Finding, Place, Tally, Watcher, name_of
+from amp_graph.audit.records import CONVERSION, Call, Finding, Place, Tally, Watcher, name_of
 from amp_graph.audit.samples import sample
 from amp_graph.numerics.exact_runs import first_of
 from amp_graph.passes.calibration.ranges import LIMITS, MASK, range_of
@@ -51,15 +51,10 @@ def share_of_tiny(found: Tally) -> float:
 class Ranges(Watcher):
     """Looks at the largest and the smallest values of results in low precision."""
 
-    _is_scaled: bool = False
     _infinite: dict[Place, Tally] = field(default_factory=dict)
     _near: dict[Place, Tally] = field(default_factory=dict)
     _tiny: dict[tuple[str, Place], Tally] = field(default_factory=dict)  # by phase
     _overwritten: list[Ends] = field(default_factory=list)  # what the operation that runs now writes to, before that
-
-    def heard(self, event: Event) -> None:
-        """Take note of a loss scale."""
-        self._is_scaled |= event.name == "scaler.scale"
 
     def before(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Take the ends of what will be overwritten; those of a copy's target do not matter."""
@@ -117,7 +112,7 @@ class Ranges(Watcher):
     def findings(self) -> Iterator[Finding]:
         """Yield overflows by their place, and of near ends and underflows the worst place, with the others."""
         for place, found in self._infinite.items():
-            by_scale = self._is_scaled and found.call.phase == "backward"
+            by_scale = bool(self.training.scaled) and found.call.phase == "backward"
             yield finding(
                 "AMP501", place,
                 f"{_where(found)} of finite inputs was infinite or NaN in {found.call.output} {found.counts['times']} "
@@ -125,7 +120,7 @@ class Ranges(Watcher):
                 _FIX_LARGE,
                 level="note" if by_scale else "warning", also=list(found.modules)[1:], **_evidence(found),
             )  # fmt: skip
-        near = {p: f for p, f in self._near.items() if not (self._is_scaled and f.call.phase == "backward")}
+        near = {p: f for p, f in self._near.items() if not (self.training.scaled and f.call.phase == "backward")}
         for place, found in list(near.items())[:1]:  # what reads it is near the end, too
             dtype = found.call.output
             yield finding(
@@ -135,13 +130,13 @@ class Ranges(Watcher):
                 _FIX_LARGE,
                 also=[str(p) for p in list(near)[1:]], **_evidence(found),
             )  # fmt: skip
-        off = {} if self._is_scaled else self.training.off
+        off = {} if self.training.scaled else self.training.off
         for phase, code in (("forward", "AMP503"), ("backward", "AMP504")):
             shares = {place: share_of_tiny(f) for (when, place), f in self._tiny.items() if when == phase}
             tiny = sorted((p for p, share in shares.items() if share >= MANY), key=lambda p: -shares[p])
             for place in tiny[:1]:
                 found, share = self._tiny[phase, place], shares[place]
-                level = "warning" if phase == "backward" and not self._is_scaled else "note"
+                level = "warning" if phase == "backward" and not self.training.scaled else "note"
                 what = "gradients" if phase == "backward" else "values"
                 yield finding(
                     code, place,

@@ -120,7 +120,7 @@ class Training:
     ``stored``: what modules with parameters keep, ``outside``: bytes by dtype of what optimizers update and no model
     has, masters, as apex and Megatron keep them; both as at the end of the last looked-at step.
     ``unseen``: what was not looked at, and why. ``off``: disabled scalers that were given losses, in words, each with
-    the one to make. ``places``: finds the user's line of a call.
+    the one to make. ``scaled``: where losses are multiplied by a scale. ``places``: finds the user's line of a call.
     """
 
     steps: int = 0
@@ -145,6 +145,7 @@ class Training:
     outside: Counter[str] = field(default_factory=Counter)
     unseen: dict[str, None] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
+    scaled: set[Place] = field(default_factory=set)
     places: Places = field(default_factory=Places)
 
     @property

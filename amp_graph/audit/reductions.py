@@ -85,9 +85,7 @@ class Reductions(Watcher):
 
     def findings(self) -> Iterator[Finding]:
         """Yield the low reductions, and sisters in different dtypes."""
-        for ((code, place, who), dtype), totals in self._reduced.items():
-            if self._ranks < 2:
-                continue
+        for ((code, place, who), dtype), totals in self._reduced.items() if self._ranks > 1 else ():
             by, fix = TEXTS[code]
             asked = code == "AMP902" or "reduces in" in who
             count, size = totals.calls / self.training.looks, totals.bytes / self.training.looks

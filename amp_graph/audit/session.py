@@ -270,6 +270,8 @@ class Audit:
         elif name == "model.call" and self._evaluates:
             self._see_call(arguments.get("self"))
         is_off = name.startswith("scaler.") and not arguments["self"].is_enabled()
+        if name == "scaler.scale" and not is_off:
+            self.training.scaled.add(place)
         event = Event(f"disabled {name}" if is_off else name, arguments, place, is_after, self.training.steps, result)
         self._quietly(lambda watcher: watcher.heard(event))
         if name == "backward" and not is_after and self._look is not None and not self._evaluates:

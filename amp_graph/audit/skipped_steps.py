@@ -57,7 +57,6 @@ class SkippedSteps(Watcher):
     _scale: float = 0.0  # then, in a looked-at step
     _ahead: Counter[Place] = field(default_factory=Counter)  # a scheduler's steps after skipped ones
     _scheduled: Counter[Place] = field(default_factory=Counter)
-    _scaled_at: set[Place] = field(default_factory=set)  # where losses are multiplied by the scale
     _overflow: FirstOverflow = field(default_factory=FirstOverflow)
     _origins: dict[tuple[str, Place, str], tuple[Origin, list[int]]] = field(default_factory=dict)
 
@@ -70,8 +69,6 @@ class SkippedSteps(Watcher):
             optimizer: Any = getattr(scaler, "optimizer", None)
             self._scheduled[event.place] += 1
             self._ahead[event.place] += optimizer in self._known and self._known[optimizer].in_a_row > 0
-        elif event.name == "scaler.scale":
-            self._scaled_at.add(event.place)
         elif event.name == "scaler.step":
             self._step(scaler, event.arguments["optimizer"], event)
         elif event.name == "scaler.update" and event.is_after:
@@ -103,8 +100,8 @@ class SkippedSteps(Watcher):
                     history.skipped.append(history.steps)
         is_skipped = any(history.in_a_row for history in self._stepped)
         if is_skipped and (origin := self._overflow.origin()) is not None:
-            key = (origin.call.operator, origin.call.place, origin.call.phase)
-            self._origins.setdefault(key, (origin, []))[1].append(ended)
+            call = origin[0]
+            self._origins.setdefault((call.operator, call.place, call.phase), (origin, []))[1].append(ended)
         self._scale = 0.0
         self._stepped.clear()
         self._overflow = FirstOverflow()
@@ -122,14 +119,13 @@ class SkippedSteps(Watcher):
             yield from self._of_scale(history)
         all_steps = max((one.steps for one in self._histories), default=0)
         for place, ahead in self._ahead.items():
-            if not ahead or 2 * self._scheduled[place] < all_steps:  # once an epoch
-                continue
-            yield finding(
-                "AMP210", place, f"the scheduler stepped {ahead} times after a skipped step, of "
-                f"{self._scheduled[place]}: the schedule is ahead of the training by as many",
-                "step the scheduler only if scaler.get_scale() has not fallen in scaler.update()",
-                level="" if ahead > OFTEN * all_steps else "note", skipped=ahead,
-            )  # fmt: skip
+            if ahead and 2 * self._scheduled[place] >= all_steps:  # else once an epoch
+                yield finding(
+                    "AMP210", place, f"the scheduler stepped {ahead} times after a skipped step, of "
+                    f"{self._scheduled[place]}: the schedule is ahead of the training by as many",
+                    "step the scheduler only if scaler.get_scale() has not fallen in scaler.update()",
+                    level="" if ahead > OFTEN * all_steps else "note", skipped=ahead,
+                )  # fmt: skip
         yield from self._causes()
 
     def _of_scale(self, history: History) -> Iterator[Finding]:
@@ -165,21 +161,20 @@ class SkippedSteps(Watcher):
     def _causes(self) -> Iterator[Finding]:
         counts = (n for one in self._histories for n, step in enumerate(one.skipped, start=1) if n == step)
         search = max(counts, default=0)  # how many steps were skipped in a row at the beginning
-        for origin, steps in self._origins.values():
-            call = origin.call
+        for (call, value, largest), steps in self._origins.values():
             # A first scale that is too high falls at the beginning, by design; no scale helps a forward.
-            by_scale = call.phase == "backward" or call.place in self._scaled_at
+            by_scale = call.phase == "backward" or call.place in self.training.scaled
             often = not by_scale or sum(step > search for step in steps) >= IN_A_ROW
             where = f"the backward of {call.place}" if call.phase == "backward" else str(call.place)
-            inputs = f" from inputs of at most {origin.largest:.3g}" if math.isfinite(origin.largest) else ""
+            inputs = f" from inputs of at most {largest:.3g}" if math.isfinite(largest) else ""
             module = f" in module {call.module}" if call.module else ""
             yield finding(
                 "AMP211", call.place, f"{steps_text(steps)} skipped: {call.operator}{module}, {where}, returned the "
-                f"first {origin.value} of the step, in {call.output}{inputs}",
+                f"first {value} of the step, in {call.output}{inputs}",
                 "none while the scale adapts; if it goes on, run this operation in fp32" if by_scale else
                 "run this operation in fp32, or scale its inputs down", level="warning" if often else "note",
                 operator=call.operator, module=call.module, phase=call.phase, dtype=call.output, skipped=len(steps),
-                largest=origin.largest if math.isfinite(origin.largest) else None,
+                largest=largest if math.isfinite(largest) else None,
             )  # fmt: skip
         for history in self._histories:
             if history.skipped and not self._origins:

@@ -154,10 +154,9 @@ class Stepped:
 
     def total(self) -> Lost:
         """Return the sum over the parameters."""
-        total = Lost()
-        for one in self.parameters.values():
-            total.add([one.changes, one.lost, *one.factors])
-        return total
+        all_of = self.parameters.values()
+        factors = [sum(column) for column in zip(*(one.factors for one in all_of), strict=True)]
+        return Lost(sum(one.changes for one in all_of), sum(one.lost for one in all_of), factors)
 
 
 @dataclass(eq=False)

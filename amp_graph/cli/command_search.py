@@ -6,7 +6,6 @@ import argparse
 import inspect
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +22,8 @@ from amp_graph.policy import Policy
 from amp_graph.run.options import writable
 from amp_graph.run.script import module_target, script_target
 from amp_graph.search.search import Limits, search
+from amp_graph.search.space import Step
 from amp_graph.step.step_arguments import call_model
-
-Step = Callable[[torch.nn.Module], Any]
 
 
 def run(args: argparse.Namespace) -> Told:
@@ -54,7 +52,14 @@ def _of_target(args: argparse.Namespace) -> tuple[torch.nn.Module, Step, Step | 
         )
     target, batch, loss_fn = target_and_batch(args, "search")
     if loss_fn is None and target.model.training and len(batch) > 1:
-        _refuse_missing_loss(target.model, batch)
+        try:
+            inspect.signature(target.model.forward).bind(*batch)
+        except TypeError as error:
+            raise AmpGraphError(
+                f"search: --batch has {len(batch)} parts, which are no arguments of {type(target.model).__name__}: "
+                f"{error}\n  legal: --loss, which takes the output and the targets; or a model that returns its loss\n"
+                "  fix:   --loss losses.py:loss"
+            ) from error
     held_out = None if args.held_out is None else _step(read_batch(args.held_out, "search"), loss_fn)
     return target.model, _step(batch, loss_fn), held_out
 
@@ -76,17 +81,6 @@ def _of_script(args: argparse.Namespace) -> tuple[torch.nn.Module, Step, Step | 
     what = f"{type(found.model).__name__}, with {sum(p.numel() for p in found.model.parameters()):,} parameters"
     print(f"of {name}: {what}; {len(found.steps)} steps", file=sys.stderr, flush=True)
     return found.model, found.steps[-2:][0], found.steps[-1] if len(found.steps) > 1 else None
-
-
-def _refuse_missing_loss(model: torch.nn.Module, batch: tuple[Any, ...]) -> None:
-    try:
-        inspect.signature(model.forward).bind(*batch)
-    except TypeError as error:
-        raise AmpGraphError(
-            f"search: --batch has {len(batch)} parts, which are no arguments of {type(model).__name__}: {error}\n"
-            "  legal: --loss, which takes the output and the targets; or a model that returns its loss\n"
-            "  fix:   --loss losses.py:loss"
-        ) from error
 
 
 def _step(batch: tuple[Any, ...], loss_fn: Any) -> Step:

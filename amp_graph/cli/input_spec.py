@@ -34,9 +34,6 @@ SPEC = re.compile(
 )
 
 
-InputSpec = tuple[str, str, tuple[int, ...], int, int]  # name ("" for a positional one), dtype, sizes, ends of integers
-
-
 def make_inputs(
     texts: Sequence[str], device: torch.device | str = "cpu"
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -61,9 +58,12 @@ def make_inputs(
     return tuple(args), kwargs
 
 
-def parse_inputs(text: str) -> list[InputSpec]:
-    """Parse ``x=f32[8,16],i64[8]:0..9``. Raises AmpGraphError, which points at the input that cannot be read."""
-    specs: list[InputSpec] = []
+def parse_inputs(text: str) -> list[tuple[str, str, tuple[int, ...], int, int]]:
+    """Parse ``x=f32[8,16],i64[8]:0..9``: the name, "" for a positional input, dtype, sizes, and the ends of integers.
+
+    Raises AmpGraphError, which points at the input that cannot be read.
+    """
+    specs: list[tuple[str, str, tuple[int, ...], int, int]] = []
     at = 0
     while at < len(text) or not specs:
         found = SPEC.match(text, at)

@@ -77,9 +77,8 @@ def refuse_missing_types(model: Any) -> None:
     opset = model.opset_imports.get("", 0)
     for node in model.graph:
         dtypes = {v.dtype.name for v in node.inputs if v is not None and v.dtype is not None}
-        for dtype in sorted(dtypes & NAMES.keys()):
-            if node.domain or _takes(defs, node, opset, dtype):
-                continue
+        refused = (one for one in sorted(dtypes & NAMES.keys()) if not (node.domain or _takes(defs, node, opset, one)))
+        for dtype in refused:
             later = range(opset + 1, defs.onnx_opset_version() + 1)
             first = next((one for one in later if _takes(defs, node, one, dtype)), None)
             fix = f"opset={first}" if first else "policy='fp16', or policy='bf16,opaque=...' of that operator"

@@ -272,13 +272,9 @@ def _operation(node: Node, key: str, graph: ComparedGraph, planned: tuple[str, s
     plan = graph.found[PLAN]
     if node.name not in plan.values:
         return None
-    errors = [_error(graph.found[mode].values, node) for mode in (PLAN, AUTOCAST, FP32)]
-    gradients = [_error(graph.found[mode].gradients, node) for mode in (PLAN, AUTOCAST, FP32)]
+    found = [graph.found[mode] for mode in (PLAN, AUTOCAST, FP32)]
+    sums = [one.values.get(node.name) for one in found] + [one.gradients.get(node.name) for one in found]
     return Operation(
         key, module_of(key), *planned, source_line(node), max(plan.forward[node.name], plan.backward[node.name]),
-        *errors, *gradients,
+        *(None if one is None else one.error for one in sums),
     )  # fmt: skip
-
-
-def _error(found: Any, node: Node) -> float | None:
-    return found[node.name].error if node.name in found else None

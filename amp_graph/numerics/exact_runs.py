@@ -91,10 +91,7 @@ class Checked(Restoring):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph; results are kept until its end, as casts of them are read later than they are."""
         self._kept: dict[Node, Any] = {}
-        try:
-            return super().run(*args, **kwargs)
-        finally:
-            self._kept = {}
+        return super().run(*args, **kwargs)
 
     def run_node(self, n: Node) -> Any:
         """Run ``n``, and tell the sink what it returns in float64."""

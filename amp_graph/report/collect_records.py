@@ -213,9 +213,7 @@ def _activation_bytes(nodes: list[Node], held: Collection[Node]) -> tuple[dict[s
     """Sum the bytes that nodes write, by dtype, after and before rewriting; views and weights count 0."""
     after: dict[str, int] = {}
     before = 0
-    for node in filter(writes_memory, nodes):
-        if is_cast(node) and node.args[0] in held:
-            continue
+    for node in (one for one in nodes if writes_memory(one) and not (is_cast(one) and one.args[0] in held)):
         for tensor in written(node):
             name = SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             after[name] = after.get(name, 0) + size_of(tensor)

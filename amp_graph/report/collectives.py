@@ -38,10 +38,7 @@ LATER = "not converted, or not called yet"
 
 def collectives_of(model: Module) -> Iterator[Collective]:
     """Yield what the units in ``model`` gather and reduce now; nothing before their first call."""
-    for group in every_group(model):
-        records = records_of(group)
-        if not records:
-            continue
+    for group, records in ((one, found) for one in every_group(model) if (found := records_of(one))):
         dtypes = {name: dtype_of(record) for name, record in records.items()}
         size = sum(gathered_bytes(records[name], dtype) for name, dtype in dtypes.items())
         sent, times = _words(dtypes.values()), 1 + is_resharded(group)

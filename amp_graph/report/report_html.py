@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from amp_graph.report.records import GraphReport
 
 HERE = Path(__file__).parent
-TEMPLATES = HERE / "templates"
+TEMPLATES = [HERE.with_name(room) / "templates" for room in ("report", "audit", "search")]
 STYLES = ("page.css", "tree.css", "graph.css", "table.css")
 # In the order of use: each may use what those before it define.
 LIBRARIES = ("vendor/dagre.min.js", "vendor/panzoom.min.js")
@@ -79,8 +79,8 @@ def asset(name: str) -> str:
 
 
 @cache
-def template(name: str, folder: Path = TEMPLATES) -> Any:
-    """Return a template of Jinja's in ``folder``, which escapes all that it is given; it may extend one of ours."""
+def template(name: str) -> Any:
+    """Return a template of Jinja's, which escapes all that it is given; it may extend another."""
     try:
         import jinja2
     except ImportError as error:
@@ -89,7 +89,7 @@ def template(name: str, folder: Path = TEMPLATES) -> Any:
             "  legal: report.text(), report.to_dict() without it\n  fix:   pip install 'amp-graph[report]'"
         ) from error
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader((folder, TEMPLATES)),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

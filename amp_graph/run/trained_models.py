@@ -245,13 +245,10 @@ def hear(
         return None
 
     def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return plain(self, *args, **kwargs)
-        if thread.inside:
-            if thread.seen is not None and is_autocast_on():
-                under_autocast(thread.seen)
-            return plain(self, *args, **kwargs)
-        if in_backward():  # a checkpoint recomputes a part of what was seen
+        if thread.seen is not None and not is_compiling() and is_autocast_on():
+            under_autocast(thread.seen)
+        # In backward, a checkpoint recomputes a part of what was seen.
+        if is_compiling() or thread.inside or in_backward():
             return plain(self, *args, **kwargs)
         thread.inside = True
         try:

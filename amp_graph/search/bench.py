@@ -56,13 +56,7 @@ class Bench:
             self.random = RandomState()  # in which each step begins that is compared, as dropout and the step may draw
         self.trains = True
         self._converted = {FULL: self.plain}
-        calls: list[tuple[Any, Any]] = []
-        hook = self.plain.register_forward_hook(
-            lambda module, args, kwargs, out: calls.append((args, kwargs)), with_kwargs=True
-        )
         self.reference = self.values(self.plain, step)
-        hook.remove()
-        self.given = calls[0]
         self.trains = any(name.startswith("gradient of ") for name in self.reference)
 
     def key(self) -> dict[str, Any]:
@@ -143,20 +137,21 @@ class Bench:
 
         The model, its buffers and the state of random number generators are as before.
         """
-        outputs: list[Any] = []
-        hook = model.register_forward_hook(lambda module, args, out: outputs.append(as_containers(out)))
+        calls: list[tuple[Any, Any, Any]] = []
+        hook = model.register_forward_hook(lambda module, *call: calls.append(call), with_kwargs=True)
         try:
             with unchanged(model), torch.set_grad_enabled(self.trains):
                 self.random.restore()
                 with self._under(model):
                     out = step(model)
-                if not isinstance(out, Tensor) or not outputs:
-                    what = f"returned a {type(out).__name__}" if outputs else "does not call the model that it is given"
+                if not isinstance(out, Tensor) or not calls:
+                    what = f"returned a {type(out).__name__}" if calls else "does not call the model that it is given"
                     raise AmpGraphError(
                         f"search: step {what}\n  legal: a function that calls its model, and returns a tensor: a "
                         "loss, or the output\n  fix:   step=lambda model: loss_fn(model(x), y)"
                     )
-                return values_of(model, [*outputs, out], loss_of(out), scale)
+                self.given = calls[0][:2]
+                return values_of(model, [*(as_containers(call[2]) for call in calls), out], loss_of(out), scale)
         finally:
             hook.remove()
 

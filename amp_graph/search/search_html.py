@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_graph.report.report_html import asset, template
@@ -16,7 +15,6 @@ from amp_graph.search.trials import AUTOCAST
 if TYPE_CHECKING:
     from amp_graph.search.result import SearchResult
 
-TEMPLATES = Path(__file__).parent / "templates"
 WIDTH, HEIGHT, BEYOND = 640.0, 300.0, 2.0  # of the figure; errors further beyond the budget are drawn at its edge
 
 
@@ -39,7 +37,7 @@ def search_page(result: SearchResult) -> str:
         for number, one, error in shown
     ]  # fmt: skip
     return str(
-        template("search.html", TEMPLATES).render(
+        template("search.html").render(
             result=result, verdict=result.verdict(), columns=columns, rows=rows, points=points, width=WIDTH,
             height=HEIGHT, across=columns_at, up=[(HEIGHT - y, text) for y, text in rows_at],
             limit=HEIGHT - up(limit), curve=_front(points), styles=asset("page.css"),

@@ -353,7 +353,7 @@ def origin_of(*operations):
         call = Call(name, "", NOWHERE, "forward", (), "float16")
         seen.take(call, operator, arguments, result)
     found = seen.origin()
-    return found and (found.call.operator, found.value)
+    return found and (found[0].operator, found[1])
 
 
 def test_the_first_overflow_is_found():

@@ -26,7 +26,6 @@ from amp_graph.audit.records import (
     Finding,
     Place,
     Totals,
-    Watcher,
     tensors_in,
 )
 from amp_graph.audit.speed.predicted_time import (
@@ -76,7 +75,7 @@ Missed = list[Counted]  # products in full precision with one cause at one line:
 
 
 @dataclass(eq=False)
-class MissedOperations(Watcher):
+class MissedOperations(ModelCalls):
     """Looks at the dtype of each product, and at what cast its operands up."""
 
     _group: int = -1  # of the last cast up
@@ -87,10 +86,6 @@ class MissedOperations(Watcher):
     _inside: set[Call] = field(default_factory=set)  # torch itself cast it, as in attention without a fused kernel
     _devices: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        """Begin."""
-        self._models = ModelCalls(self.training)
-
     def began(self) -> None:
         """Forget what was cast up in another step."""
         self._up.clear()
@@ -99,11 +94,11 @@ class MissedOperations(Watcher):
         """Take the call of a model, and whether the script cast its inputs up."""
         if event.name == "model.call":
             casts = self._marked(event.arguments.get("args"))
-            self._models.heard(event, is_raised=any(not one.library and not one.module for one, _ in casts))
+            self.take_call(event, is_raised=any(not one.library and not one.module for one, _ in casts))
 
     def ran(self, call: Call, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Remember what was cast up, and which product reads it."""
-        self._models.ran(call, operator)
+        super().ran(call, operator, args, kwargs, result)
         if call.operator == CONVERSION:
             if call.phase == "forward" and call.output in FULL and LOW & {*call.inputs[:1]}:
                 self._mark(result, call)
@@ -134,12 +129,12 @@ class MissedOperations(Watcher):
         for call, totals in products.items():
             count[dtype_of(call)] += totals.calls
         lowest = max((d for d in count if d in LOW), key=count.__getitem__, default="")
-        outside = self._models.outside()
+        outside = self.outside()
         grouped = self._grouped(products, {call: called.place for called in outside for call in called.full})
         for called in outside:
             seconds, gain, _ = self._gain(grouped.pop(("AMP105", called.place), []), machine, lowest or "bfloat16")
             text = gain if seconds["seconds"] else ""
-            yield self._models.finding(called, text, is_large=seconds["share"] > LARGE_SHARE)
+            yield self.finding_of(called, text, is_large=seconds["share"] > LARGE_SHARE)
         for (code, place), missed in grouped.items():
             if lowest or (code == "AMP603" and "float32" in count):
                 yield from self._told(code, place, missed, machine, lowest or "float32")

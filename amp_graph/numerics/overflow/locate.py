@@ -22,7 +22,6 @@ from amp_graph.errors import CaptureError, PolicyError, ScaleError
 from amp_graph.numerics.batches import parts_of, refuse_what_cannot_run
 from amp_graph.numerics.overflow.result import Located, dtype_text
 from amp_graph.numerics.overflow.run import Ran, Task, run_in_fp32, run_planned
-from amp_graph.numerics.overflow.watch import Event
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.policy import Policy
 from amp_graph.scaling.loss_scale import LossScale
@@ -76,7 +75,7 @@ def located(task: Task, try_fix: bool = False) -> Located:
     if event is None:
         fix = "policy 'bf16', or amp_graph.locate with skip=backend in the policy"
         return Located(kind="unknown", fix=(fix,), **own)
-    found = replace(event.facts, **own)
+    found = replace(event, **own)
     if found.given:
         fix = f"look at {found.given}: it had {found.result} before the model was called"
         return replace(found, kind="given", fix=(fix,))
@@ -87,15 +86,15 @@ def located(task: Task, try_fix: bool = False) -> Located:
     return replace(found, fix=tuple(fixes(found, task, try_fix)))
 
 
-def first_of(ran: Ran) -> Event | None:
+def first_of(ran: Ran) -> Located | None:
     """Return the first event behind what arrived; one that fills in infinities on purpose only if there is no other."""
-    events = (ran.watch.events[number] for number in frozenset[int]().union(*ran.bad.values()))
-    return min(events, key=lambda e: (e.meant, e.number), default=None)
+    events, numbers = ran.watch.events, frozenset[int]().union(*ran.bad.values())
+    return events[min(numbers, key=lambda number: (events[number][1], number))][0] if numbers else None
 
 
-def _told_in_fp32(found: Located, event: Event | None) -> Located:
+def _told_in_fp32(found: Located, event: Located | None) -> Located:
     """Return what is told where a run in fp32 is not finite either, first by ``event``."""
-    facts = Located() if event is None else event.facts
+    facts = Located() if event is None else event
     module = f"module {facts.module}" if facts.module else ""
     first = facts.given or facts.line or module or facts.operator or "the loss"
     if facts.dtype in LOW and facts.is_finite_in_fp32:  # the code casts to low precision itself
@@ -127,7 +126,7 @@ def tried(task: Task, policy: Policy) -> Policy | None:
         event = first_of(ran) if ran.bad else None
         if not ran.bad:
             return policy
-        more = None if event is None or event.facts.given else keeping(policy, event.facts)
+        more = None if event is None or event.given else keeping(policy, event)
         if more is None:
             return None
         policy = more

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from amp_graph import errors, passes
+from amp_graph.numerics.exact_runs import OUTSIDE
 from amp_graph.numerics.overflow.result import Located
 from amp_graph.passes.graph.bodies import OPERATORS, is_run_as_python
 from amp_graph.passes.graph.graph_text import target_text
@@ -29,7 +30,6 @@ from amp_graph.passes.torch_compat.autograd import next_sequence_number, running
 
 HERE, *OTHERS = (os.path.dirname(os.path.abspath(str(m.__file__))) + os.sep for m in (errors, torch, passes))
 RUNS = "amp_graph_compute"  # the function of ours that runs code which is not captured
-INPUTS = ("placeholder", "get_attr")
 CodePlace = tuple[str, str, int, str]  # module, file, line, function
 
 
@@ -61,7 +61,7 @@ class GraphPlaces(RunningNode):
         # The gradient that a cast gets was computed by the backward of what read its result; what made the value that
         # it casts gets the rounded one.
         makes = value_of(place)
-        of, keep = place_of(source), place_of(place).keep if makes.op in INPUTS else _kept(makes)
+        of, keep = place_of(source), place_of(place).keep if makes.op in OUTSIDE else _kept(makes)
         return replace(of, node=place.name, cast_of=f"the gradient that {of.operation} passes on", keep=keep)
 
 
@@ -70,7 +70,7 @@ def place_of(node: Node) -> Located:
     source, reader = value_of(node), node
     while CAST in reader.meta and reader.users:
         reader = next(iter(reader.users))
-    computed = source.op not in INPUTS
+    computed = source.op not in OUTSIDE
     told = source if computed and users_line_of(source) else reader
     cast_of = ""
     if source is not node:

@@ -26,7 +26,7 @@ from amp_graph.lists.errors import first_line
 from amp_graph.model_state import unchanged
 from amp_graph.numerics.batches import gradients, refuse_detached
 from amp_graph.numerics.overflow.places import CodePlaces, GraphPlaces
-from amp_graph.numerics.overflow.watch import Watch, is_bad
+from amp_graph.numerics.overflow.watch import Watch, is_bad, is_lost_in_cast
 from amp_graph.passes.graph.bodies import AsPython
 from amp_graph.passes.graph.node_info import HALVES
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, Runner, capture_with_dynamo, dynamo_errors
@@ -98,7 +98,7 @@ def _run(task: Task, way: Callable[[Task], Ran]) -> Ran:
                 found.bad.setdefault(name, origins)
             if found.bad:
                 break
-    lost = [e.number for e in found.watch.events if e.is_lost_in_cast]
+    lost = [number for number, (facts, _) in enumerate(found.watch.events) if is_lost_in_cast(facts)]
     if lost and not found.bad:
         found.bad[MASKED] = frozenset(lost)
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,23 +33,10 @@ OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "r
 CASTS = ("_to_copy", "copy_", "_foreach_copy_")
 
 
-@dataclass(frozen=True)
-class Event:
-    """A call that made a value which is not finite, or a value that was given so; ``facts``: what is known of it.
-
-    ``meant``: a number that is not finite was an argument, or the given value has -inf alone, as masks do.
-    """
-
-    number: int
-    facts: Located
-    meant: bool = False
-
-    @property
-    def is_lost_in_cast(self) -> bool:
-        """Whether finite numbers, such as those of a mask, became infinite in the forward since a cast rounded them."""
-        facts = self.facts
-        was_finite = facts.direction == "forward" and facts.is_finite_in_fp32
-        return was_finite and any(f".{name}." in facts.operator for name in CASTS)
+def is_lost_in_cast(facts: Located) -> bool:
+    """Say whether finite numbers, as of a mask, became infinite in the forward since a cast rounded them."""
+    was_finite = facts.direction == "forward" and facts.is_finite_in_fp32
+    return was_finite and any(f".{name}." in facts.operator for name in CASTS)
 
 
 def largest(tensor: Tensor) -> float:
@@ -73,14 +60,19 @@ def is_bad(tensor: Tensor) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Checks the result of every operator that runs under it, in forward and backward; ``events``: in their order."""
+    """Checks the result of every operator that runs under it, in forward and backward.
+
+    ``events``: the calls that made a value which is not finite, and the values that were given so, in their order: what
+    is known of each; and whether it was meant: a number that is not finite was an argument, or the given value has -inf
+    alone, as masks do.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, places: CodePlaces | GraphPlaces, seen: Callable[[], None] | None = None) -> None:
         """Start without events; ``seen`` is called before each operator of the forward."""
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[tuple[Located, bool]] = []
         self._places: Any = places  # each kind tells its own places alone
         self._seen = seen
         self._origins = Memory[frozenset[int]]()
@@ -142,7 +134,7 @@ class Watch(TorchDispatchMode):
         sources = [t for t in operands if is_bad(t)]
         origins = frozenset[int]().union(*map(self.origins_of, sources))
         new_nan = any(math.isnan(largest(t)) for t in bad) and not any(math.isnan(largest(t)) for t in sources)
-        if sources and not (new_nan and all(self.events[i].meant for i in origins)):
+        if sources and not (new_nan and all(self.events[i][1] for i in origins)):
             if origins:
                 for t in bad:
                     self._origins.keep(t, origins)
@@ -187,10 +179,9 @@ class Watch(TorchDispatchMode):
     # -- where values come from --------------------------------------------------------------------------
 
     def _add(self, facts: Located, tensors: list[Tensor], *, meant: bool) -> None:
-        number = len(self.events)
-        self.events.append(Event(number, facts, meant))
         for t in tensors:
-            self._origins.keep(t, frozenset((number,)))
+            self._origins.keep(t, frozenset((len(self.events),)))
+        self.events.append((facts, meant))
 
     def origins_of(self, tensor: Tensor) -> frozenset[int]:
         """Return the numbers of the events that a value which is not finite comes from; empty: unknown."""

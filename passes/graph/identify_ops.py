@@ -6,6 +6,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -236,15 +237,19 @@ def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -
 
 def _operations(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool) -> Operations:
     """Call ``node`` on its fake tensors and return the operations that it calls."""
-    flat, spec, mode = argument_leaves(node, mode, symbolic=symbolic)
-    with tracing_fake(mode, symbolic=symbolic):
+    flat, spec, used = argument_leaves(node, mode, symbolic=symbolic)
+    is_known = used is mode and not decompose and isinstance(value(node), torch.Tensor)
+    with tracing_fake(used, symbolic=symbolic):
         once = {id(leaf): leaf for leaf in flat}
         if decompose or _may_change_sizes(node):  # the graph's values keep theirs; parts are fewer without gradients
             once = {i: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for i, leaf in once.items()}
-        given = [once[id(leaf)] for leaf in flat]
-        recorder = _Recorder([one for one in once.values() if isinstance(one, torch.Tensor)], decompose)
-        with below_autograd(), recorder:
-            call_node(node, *tree_unflatten(given, spec))
+        given = tree_unflatten([once[id(leaf)] for leaf in flat], spec)
+        inputs = [one for one in once.values() if isinstance(one, torch.Tensor)]
+        for known in (value(node), None) if is_known else (None,):
+            recorder = _Recorder(inputs, decompose, known)
+            with below_autograd(), recorder, contextlib.suppress(_Further):
+                call_node(node, *given)
+                break
     return tuple(recorder.operations)
 
 
@@ -255,11 +260,19 @@ def _may_change_sizes(node: Node) -> bool:
     return name.endswith("_") or (node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator"))
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes each operation, with each argument as an ``Operand`` if it is one of ``inputs``, or a view of one."""
+class _Further(Exception):
+    """A node calls more than an operation that returns its value."""
 
-    def __init__(self, inputs: list[torch.Tensor], decompose: frozenset[OpOverload]) -> None:
+
+class _Recorder(TorchDispatchMode):
+    """Notes each operation, with each argument as an ``Operand`` if it is one of ``inputs``, or a view of one.
+
+    ``known``: the result of the only operation, which needs no run; ``_Further`` if there is another one.
+    """
+
+    def __init__(self, inputs: list[torch.Tensor], decompose: frozenset[OpOverload], known: Any) -> None:
         super().__init__()
+        self._known = known
         self.operations: list[Operation] = []
         self._origin = {id(tensor): Operand(i) for i, tensor in enumerate(inputs)}
         self._alive: list[Any] = [inputs]  # an id stays that of one tensor
@@ -277,7 +290,11 @@ class _Recorder(TorchDispatchMode):
                 return result
         given: Any = map_aggregate(args, self._operand)
         named: Any = map_aggregate(kwargs, self._operand)
-        result = fake_result(func, args, kwargs)
+        if self._known is not None:
+            returns = [str(one.type) for one in func._schema.returns]
+            if self.operations or returns != ["Tensor"] or func._schema.is_mutable:
+                raise _Further
+        result = fake_result(func, args, kwargs) if self._known is None else self._known
         self._alive += [args, kwargs, result]
         made = tensors(result)
         if func._schema.name.startswith(ABOUT_TENSORS):

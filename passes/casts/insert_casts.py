@@ -22,6 +22,7 @@ from amp_graph.passes.graph.aliasing import Memory, observe
 from amp_graph.passes.graph.edit import OWN, place_like, set_value, take_over
 from amp_graph.passes.graph.fake_values import (
     captured,
+    cast_value,
     fake_mode_of,
     is_eligible,
     keep_trained,
@@ -159,7 +160,7 @@ class _Insertion:
         with place:
             cast = graph.call_method(METHODS[dtype], (source,))
         with tracing_fake(self.mode, symbolic=False), torch.no_grad():
-            new = torch.empty_like(value(source), dtype=dtype)  # same layout as a cast, but faster
+            new = cast_value(value(source), dtype, self.mode)
         keep_trained(new, captured(source))
         place_like(cast, source if before is None else reader, new, (CHECKPOINT,))
         cast.meta[CAPTURED] = captured(source)  # the value that the readers read before

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_graph.passes.graph import node_info
 from amp_graph.passes.graph.meta_keys import CAPTURED, IDENTITY
@@ -120,7 +120,7 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
         return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
 
 
-def _in_other_dtype(node: Node, mode: FakeTensorMode) -> torch.Tensor | None:
+def _in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
     """Return the captured value in the dtype that all inputs have now, if the node does no more than that.
 
     Its operations compute in the dtype of their operands, and all inputs have the sizes and strides of the capture: so
@@ -128,24 +128,40 @@ def _in_other_dtype(node: Node, mode: FakeTensorMode) -> torch.Tensor | None:
     """
     old, operations = captured(node), node.meta.get(IDENTITY, ())
     given = [(value(source), captured(source)) for source in node.all_input_nodes]
-    every = [old, *(tensor for pair in given for tensor in pair)]
+    every = [*tensors(old), *(tensor for pair in given for tensor in pair)]
     if not operations or not all(map(_keeps_dtype, operations)) or not all(map(_is_plain, every)):
         return None
     if not all(isinstance(tensor, torch.Tensor) and not tensor.is_complex() for tensor in every):
         return None
     now = {new.dtype for new, was in given if was.is_floating_point()}
     as_captured = all((new.shape, new.stride()) == (was.shape, was.stride()) for new, was in given)
-    shown = next(((new, was) for new, was in given if storage_key(was) == storage_key(old)), None)
-    is_lost = shown is None and any(node_info.is_view(operation.op) for operation in operations)  # what it is a view of
-    if not is_eligible(old) or len(now) != 1 or not as_captured or is_lost:
+    shown = {storage_key(was): (new, was) for new, was in reversed(given)}
+    is_view = any(node_info.is_view(operation.op) for operation in operations)
+    if len(now) != 1 or not as_captured:
         return None
+    if not all(is_eligible(part) and (storage_key(part) in shown or not is_view) for part in tensors(old)):
+        return None
+    (dtype,) = now
+
+    def made(part: torch.Tensor) -> torch.Tensor:
+        fresh = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device="meta")
+        if storage_key(part) in shown:
+            new, was = shown[storage_key(part)]
+            place = new.storage_offset() + part.storage_offset() - was.storage_offset()
+            fresh.set_(new.untyped_storage(), place, part.shape, part.stride())  # type: ignore[call-overload]
+        return FakeTensor(mode, fresh, part.device)
+
     with unset_fake_temporarily():
-        made = torch.empty_strided(old.shape, old.stride(), dtype=now.pop(), device="meta")
-    if shown is not None:
-        new, was = shown
-        place = new.storage_offset() + old.storage_offset() - was.storage_offset()
-        made.set_(new.untyped_storage(), place, old.shape, old.stride())
-    return FakeTensor(mode, made, old.device)
+        return tree_map_only(torch.Tensor, made, old)
+
+
+def cast_value(val: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
+    """Return the value of a cast of ``val``, under its mode."""
+    if not _is_plain(val):
+        return torch.empty_like(val, dtype=dtype)
+    with unset_fake_temporarily():
+        plain = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
+        return FakeTensor(mode, torch.empty_like(plain, dtype=dtype), val.device)
 
 
 def _keeps_dtype(operation: Any) -> bool:

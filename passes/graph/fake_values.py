@@ -137,7 +137,7 @@ def _in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
     as_captured = all((new.shape, new.stride()) == (was.shape, was.stride()) for new, was in given)
     shown = {storage_key(was): (new, was) for new, was in reversed(given)}
     is_view = any(node_info.is_view(operation.op) for operation in operations)
-    if len(now) != 1 or not as_captured:
+    if len(now) != 1 or not as_captured or "dtype" in node.kwargs:  # which a mark may have asked for
         return None
     if not all(is_eligible(part) and (storage_key(part) in shown or not is_view) for part in tensors(old)):
         return None

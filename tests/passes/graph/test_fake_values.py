@@ -8,8 +8,13 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_graph.passes.graph.fake_values import run_node
+import amp_graph
+from amp_graph.passes.graph import fake_values
+from amp_graph.passes.graph.edit import give_value, set_identity
+from amp_graph.passes.graph.fake_values import run_node, tensors, value
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
+from amp_graph.passes.torch_compat.storage import storage_key
+from tests.corpus import CASES, make
 
 BF16, LAST = torch.bfloat16, torch.channels_last
 IMAGES = {
@@ -97,3 +102,54 @@ def test_a_product_has_the_values_that_the_fake_mode_finds(name, dtype):
         expected = function(*tree_map_only(Node, lambda n: n.meta["val"], nodes))
     for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         assert layout_of(one) == layout_of(other)
+
+
+def alike(node, found, called):
+    """Whether two values of a node have the same layouts, and alias the same inputs."""
+    given = [t for source in node.all_input_nodes for t in tensors(value(source))]
+    seen = [
+        [(*layout_of(t), t.storage_offset(), [storage_key(t) == storage_key(g) for g in given]) for t in tensors(val)]
+        for val in (found, called)
+    ]
+    return seen[0] == seen[1] and type(found) is type(called)
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """What is told without a call, beside the call, in all graphs: (node, whether both are alike)."""
+    told, found = fake_values._in_other_dtype, []
+
+    def both(node, mode):
+        known = told(node, mode)
+        if known is not None:
+            with monkeypatch.context() as patch:
+                patch.setattr(fake_values, "_in_other_dtype", lambda *_: None)
+                found.append((node, alike(node, known, run_node(node, mode))))
+        return known
+
+    monkeypatch.setattr(fake_values, "_in_other_dtype", both)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16,accuracy=fast"])
+@pytest.mark.parametrize("name", ["rotary_mqa", "perceiver", "multihead_attention", "nanogpt", "conformer_glu"])
+def test_what_is_told_without_a_call_is_what_the_call_gives(name, policy, compared):
+    model, args, kwargs = make(CASES[name], 0)
+    amp_graph.convert(model, policy)(*args, **kwargs)
+    assert len(compared) >= 5
+    assert [node.format_node() for node, is_alike in compared if not is_alike] == []
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_operation_that_chooses_its_dtype_is_called(keeps, monkeypatch):
+    """And control: it would have the wrong one."""
+    graph, mode = Graph(), FakeTensorMode()
+    x, full = graph.placeholder("x"), mode.from_tensor(torch.empty(4, 4))
+    give_value(x, full)
+    node = graph.call_function(torch.softmax, (x, -1, torch.float32))
+    give_value(node, mode.from_tensor(torch.empty(4, 4)))
+    set_identity(node, mode)
+    x.meta["val"] = mode.from_tensor(torch.empty(4, 4, dtype=BF16))
+    if keeps:
+        monkeypatch.setattr(fake_values, "_keeps_dtype", lambda operation: True)
+    assert run_node(node, mode).dtype == (BF16 if keeps else torch.float32)

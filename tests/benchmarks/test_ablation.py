@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def row(name, model, time, low, peak=None, saved=None, scale=0.25):
@@ -19,23 +14,12 @@ def row(name, model, time, low, peak=None, saved=None, scale=0.25):
     return dict(name=name, model=model, time=time, low=low, peak=peak, saved=saved, scale=scale, **same)
 
 
-@pytest.fixture
-def held(tmp_path):
-    """A file of results, by path without suffix, with these rows."""
+def test_the_table_says_what_stays(tmp_path):
+    import ablation
     from result_file import machine
 
-    def make(rows):
-        options = {"threads": 1}
-        (tmp_path / "a.json").write_text(json.dumps({"machine": machine("cpu"), "options": options, "rows": rows}))
-        return tmp_path / "a"
-
-    return make
-
-
-def test_the_table_says_what_stays(held):
-    import ablation
-
-    path = held([
+    path = tmp_path / "a"
+    rows = [
         row("lower-linears", "gpt", 1.20, 1.10, 1.0),
         row("lower-linears", "bert", 1.40, 0.90),  # the quartiles say that this is noise
         row("recompute-activations", "gpt", 0.98, 0.95, 1.0, 1.41),
@@ -44,7 +28,9 @@ def test_the_table_says_what_stays(held):
         row("depthwise", "ghostnet", 1.02, 1.01, 1.0),
         row("depthwise", "ghostnet", 1.04, 1.04, 1.0, scale=1.0),
         row("backend", "gpt", 1.3, 1.2, 1.0),
-    ])  # fmt: skip
+    ]  # fmt: skip
+    held = {"machine": machine("cpu"), "options": {"threads": 1}, "rows": rows}
+    path.with_suffix(".json").write_text(json.dumps(held))
     ablation.main(["--table", "--output", str(path)])
     text = path.with_suffix(".md").read_text()
     wanted = [
@@ -104,8 +90,7 @@ def test_every_optional_pass_stays_by_the_law():
     from amp_graph.passes.pipeline_table import TABLE
 
     tables = [
-        [ablation.Row(**one) for one in json.loads(path.read_text())["rows"]]
-        for path in (BENCHMARKS / "results").rglob("ablation.json")
+        [ablation.Row(**one) for one in json.loads(path.read_text())["rows"]] for path in RESULTS.rglob("ablation.json")
     ]
     optional = {row.name: row for row in TABLE if row.skippable}
     gone = {row.name for rows in tables for row in rows} - {*optional, *ablation.GROUPS}

@@ -1,10 +1,8 @@
 """The benchmark of accuracy over seeds: its seeds differ, its verdict is right, and it sees a variant that fails."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,18 +10,11 @@ from examples.demo.variants import VARIANTS
 
 # Nothing to capture, and no scaler: fp16 as one should not train with it.
 UNSCALED = [dataclasses.replace(v, scaled=False) for v in VARIANTS["fp16"] if not v.policy]
-PATH = Path(__file__).parents[2] / "benchmarks" / "accuracy_over_seeds.py"
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(PATH.parent)
-    spec = importlib.util.spec_from_file_location("accuracy_over_seeds", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    for name in ("out_of_range_models", "result_file"):
-        sys.modules.pop(name, None)
+def benchmark():
+    return importlib.import_module("accuracy_over_seeds")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The benchmark of the peak of memory: what it measures, that it goes on where it stopped, and its tables."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,14 +14,8 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="L
 
 
 @pytest.fixture
-def peaks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import peak_memory
-
-    yield peak_memory
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(BENCHMARKS)):
-            sys.modules.pop(name)
+def peaks():
+    return importlib.import_module("peak_memory")
 
 
 IN_A_PROCESS = """

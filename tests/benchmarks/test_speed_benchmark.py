@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,6 @@ from tests.measure import CastCounter
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HIDDEN, OUT, BATCH = 8, 2, 3
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def two_layers(device="cpu"):
@@ -226,8 +222,6 @@ def test_a_variant_that_fails_is_a_row_that_says_so(monkeypatch):
 
 
 def test_a_first_call_that_takes_too_long_is_given_up(prepared, monkeypatch):
-    import time
-
     import measuring
     from devices import Device
 
@@ -241,8 +235,6 @@ def test_a_first_call_that_takes_too_long_is_given_up(prepared, monkeypatch):
 
 
 def test_what_is_kept_compiled_says_nothing_of_first_calls(prepared, tmp_path, monkeypatch):
-    import os
-
     import measuring
     import speed
     from devices import Device

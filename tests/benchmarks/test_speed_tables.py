@@ -20,11 +20,6 @@ OPTIONS = {"threads": 1, "scale": 1.0, "rounds": 7, "device": "cpu", "dtype": "b
 OPTIONS |= dict.fromkeys(("raised_thresholds", "keep_memory", "no_grad", "cudnn_benchmark", "cuda_graphs"), False)
 
 
-@pytest.fixture(autouse=True)
-def _benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
-
 def row(ms, ratio, **other):
     against = {"ratio": ratio, "p25": ratio - 0.1, "p75": ratio + 0.1}
     made = {"ms": ms, "over_limit": ms / 2, "against_autocast": against, "against_same_mode": against}

@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_graph.audit.session import Audit
 from amp_graph.passes.torch_compat.storage import StorageWeakRef, storage_of
@@ -61,30 +62,27 @@ def test_a_round_trip_ends_where_it_began_and_nothing_ran_between(back, is_undon
     assert ("AMP703" in codes_of(lambda module: there_and_back(module, back=back))) == is_undone
 
 
-def test_weights_are_cast_once_in_a_region_and_again_in_the_next():
-    def once(module):
-        with torch.autocast("cpu", LOW):
-            module(torch.ones(2, 4)), module(torch.ones(2, 4))
+def called(module):
+    return module(torch.ones(2, 4))
 
-    def in_two_regions(module):
-        for _ in range(2):
-            with torch.autocast("cpu", LOW):
-                module(torch.ones(2, 4))
 
-    def with_a_backward_between(module):
-        for _ in range(2):
-            with torch.autocast("cpu", LOW):
-                module(torch.ones(2, 4)).sum().backward()
+def low(function):
+    """Call ``function`` in a region of its own."""
+    return torch.autocast("cpu", LOW)(function)()
 
-    def recomputed(module):
-        with torch.autocast("cpu", LOW):
-            y = torch.utils.checkpoint.checkpoint(module, torch.ones(2, 4), use_reentrant=False)
-        y.sum().backward()
 
-    assert codes_of(once) == set()
-    assert codes_of(in_two_regions) == {"AMP701"}
-    assert codes_of(with_a_backward_between) == {"AMP705"}
-    assert codes_of(recomputed) == set()
+@pytest.mark.parametrize(
+    ("work", "codes"),
+    [
+        (lambda m: low(lambda: (called(m), called(m))), set()),
+        (lambda m: [low(lambda: called(m)) for _ in range(2)], {"AMP701"}),
+        (lambda m: [low(lambda: called(m).sum().backward()) for _ in range(2)], {"AMP705"}),
+        (lambda m: low(lambda: checkpoint(m, torch.ones(2, 4), use_reentrant=False)).sum().backward(), set()),
+    ],
+    ids=["once", "in two regions", "with a backward between", "recomputed"],
+)
+def test_weights_are_cast_once_in_a_region_and_again_in_the_next(work, codes):
+    assert codes_of(work) == codes
 
 
 @pytest.mark.parametrize(("width", "levels"), [(4, ["warning"]), (256, ["note"]), (1024, [])])

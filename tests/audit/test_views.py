@@ -207,32 +207,6 @@ def test_two_models_have_rows_of_their_own():
     assert {*rows["Critic.0"].parameters} == {"bfloat16"}
 
 
-def test_what_a_closure_computes_is_no_part_of_the_update():
-    model, expected = Net(), Net()
-    expected.load_state_dict(model.state_dict())
-
-    def train(model):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-
-        def closure():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(x).float().square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-
-    train(expected)
-    with amp_graph.audit(model) as audit:
-        train(model)
-    head = rows_by_name(audit.report())["head"]
-    assert ({*head.forward}, {*head.backward}, {*head.gradients}) == ({"bfloat16"}, {"bfloat16"}, {"float32"})
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-
-
 def test_masters_of_a_level_and_of_an_optimizer_are_shown():
     model = nn.Sequential(nn.Linear(16, 16))
     amp_graph.convert(model, "bf16-O2")

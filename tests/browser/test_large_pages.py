@@ -6,29 +6,22 @@ from torch import nn
 
 import amp_graph
 from tests.browser.conftest import timed
+from tests.layers import layers
 from tests.report.pages import copies_of
 
 WIDTH = 64
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))).tanh() * 0.5
+@layers(lambda: dict(norm=nn.LayerNorm(WIDTH), up=nn.Linear(WIDTH, 128), down=nn.Linear(128, WIDTH)))
+def Block(self, x):
+    return x + self.down(nn.functional.gelu(self.up(self.norm(x)))).tanh() * 0.5
 
 
-class Stage(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks, self.gate = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gate(x).sigmoid()
+@layers(lambda blocks: dict(blocks=nn.ModuleList(Block() for _ in range(blocks)), gate=nn.Linear(WIDTH, WIDTH)))
+def Stage(self, x):
+    for block in self.blocks:
+        x = block(x)
+    return x * self.gate(x).sigmoid()
 
 
 def report_of(stages, blocks):

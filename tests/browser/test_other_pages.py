@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import amp_graph
+from tests.layers import layers
+from tests.report.test_captured_flow import Branches, Checkpointed
+from tests.report.test_report import Broken
 
 # Chooses every module and every node, before and after, in each graph, with and without weights.
 EVERYTHING = """
@@ -26,51 +28,19 @@ return boxes;
 """
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part, self.head = nn.Sequential(nn.Linear(16, 16), nn.GELU()), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(checkpoint(self.part, x, use_reentrant=False))
+NAMES = ("</script><img src=x onerror=alert(1)>", "constructor", "__proto__")
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x).relu(), (x,))
-
-
-class Broken(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(16, 16)
-
-    def forward(self, x):
-        x = self.fc(x)
-        torch._dynamo.graph_break()
-        return self.fc(x).relu()
-
-
-class Odd(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.add_module("</script><img src=x onerror=alert(1)>", nn.Linear(16, 16))
-        self.add_module("constructor", nn.Linear(16, 16))
-        self.add_module("__proto__", nn.Linear(16, 16))
-
-    def forward(self, x):
-        for part in self.children():
-            x = part(x)
-        return x
+@layers(lambda: {name: nn.Linear(8, 8) for name in NAMES})
+def Odd(self, x):
+    for part in self.children():
+        x = part(x)
+    return x
 
 
 def report_of(model):
     torch.manual_seed(0)
-    amp_graph.convert(model, "bf16")(torch.randn(8, 16))
+    amp_graph.convert(model, "bf16")(torch.randn(4, 8))
     return amp_graph.report(model)
 
 

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from amp_graph.cli import main as cli
-from amp_graph.cli.main import main
 
 SOURCE = """
 import torch
@@ -78,76 +77,58 @@ return (%13,)
 """
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "cli_models.py"
-    path.write_text(SOURCE)
-    return str(path)
-
-
-@pytest.fixture
-def amp(capsys):
-    """Run a command: (status, stdout, stderr)."""
-
-    def run(*words):
-        status = main(list(words))
-        return (status, *capsys.readouterr())
-
-    return run
-
-
-def dump(amp, file, *words, name="build"):
-    status, out, err = amp("dump", f"{file}:{name}", "--policy", "bf16", *words)
+def dump(amp, *words, name="build"):
+    status, out, err = amp("dump", f"FILE:{name}", "--policy", "bf16", *words)
     assert (status, err) == (0, "")
     return out
 
 
-def test_dump_prints_the_rewritten_graph(amp, file):
-    assert re.sub(r"input (\w+)\n", "input X\n", dump(amp, file)) == GOLDEN
+def test_dump_prints_the_rewritten_graph(amp):
+    assert re.sub(r"input (\w+)\n", "input X\n", dump(amp)) == GOLDEN
 
 
-def test_dump_diff_has_names_for_numbers(amp, file):
-    out = dump(amp, file, "--diff")
+def test_dump_diff_has_names_for_numbers(amp):
+    out = dump(amp, "--diff")
     assert "--- graph as captured\n+++ graph as rewritten\n" in out
     removed = [line for line in out.splitlines() if line.startswith("-%")]
     added = [line for line in out.splitlines() if line.startswith("+%")]
     assert [line.partition(":")[0] for line in removed] == ["-%linear", "-%relu", "-%linear_1"]
     assert {"+%linear", "+%relu", "+%linear_1"} < {line.partition(":")[0] for line in added}
     assert len(added) == 9, "the three, and six casts"
-    assert "bf16[" not in dump(amp, file, "--before")
+    assert "bf16[" not in dump(amp, "--before")
 
 
-def test_dump_as_json_report_and_html(amp, file):
-    told = json.loads(dump(amp, file, "--format", "json"))
+def test_dump_as_json_report_and_html(amp):
+    told = json.loads(dump(amp, "--format", "json"))
     assert [n["ops"] for n in told["graphs"][0]["nodes"] if n["cls"] == "allow"] == [["aten.linear"]] * 2
-    assert dump(amp, file, "--format", "report").startswith("amp_graph report: Quiet\n")
-    assert dump(amp, file, "--format", "html").startswith("<!doctype html>")
+    assert dump(amp, "--format", "report").startswith("amp_graph report: Quiet\n")
+    assert dump(amp, "--format", "html").startswith("<!doctype html>")
 
 
-def test_an_error_of_the_users_code_is_pythons(amp, file):
+def test_an_error_of_the_users_code_is_pythons(amp):
     with pytest.raises(RuntimeError, match="no weights"):
-        main(["dump", f"{file}:broken"])
+        amp("dump", "FILE:broken")
 
 
-def test_dump_reasons_stand_behind_each_line(amp, file):
-    lines = dump(amp, file, "--reasons").splitlines()
+def test_dump_reasons_stand_behind_each_line(amp):
+    lines = dump(amp, "--reasons").splitlines()
     (line,) = [line for line in lines if line.startswith("%8: ")]
     assert "= linear(%5, %6, %7)  # up | low: aten.linear: a matrix product" in line
 
 
-def test_dump_writes_to_a_file(amp, file, tmp_path):
-    assert dump(amp, file, "--output", str(tmp_path / "out.txt")) == ""
+def test_dump_writes_to_a_file(amp, tmp_path):
+    assert dump(amp, "--output", str(tmp_path / "out.txt")) == ""
     assert (tmp_path / "out.txt").read_text().startswith("# graph 0: ")
 
 
-def test_dump_eval_and_inputs(amp, file):
-    out = dump(amp, file, "--eval", "--input", "x=f32[3,16]", name="Quiet")
+def test_dump_eval_and_inputs(amp):
+    out = dump(amp, "--eval", "--input", "x=f32[3,16]", name="Quiet")
     assert out.startswith("# graph 0: eval, with gradients, bf16\n")
     assert "f32[3,16] = input" in out
 
 
-def test_what_the_model_prints_stays_out_of_the_output(amp, file):
-    status, out, err = amp("dump", f"{file}:MLP", "--input", "f32[8,16]", "--format", "json")
+def test_what_the_model_prints_stays_out_of_the_output(amp):
+    status, out, err = amp("dump", "FILE:MLP", "--input", "f32[8,16]", "--format", "json")
     assert status == 0
     assert err == "from the model\n"
     assert json.loads(out)["model"] == "MLP"
@@ -156,7 +137,7 @@ def test_what_the_model_prints_stays_out_of_the_output(amp, file):
 def test_explain_tells_all_of_a_node(amp, file):
     line = SOURCE.splitlines().index("class Quiet(MLP):") + 3
     for name in ("%8", "0:%8", "up"):
-        status, out, err = amp("explain", f"{file}:build", name, "--policy", "bf16")
+        status, out, err = amp("explain", "FILE:build", name, "--policy", "bf16")
         assert (status, err) == (0, "")
         for wanted in (
             "(%8) in graph 0 (train, bf16-O1)",
@@ -176,11 +157,11 @@ def test_explain_tells_all_of_a_node(amp, file):
             assert wanted in out, wanted
 
 
-def test_explain_takes_an_input_or_an_operation(amp, file):
-    _, out, _ = amp("explain", f"{file}:build", "up.weight")
+def test_explain_takes_an_input_or_an_operation(amp):
+    _, out, _ = amp("explain", "FILE:build", "up.weight")
     assert "input      up.weight: f32[32,16]" in out
     assert "a cast: " in out
-    _, out, _ = amp("explain", f"{file}:build", "linear")
+    _, out, _ = amp("explain", "FILE:build", "linear")
     assert out.count("operation  aten.linear") >= 1
 
 
@@ -261,9 +242,9 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_an_error_is_one_screen_on_stderr(amp, file, case):
+def test_an_error_is_one_screen_on_stderr(amp, case):
     words, status, wanted = ERRORS[case]
-    got, out, err = amp(*(word.replace("FILE", file) for word in words))
+    got, out, err = amp(*words)
     assert (got, out) == (status, "")
     for word in wanted:
         assert word in err

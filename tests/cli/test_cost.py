@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from amp_graph.cli.command_cost import FROZEN, interleaved, verdict
-from amp_graph.cli.main import main
 
 SOURCE = """
 import torch
@@ -30,18 +29,14 @@ class Mixed(nn.Module):
 
 
 @pytest.fixture
-def cost(tmp_path, capsys, monkeypatch):
+def cost(amp, monkeypatch):
     """Run the command on a target of the file above, and return what it printed as JSON, and as text."""
     monkeypatch.setattr("amp_graph.cli.command_cost.ROUNDS", 1)
-    path = tmp_path / "cost_models.py"
-    path.write_text(SOURCE)
 
     def run(name, *words):
-        given = ["cost", f"{path}:{name}", *words]
-        assert main([*given, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert main(given) == 0
-        return told, capsys.readouterr().out
+        (status, told, _), (again, text, _) = (amp("cost", f"FILE:{name}", *words, *how) for how in (["--json"], []))
+        assert status == again == 0
+        return json.loads(told), text
 
     return run
 

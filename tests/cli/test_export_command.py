@@ -5,8 +5,6 @@ import json
 import pytest
 import torch
 
-from amp_graph.cli.main import main
-
 SOURCE = """
 import torch
 from torch import nn
@@ -18,14 +16,8 @@ def build():
 
 
 @pytest.fixture
-def export(tmp_path, capsys):
-    (tmp_path / "model_to_export.py").write_text(SOURCE)
-
-    def run(*words):
-        status = main(["export", f"{tmp_path}/model_to_export.py:build", *words])
-        return (status, *capsys.readouterr())
-
-    return run
+def export(amp):
+    return lambda *words: amp("export", "FILE:build", *words)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # torch's load, 2.11 and 2.12

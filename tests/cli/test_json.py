@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from amp_graph.cli.main import main, parser
+from amp_graph.cli.main import parser
 from amp_graph.cli.terminal import json_text
 
 SOURCE = """
@@ -18,15 +18,13 @@ def build():
 
 
 @pytest.fixture
-def printed(capsys, tmp_path):
+def printed(amp):
     """Run a command with ``--json`` on a small model, and return what it printed, read."""
-    path = tmp_path / "json_models.py"
-    path.write_text(SOURCE)
 
     def run(command, *words, target=True):
-        given = [command, *([f"{path}:build"] if target else []), *words, "--json"]
-        assert main(given) == 0
-        return json.loads(capsys.readouterr().out)
+        status, out, _ = amp(command, *["FILE:build"] * target, *words, "--json")
+        assert status == 0
+        return json.loads(out)
 
     return run
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from amp_graph.cli.main import main
 from amp_graph.errors import AmpGraphWarning
 
 SOURCE = """
@@ -31,14 +30,8 @@ def loss(out, y):
 
 
 @pytest.fixture
-def locate(tmp_path, capsys):
-    (tmp_path / "model_to_locate.py").write_text(SOURCE)
-
-    def run(name, *words):
-        status = main(["locate", f"{tmp_path}/model_to_locate.py:{name}", "--policy", "fp16", *words])
-        return (status, *capsys.readouterr())
-
-    return run
+def locate(amp):
+    return lambda name, *words: amp("locate", f"FILE:{name}", "--policy", "fp16", *words)
 
 
 def test_the_line_that_overflows_is_named(locate):
@@ -67,11 +60,11 @@ def test_where_nothing_is_found_and_without_inputs(locate):
 
 @pytest.mark.parametrize("batch", [("x", "y"), ["x", "y"], "x"], ids=["a tuple", "a list", "inputs alone"])
 @pytest.mark.parametrize("target", ["build", "bare"])
-def test_a_saved_batch_and_a_loss_serve_targets_with_inputs_and_without(locate, tmp_path, batch, target):
+def test_a_saved_batch_and_a_loss_serve_targets_with_inputs_and_without(locate, file, tmp_path, batch, target):
     """The inputs that the target gives overflow nowhere."""
     path, values = tmp_path / "batch.pt", {"x": torch.full((3, 8), 100.0), "y": torch.zeros(3, dtype=torch.long)}
     torch.save(values["x"] if batch == "x" else type(batch)(values[name] for name in batch), path)
-    loss = () if batch == "x" else ("--loss", f"{tmp_path}/model_to_locate.py:loss")
+    loss = () if batch == "x" else ("--loss", f"{file}:loss")
     status, out, _ = locate(target, "--batch", str(path), *loss)
     assert (status, "* 1e4" in out) == (3, True)
 

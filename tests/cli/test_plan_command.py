@@ -57,12 +57,6 @@ def untraced():
 """
 
 
-@pytest.fixture
-def target(tmp_path):
-    (tmp_path / "model.py").write_text(SOURCE)
-    return str(tmp_path / "model.py")
-
-
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
     for place in ("amp_graph.cli.command_plan", "amp_graph.passes.precision.plan_precision"):
@@ -75,8 +69,8 @@ def table(capsys, rows):
     return lines[0], {line.split()[0]: line.split()[1:] for line in lines[2 : 2 + rows]}
 
 
-def test_a_plan_stands_beside_those_with_names(target, capsys):
-    assert main(["plan", f"{target}:build", "--policy", "bf16,accuracy=1.1"]) == 0
+def test_a_plan_stands_beside_those_with_names(file, capsys):
+    assert main(["plan", f"{file}:build", "--policy", "bf16,accuracy=1.1"]) == 0
     head, rows = table(capsys, 4)
     assert head.startswith("1 graphs, bf16-O1,accuracy=1.1, planned for cpu_amx")
     asked, autocast, fast = (
@@ -99,10 +93,10 @@ def test_a_plan_stands_beside_those_with_names(target, capsys):
     ]
 
 
-def test_the_figures_are_those_of_the_policy(target, capsys):
+def test_the_figures_are_those_of_the_policy(file, capsys):
     found = {}
     for policy in ("bf16", "bf16,accuracy=fast", "bf16,planner=paint", "bf16,deny=gelu"):
-        assert main(["plan", f"{target}:build", "--policy", policy]) == 0
+        assert main(["plan", f"{file}:build", "--policy", policy]) == 0
         _, rows = table(capsys, 4)
         found[policy] = (next(iter(rows.values())), rows["accuracy=autocast"], rows["accuracy=fast"])
     assert found["bf16"][0] == found["bf16"][1]
@@ -112,8 +106,8 @@ def test_the_figures_are_those_of_the_policy(target, capsys):
 
 
 @pytest.mark.parametrize("name", ["converted", "with_loss"])
-def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(target, capsys, name):
-    assert main(["plan", f"{target}:{name}"]) == 0
+def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(file, capsys, name):
+    assert main(["plan", f"{file}:{name}"]) == 0
     head, rows = table(capsys, 4)
     assert ("keep_fp32=2" in head) == (name == "converted")
     if name == "converted":  # what it keeps in fp32 reads the sums, which are all that may be lower where fast
@@ -122,8 +116,8 @@ def test_a_model_that_is_converted_already_and_one_with_a_loss_of_its_own(target
         assert float(rows["accuracy=fast"][2]) > 1
 
 
-def test_the_sweep_predicts_the_plans_of_budgets(target, capsys):
-    assert main(["plan", f"{target}:build", "--policy", "bf16", "--sweep", "0.01,1,1000"]) == 0
+def test_the_sweep_predicts_the_plans_of_budgets(file, capsys):
+    assert main(["plan", f"{file}:build", "--policy", "bf16", "--sweep", "0.01,1,1000"]) == 0
     _, rows = table(capsys, 6)
     speed, error = ([float(rows[f"accuracy={one}"][at]) for one in ("0.01", "1.0", "1000.0")] for at in (1, 2))
     assert speed == sorted(speed)
@@ -146,8 +140,8 @@ def test_the_sweep_predicts_the_plans_of_budgets(target, capsys):
         (["untraced"], "does not come from a captured graph, or has no gradient"),
     ],
 )
-def test_errors(target, capsys, words, told):
-    assert main(["plan", f"{target}:{words[0]}", *words[1:]]) == 1
+def test_errors(file, capsys, words, told):
+    assert main(["plan", f"{file}:{words[0]}", *words[1:]]) == 1
     shown = capsys.readouterr().err
     assert told in shown
     assert "fix:" in shown

@@ -33,22 +33,17 @@ def loop(accelerator, model, optimizer, data, clip=None):
             optimizer.zero_grad()
 
 
-def growing():
-    return amp_graph.GradScaler(growth_interval=8, init_scale=2.0**10)
-
-
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16", "fp16-O2"])
 def test_fifty_steps_are_those_of_the_loop_by_hand(policy, clip):
     clip = None if policy == "bf16-O2" else clip
-    low = policy.startswith("fp16")
     data = training.batches()
-    scalers = [growing() if low else None for _ in range(2)]
+    scalers = [training.growing(policy) for _ in range(2)]
     expected, _ = training.train(training.net(), policy, data, clip_norm=clip, scaler=scalers[0])
     found = training.net()
     loop(*begin(policy, found, scalers[1]), data, clip)
     training.assert_same(training.weights(amp_graph.revert(found)), expected)
-    if low:
+    if scalers[0] is not None:
         assert scalers[1].state_dict() == scalers[0].state_dict()
 
 
@@ -67,12 +62,12 @@ def test_gradients_accumulate_and_bad_steps_are_skipped():
 @pytest.mark.parametrize("policy", ["bf16-O2", "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
     data, whole = training.batches(20), training.net()
-    accelerator, model, optimizer = begin(policy, whole, growing() if policy == "fp16" else None)
+    accelerator, model, optimizer = begin(policy, whole, training.growing(policy))
     loop(accelerator, model, optimizer, data[:10])
     accelerator.save_state(str(tmp_path))
     loop(accelerator, model, optimizer, data[10:])
     again = training.net()
-    resumed, model, optimizer = begin(policy, again, growing() if policy == "fp16" else None)
+    resumed, model, optimizer = begin(policy, again, training.growing(policy))
     resumed.load_state(str(tmp_path))
     loop(resumed, model, optimizer, data[10:])
     training.assert_same(training.weights(again), training.weights(whole))

@@ -73,14 +73,12 @@ def loader(data):
     return torch.utils.data.DataLoader(data, batch_size=None)
 
 
-def scaler_of(policy):
-    return amp_graph.GradScaler() if policy.startswith("fp16") else None
-
-
 def trained_as_by_hand(policy, data, found=None, by_hand=None, **options):
     """Train a module with the plugin, and compare it with the loop by hand; return it, and the latter's losses."""
     found = found or module()
-    expected, losses = training.train(training.net(), policy, data, **{"scaler": scaler_of(policy), **(by_hand or {})})
+    expected, losses = training.train(
+        training.net(), policy, data, **{"scaler": training.scaler_of(policy), **(by_hand or {})}
+    )
     trainer(policy, **options).fit(found, loader(data))
     training.assert_same(training.weights(found.net), expected)
     return found, losses
@@ -99,7 +97,7 @@ def test_fifty_steps_are_those_of_the_loop_by_hand(policy, own_forward):
 def test_gradients_are_clipped_without_their_scale(policy, clip, how):
     data, options = training.batches(), {"gradient_clip_val": clip, "gradient_clip_algorithm": how}
     found, _ = trained_as_by_hand(policy, data, by_hand={f"clip_{how}": clip}, **options)
-    free, _ = training.train(training.net(), policy, data, scaler=scaler_of(policy))
+    free, _ = training.train(training.net(), policy, data, scaler=training.scaler_of(policy))
     assert any(not torch.equal(free[name], value) for name, value in training.weights(found.net).items()), "it clips"
 
 
@@ -111,14 +109,10 @@ def by_step(data):
     return found
 
 
-def growing():
-    return amp_graph.GradScaler(growth_interval=7, init_scale=2.0**10)
-
-
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16", "fp16-O2"])
 def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
     data = training.batches()
-    scaler = [growing() if policy.startswith("fp16") else None for _ in range(3)]
+    scaler = [training.growing(policy, 7) for _ in range(3)]
     expected, _ = training.train(training.net(), policy, data, scaler=scaler[0])
     first = trainer(policy, max_steps=20, plugins=plugin(policy, scaler=scaler[1]))
     first.fit(by_step(data), loader(data))
@@ -219,7 +213,7 @@ def gan():
 @pytest.mark.parametrize("policy", ["fp16", "bf16-O2"])
 def test_manual_optimization_of_two_nets(policy):
     data = training.batches(10)
-    scaler = [scaler_of(policy) for _ in range(2)]
+    scaler = [training.scaler_of(policy) for _ in range(2)]
     maker, _ = training.train(training.net(), policy, data, scaler=scaler[0], clip_norm=0.05)
     found = gan()
     trainer(policy, max_steps=18).fit(found, loader(data))

@@ -84,7 +84,7 @@ def groups(model):
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16-O2", "fp16"])
 def test_fifty_steps_are_those_of_the_loop_by_hand(policy, tmp_path):
-    scaler = amp_graph.GradScaler() if policy == "fp16" else None
+    scaler = training.scaler_of(policy)
     expected = by_hand(gpt2(), policy, rows(), scaler)
     found = gpt2()
     given = [callback(policy)]
@@ -102,7 +102,7 @@ def test_fifty_steps_are_those_of_the_loop_by_hand(policy, tmp_path):
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one(policy, tmp_path):
     def run(folder, resumed=None, steps=20):
-        model, given = gpt2(), callback(policy, scaler=growing() if policy == "fp16" else None)
+        model, given = gpt2(), callback(policy, scaler=training.growing(policy))
         one = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=10, max_steps=steps)
         given.add_to(one)
         one.train(resume_from_checkpoint=resumed)
@@ -125,7 +125,7 @@ def test_a_model_that_comes_in_bf16_resumes_exactly(policy, many, tmp_path, monk
         request.addfinalizer(torch.distributed.destroy_process_group)
 
     def run(folder, resumed=None):
-        model, given = gpt2(torch.bfloat16), callback(policy, scaler=growing() if "fp16" in policy else None)
+        model, given = gpt2(torch.bfloat16), callback(policy, scaler=training.growing(policy))
         one = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=4, max_steps=8)
         given.add_to(one)
         one.train(resume_from_checkpoint=resumed)
@@ -152,14 +152,10 @@ def test_a_checkpoint_that_the_trainer_rounded_is_warned_of(tmp_path):
         second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def growing():
-    return amp_graph.GradScaler(growth_interval=8, init_scale=2.0**10)
-
-
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_gradients_accumulate(policy, tmp_path):
     data = rows(8)
-    scaler = amp_graph.GradScaler() if policy == "fp16" else None
+    scaler = training.scaler_of(policy)
     expected = by_hand(gpt2(), policy, data, scaler, accumulate=4, steps=2)
     found = gpt2()
     one = trainer(found, tmp_path, data, gradient_accumulation_steps=4, max_steps=2)

@@ -22,6 +22,14 @@ def adamw(params, **options):
     return torch.optim.AdamW(params, lr=1e-2, **options)
 
 
+def scaler_of(policy, **options):
+    return amp_graph.GradScaler(**options) if policy.startswith("fp16") else None
+
+
+def growing(policy, interval=8):
+    return scaler_of(policy, growth_interval=interval, init_scale=2.0**10)
+
+
 def weights(model):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from amp_graph.lists import OpClass, OpList, Rule, load
-from amp_graph.lists.schema import functional_packet
 
 aten = torch.ops.aten
 
@@ -19,12 +18,14 @@ def op_list(*rules):
 
 
 def test_overload_before_packet_before_functional():
-    found = op_list(rule("aten.add"), rule("aten.add.Scalar", "allow"), rule("aten.mul_", "neutral"), rule("aten.mul"))
+    found = op_list(rule("aten.add"), rule("aten.add.Scalar", "allow"), rule("aten.mul_", "neutral"), rule("aten.mul"),
+                    rule("aten.__and__"))  # fmt: skip
     assert found.lookup(aten.add.Tensor, {}).cls == "deny"
     assert found.lookup(aten.add.Scalar, {}).cls == "allow"
     assert found.lookup(aten.add_.Scalar, {}).cls == "deny"
     assert found.lookup(aten.add.out, {}).cls == "deny"
     assert found.lookup(aten.mul_.Tensor, {}).cls == "neutral"
+    assert found.lookup(aten.__iand__.Scalar, {}).cls == "deny"
     assert found.lookup(aten.sub.Tensor, {}) is None
 
 
@@ -32,13 +33,6 @@ def test_a_condition_that_fails_goes_on_to_the_packet():
     found = op_list(rule("aten.gelu.default", "allow", when=(("approximate", "tanh"),)), rule("aten.gelu"))
     assert found.lookup(aten.gelu.default, {"approximate": "tanh"}).cls == "allow"
     assert found.lookup(aten.gelu.default, {"approximate": "none"}).cls == "deny"
-
-
-def test_in_place_names():
-    assert functional_packet("aten.relu_") == "aten.relu"
-    assert functional_packet("aten.__iand__") == "aten.__and__"
-    assert functional_packet("aten.__and__") is None
-    assert functional_packet("aten.relu") is None
 
 
 @pytest.mark.parametrize(

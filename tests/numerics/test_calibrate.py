@@ -216,32 +216,6 @@ def test_a_file_of_another_graph_says_which_operations_differ(tmp_path):
     assert out.isfinite().all()
 
 
-@pytest.mark.filterwarnings(SILENT)
-def test_a_train_step_reads_the_same_file(tmp_path):
-    model, batches, _ = made("MLP", count=2)
-    amp_graph.calibrate(model, batches, F.mse_loss).save(tmp_path / "run.json")
-
-    def losses(policy):
-        own = copy.deepcopy(model)
-        step = amp_graph.TrainStep(own, F.mse_loss, torch.optim.SGD(own.parameters(), lr=0.01), policy)
-        return [float(step(*batches[i % 2])) for i in range(4)]
-
-    assert losses(f"fp16,calibration={tmp_path}/run.json") == pytest.approx(losses("bf16-O0"), rel=0.01)
-    assert not any(map(torch.isfinite, torch.tensor(losses("fp16")))), "the control"
-
-
-@pytest.mark.filterwarnings(SILENT)
-def test_operations_stay_full_by_name():
-    model, batches, _ = made("MLP", "none")
-    amp_graph.convert(model, "bf16,keep_ops=last:linear|:relu")
-    model(batches[0][0])
-    (graph,) = conversion_of(model).graphs
-    marks = {n.name: n.meta[MARK] for n in graph.rewritten.gm.graph.nodes if MARK in n.meta}
-    full = {name for name, mark in marks.items() if "kept by keep_ops" in mark.reason}
-    assert len(full) == 2
-    assert [m.precision for name, m in marks.items() if name not in full and "linear" in m.ops[0]] == ["low"]
-
-
 @layers(lambda: dict(layer=nn.Sequential(nn.Linear(8, 8))))
 def _BreaksBetween(self, x):
     x = torch.relu(self.layer(x))

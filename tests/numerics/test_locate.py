@@ -12,15 +12,15 @@ from torch.nn.functional import cross_entropy
 import amp_graph
 from amp_graph.errors import CaptureError, ScaleError
 from tests.layers import forward_of, layers
-from tests.numerics.overflows import MODELS, made
+from tests.numerics.planted import MODELS, classified
 
 SCALE = 2.0**10
 # Dynamo instantiates Function where it traces one, and hides torch's warning only where that is no error.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 
-PLANTED = [("big", "forward", SCALE), ("loud", "backward", 2.0**14)]
-QUICK = (("cnn", PLANTED[0]), ("gpt", PLANTED[1]))
+PLANTED = [("forward", SCALE), ("backward", 2.0**17)]
+QUICK = (("CNN", PLANTED[0]), ("GPT", PLANTED[1]))
 EACH = [(name, planted) for name in MODELS for planted in PLANTED]
 
 
@@ -28,14 +28,14 @@ EACH = [(name, planted) for name in MODELS for planted in PLANTED]
     ("name", "planted"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EACH]
 )
 def test_the_planted_line_is_named_at_first_try(name, planted):
-    kind, direction, scale = planted
-    model, batch = made(name, kind)
+    direction, scale = planted
+    model, batch = classified(name, direction)
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=scale, try_fix=False)
     assert found, found.text()
     assert (found.kind, found.direction, found.dtype, found.result) == ("overflow", direction, "f16", "inf")
     assert "# planted" in found.line, found.text()
-    assert found.line.partition(":")[0].endswith("overflows.py")
-    assert found.module.endswith(("plant", "intermediate_act_fn"))
+    assert found.line.partition(":")[0].endswith("planted.py")
+    assert found.module == "plant"
     assert 65504 < found.in_fp32 < math.inf
     assert all(math.isfinite(size) for _, _, size in found.operands)
     assert found.operands
@@ -47,29 +47,29 @@ def test_the_planted_line_is_named_at_first_try(name, planted):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_found_where_nothing_is_planted(name):
-    model, batch = made(name, "")
+    model, batch = classified(name, "none")
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=SCALE)
     assert not found
     assert found.text().startswith("nothing found")
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", ["big", "loud"])
-def test_the_suggested_policy_was_tried_and_trains(kind):
-    model, batch = made("mlp", kind)
-    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=SCALE)
+@pytest.mark.parametrize(("kind", "scale"), PLANTED)
+def test_the_suggested_policy_was_tried_and_trains(kind, scale):
+    model, batch = classified("MLP", kind)
+    found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=scale)
     policy = next(fix for fix in found.fix if "with it, loss and gradients are finite" in fix).split("'")[1]
     assert "\\" not in policy
-    assert not amp_graph.locate(model, batch, cross_entropy, policy=policy, scale=SCALE)
+    assert not amp_graph.locate(model, batch, cross_entropy, policy=policy, scale=scale)
     step = amp_graph.TrainStep(
-        model, cross_entropy, torch.optim.SGD(model.parameters(), 1e-9), policy, loss_scale=SCALE
+        model, cross_entropy, torch.optim.SGD(model.parameters(), 1e-9), policy, loss_scale=scale
     )
     step(*batch)
     assert int(step.skipped_steps) == 0
 
 
 def test_a_scale_that_is_too_large_is_told_from_a_gradient_that_is():
-    model, batch = made("mlp", "")
+    model, batch = classified("MLP", "none")
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", scale=2.0**24)
     assert found.direction == "backward"
     lower = float(found.fix[0].removeprefix("a loss scale of at most ").partition(":")[0])
@@ -78,7 +78,7 @@ def test_a_scale_that_is_too_large_is_told_from_a_gradient_that_is():
 
 
 def test_a_step_gives_its_loss_policy_and_scale():
-    model, batch = made("cnn", "loud")
+    model, batch = classified("MLP", "backward")
     step = amp_graph.TrainStep(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.1), "fp16")
     found = amp_graph.locate(step, batch, try_fix=False)
     assert found.scale == 2.0**16
@@ -88,7 +88,7 @@ def test_a_step_gives_its_loss_policy_and_scale():
 
 
 def test_the_batch_of_a_skipped_step_names_its_cause_and_the_step_has_changed_nothing():
-    model, batch = made("cnn", "big")
+    model, batch = classified("CNN", "forward")
     step = amp_graph.TrainStep(model, cross_entropy, torch.optim.SGD(model.parameters(), 0.01), "fp16")
     before = copy.deepcopy(dict(model.named_parameters()))
     step(*batch)
@@ -100,7 +100,7 @@ def test_the_batch_of_a_skipped_step_names_its_cause_and_the_step_has_changed_no
 
 
 def test_micro_batches_are_run_part_by_part():
-    model, (x, y) = made("mlp", "")
+    model, (x, y) = classified("MLP", "none")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     step = amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", micro_batches=2)
     x, y = torch.cat([x[:4], x[:4]]), torch.cat([y[:4], y[:4]])
@@ -132,7 +132,7 @@ def Called(self, x):
 
 
 def test_a_converted_model_gives_its_policy_and_stays_converted():
-    model, batch = made("mlp", "big")
+    model, batch = classified("MLP", "forward")
     model = amp_graph.convert(model, "fp16")
     model(batch[0])
     graphs = len(amp_graph.report(model).graphs)
@@ -163,13 +163,13 @@ def test_dropout_is_drawn_as_in_the_step():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("given", ["input batch[0]", "target batch[1]", "parameter second.bias", "buffer shift"])
+@pytest.mark.parametrize("given", ["input batch[0]", "target batch[1]", "parameter last.bias", "buffer shift"])
 def test_what_is_given_and_not_finite_is_named(given, value):
-    model, (x, _) = made("mlp", "")
+    model, (x, _) = classified("MLP", "none")
     model.register_buffer("shift", torch.zeros(x.shape[-1]))
     y, plain = torch.zeros(len(x), 4), model.forward
     model.forward = lambda x: plain(x + model.shift)
-    places = dict(zip(("input", "target", "parameter", "buffer"), (x, y, model.second.bias, model.shift), strict=True))
+    places = dict(zip(("input", "target", "parameter", "buffer"), (x, y, model.last.bias, model.shift), strict=True))
     places[given.split()[0]].detach().view(-1)[1] = value
     found = amp_graph.locate(model, (x, y), nn.functional.mse_loss, policy="fp16")
     assert (found.kind, found.given) == ("given", given)
@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_in_fp32_is_named_so():
     def loss(out, y):
         return (out - out).sum().log()  # not of the precision
 
-    model, batch = made("mlp", "")
+    model, batch = classified("MLP", "none")
     found = amp_graph.locate(model, batch, loss, policy="fp16")
     assert found.kind == "not finite in fp32"
     assert "# not of the precision" in found.line
@@ -249,26 +249,26 @@ def test_a_mask_that_becomes_infinite_is_found_though_a_softmax_ends_it(way, pol
 
 
 def test_a_weight_that_is_too_large_is_named_with_its_reader():
-    model, batch = made("mlp", "")
+    model, batch = classified("MLP", "none")
     with torch.no_grad():
-        model.second.weight[0, 0] = 1e6
+        model.last.weight[0, 0] = 1e6
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
-    assert (found.cast_of, found.module, found.in_fp32) == ("second.weight", "second", 1e6)
+    assert (found.cast_of, found.module, found.in_fp32) == ("last.weight", "last", 1e6)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+def two_layers(**values):
+    return dict(first=nn.Linear(8, 8), second=nn.Linear(8, 4), **values)
 
-    def inner(self, x):
+
+@layers(two_layers)
+def Checkpointed(self, x):
+    def inner(x):
         return (torch.relu(self.first(x)) + 1) * 1e5  # inside of a checkpoint
 
-    def forward(self, x):
-        return self.second(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))
+    return self.second(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False))
 
 
-@forward_of(Checkpointed)
+@layers(two_layers)
 def Halved(self, x):
     h = self.first(x).half()
     h *= 3e4
@@ -296,23 +296,18 @@ def test_an_overflow_that_the_code_makes_itself_is_said_to_be_its_own():
     assert found.operands[0][2] < 65504, "before it was written"
 
 
-class Uncaptured(Checkpointed):
+@layers(two_layers)
+def Uncaptured(self, x):
     """Its second product casts fp32 values, or is scaled itself."""
-
-    def __init__(self, casts):
-        super().__init__()
-        self.casts = casts
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        wide = self.first(x).float() * 0 + (1e5 if self.casts else 1.0)  # wide
-        return self.second(wide) if self.casts else self.second(wide) * 1e5  # behind
+    torch._dynamo.graph_break()
+    wide = self.first(x).float() * 0 + (1e5 if self.casts else 1.0)  # wide
+    return self.second(wide) if self.casts else self.second(wide) * 1e5  # behind
 
 
 @pytest.mark.parametrize("casts", [True, False])
 def test_where_code_is_not_captured_a_cast_has_the_line_that_computed_its_value(casts):
     batch = (torch.randn(3, 8), torch.zeros(3, dtype=torch.long))
-    model = Uncaptured(casts)
+    model = Uncaptured(casts=casts)
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
     assert found.how.startswith("the code")
     assert "it is not one graph" in found.how
@@ -332,11 +327,11 @@ def test_parameters_held_in_low_precision_do_not_pass_for_an_overflow_of_fp32():
 
 
 def test_a_model_with_its_loss_inside_takes_a_dict():
-    @layers(lambda: dict(net=made("mlp", "big")[0]))
+    @layers(lambda: dict(net=classified("MLP", "forward")[0]))
     def Whole(self, x, labels):
         return {"loss": cross_entropy(self.net(x), labels)}
 
-    x, y = made("mlp", "")[1]
+    x, y = classified("MLP", "none")[1]
     found = amp_graph.locate(Whole(), {"x": x, "labels": y}, policy="fp16", try_fix=False)
     assert "# planted" in found.line
     assert found.module == "net.plant"
@@ -348,7 +343,7 @@ def test_a_model_with_its_loss_inside_takes_a_dict():
 
 
 def test_a_result_is_text_and_json():
-    model, batch = made("mlp", "big")
+    model, batch = classified("MLP", "forward")
     found = amp_graph.locate(model, batch, cross_entropy, policy="fp16", try_fix=False)
     read = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert read["found"] is True
@@ -371,7 +366,7 @@ def test_a_result_is_text_and_json():
     ],
 )
 def test_bad_arguments_are_refused_with_a_fix(change, error, told):
-    model, batch = made("mlp", "")
+    model, batch = classified("MLP", "none")
     given = {"model": model, "batch": batch, "loss_fn": cross_entropy, "policy": "fp16"} | change
     with pytest.raises(error, match=told) as raised:
         amp_graph.locate(given.pop("model"), given.pop("batch"), given.pop("loss_fn"), **given)

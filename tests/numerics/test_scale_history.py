@@ -13,12 +13,12 @@ from amp_graph.errors import CaptureError
 from amp_graph.report.report_notes import notes_of_scale
 from amp_graph.scaling.scale_records import ScaleRecords
 from tests.by_hand import descend
-from tests.numerics.overflows import made
+from tests.numerics.planted import classified
 
 
 def trained(steps, bad=(), **options):
     """Train some steps, with infinite inputs in those that are in ``bad``."""
-    model, (x, y) = made("mlp", "")
+    model, (x, y) = classified("MLP", "none")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scale = amp_graph.LossScale(2.0**8, growth_interval=3, **options)
     step = amp_graph.TrainStep(model, cross_entropy, optimizer, "fp16", loss_scale=scale)
@@ -41,7 +41,7 @@ def test_each_step_has_the_scale_that_its_loss_was_multiplied_by():
 
 
 def test_a_scaler_and_an_optimizer_have_a_history_too():
-    model, (x, y) = made("mlp", "")
+    model, (x, y) = classified("MLP", "none")
     scaler, optimizer = amp_graph.GradScaler(init_scale=4.0), torch.optim.SGD(model.parameters(), 0.01)
     ours = amp_graph.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), 0.01), loss_scale="dynamic")
     for factor in (1.0, float("inf"), 1.0):

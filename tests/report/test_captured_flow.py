@@ -72,14 +72,7 @@ def test_graphs_inside_are_read_too(model):
 
 @pytest.mark.parametrize("name", ["a\n%1: f32[2] = b", "quo'te", "%3", "x)  # y", "two\nlines"])
 def test_names_that_mislead_change_no_other_node(name):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.add_module(name, nn.Linear(8, 8))
-
-        def forward(self, x):
-            return self.get_submodule(name)(x).relu()
-
+    Named = layers(lambda: {name: nn.Linear(8, 8)})(lambda self, x: self.get_submodule(name)(x).relu())
     graph, nodes = captured(Named(), torch.randn(4, 8))
     assert [node.call for node in nodes if node.kind == "operation"] == ["linear", ".relu"]
     assert [len(node.sources) for node in nodes if node.kind == "operation"] == [3, 1]

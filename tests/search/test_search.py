@@ -24,21 +24,20 @@ from amp_graph.search.bench import Bench, seconds_of, spread_of
 from amp_graph.search.result import SearchResult
 from amp_graph.search.search import Limits, search
 from amp_graph.search.trials import AUTOCAST, FULL, Goal, Trial
+from tests.layers import layers, linear_of
 from tests.search.made_up_times import low_takes
 
 
-class Cancels(nn.Module):
+def nearly_equal(width):
+    first = nn.Linear(width, width)
+    weight = first.weight.detach() + 0.001 * torch.randn(width, width)
+    return dict(first=first, second=linear_of(weight, first.bias.detach()))
+
+
+@layers(nearly_equal)
+def Cancels(self, x):
     """Subtracts two products that are nearly equal: what bf16 rounds in them is most of the difference."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-        self.second.load_state_dict(self.first.state_dict())
-        with torch.no_grad():
-            self.second.weight += 0.001 * torch.randn(width, width)
-
-    def forward(self, x):
-        return 200 * (self.first(x) - self.second(x))
+    return 200 * (self.first(x) - self.second(x))
 
 
 def mlp(*inside):
@@ -243,7 +242,10 @@ def test_a_users_metric_bounds_the_answer_instead_of_the_error(tmp_path):
         search(mlp(), step_of(), metric=lambda model: 0.25, budget=0.3, state=tmp_path / "search.json")
     assert found.best.policy == "bf16-O1"
     assert found.best.metric == 0.2
-    assert search(mlp(), step_of(), metric=lambda model: 0.4, budget=0.3).policy == FULL
+    missed = search(mlp(), step_of(), metric=lambda model: 0.4, budget=0.3)
+    assert missed.policy == FULL
+    assert "no policy is good enough: fp32 itself has a metric of 0.4" in missed.text()
+    assert search(mlp(), step_of(), metric=step_of(1), budget=3.0).best.policy == "bf16-O1", "a tensor with gradients"
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -258,33 +260,6 @@ def test_each_step_draws_the_same_numbers_and_begins_with_the_same_buffers(insid
     assert found.best.policy == "bf16-O1"
     assert found.best.error < 0.02
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.usefixtures("_low_is_fast")
-def test_a_metric_that_fp32_misses_is_no_answer_of_a_search():
-    found = search(mlp(), step_of(), metric=lambda model: 3.0, budget=0.05)
-    assert "no policy is good enough: fp32 itself has a metric of 3" in found.text()
-    assert found.policy == FULL
-
-
-@pytest.mark.usefixtures("_low_is_fast")
-def test_a_search_that_was_interrupted_goes_on_from_its_file(tmp_path):
-    file, told = tmp_path / "search.json", []
-
-    def interrupt(line):
-        told.append(line)
-        if len(told) == 2:
-            raise KeyboardInterrupt
-
-    whole = search(mlp(Cancels(64)), step_of(), absolute=0.02)
-    first = search(mlp(Cancels(64)), step_of(), absolute=0.02, state=file, tell=interrupt)
-    assert first.ended.startswith("interrupted")
-    assert len(first.trials) == 2
-    rest = search(mlp(Cancels(64)), step_of(), absolute=0.02, state=file)
-    assert [one.policy for one in rest.trials] == [one.policy for one in whole.trials]
-    file.write_text("{}")
-    with pytest.raises(AmpGraphError, match="holds no search"):
-        search(mlp(), step_of(), absolute=0.02, state=file)
 
 
 def scaled_step(model):
@@ -380,6 +355,9 @@ def test_killed_at_any_point_it_goes_on_to_the_same_proposals(tmp_path, monkeypa
         torch.manual_seed(1 + stop)  # another process
         rest = search(model, step_of(), absolute=0.02, state=file)
         assert [one.policy for one in rest.trials] == whole, stop
+    file.write_text("{}")
+    with pytest.raises(AmpGraphError, match="holds no search"):
+        search(model, step_of(), absolute=0.02, state=file)
 
 
 @pytest.mark.usefixtures("_low_is_fast")
@@ -422,18 +400,14 @@ def test_torch_autocast_is_measured_and_named_where_it_is_faster(monkeypatch, tr
 
 
 @pytest.mark.usefixtures("_low_is_fast")
-def test_the_result_is_plain_data():
-    told = json.loads(json.dumps(search(mlp(), step_of()).to_dict()))
-    assert told["policy"].startswith("bf16-O1,measured_on=")
-    assert {"policy", "time", "error", "why"} <= set(told["trials"][0])
-
-
-@pytest.mark.usefixtures("_low_is_fast")
 def test_on_another_machine_convert_says_what_was_not_measured_there(monkeypatch):
     found = search(mlp(), step_of())
     here = machine_name("cpu")
     assert found.policy == f"bf16-O1,measured_on={here}"
     assert found.line() == f'model = amp_graph.convert(model, "{found.policy}")'
+    told = json.loads(json.dumps(found.to_dict()))
+    assert told["policy"] == found.policy
+    assert {"policy", "time", "error", "why"} <= set(told["trials"][0])
     amp_graph.convert(mlp(), found.policy)  # a warning is an error here
     again = search(mlp(), step_of(), policy=found.policy)
     assert again.policy == found.policy
@@ -534,12 +508,6 @@ def test_where_values_of_each_policy_are_not_finite_fp32_is_the_answer():
     found = search(mlp(), step, metric=metric, budget=0.2)
     assert found.verdict() == "keep fp32: no other policy runs: a value is not finite"
     assert search(mlp(), step_of(), limits=Limits(runs=1)).verdict() == "keep fp32: no other policy was measured"
-
-
-@pytest.mark.usefixtures("_low_is_fast")
-def test_a_metric_may_be_a_tensor_with_gradients():
-    found = search(mlp(), step_of(), metric=lambda model: step_of(1)(model), budget=3.0)
-    assert found.best.policy == "bf16-O1"
 
 
 @pytest.mark.usefixtures("_low_is_fast")

@@ -1,9 +1,19 @@
-"""The loop of a training as a user writes it, and one call with its gradients."""
+"""A model as it is and converted, the loop of a training as a user writes it, and one call with its gradients."""
 
 import contextlib
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import amp_graph
+
+
+def twins(build: Callable[[], Any], policy: str = "bf16", **options: Any) -> tuple[Any, Any]:
+    """Return a model as it is, and a converted copy of it."""
+    plain = build()
+    return plain, amp_graph.convert(copy.deepcopy(plain), policy, **options)
 
 
 def step_of(

@@ -106,6 +106,11 @@ def test_compiled_in_place():
     refused(model, match=r"compiled in place by model.compile\(\)", inputs=(x,))
 
 
+def test_an_unknown_compiler():
+    inputs = (torch.randn(3, 16),)
+    refused(Net(), "bf16", match=r"unknown compile='inductr'(?s:.*)inductor", inputs=inputs, compile="inductr")
+
+
 # -- a bad policy -------------------------------------------------------------------------------------
 
 

@@ -115,9 +115,13 @@ def test_a_slip_is_told_what_was_meant(text, word, meant):
     assert "legal:" in message
 
 
-@pytest.mark.parametrize("text", ["bf16,=", "bf16,zzzzqqq", "O7", "bf16-O1-yes", "bf16,keep_outputs=maybe", "int8"])
-def test_nonsense_is_refused_with_what_is_legal(text):
-    with pytest.raises(PolicyError, match="legal:"):
+NONSENSE = ("bf16,=", "bf16,zzzzqqq", "O7", "bf16-O1-yes", "bf16,keep_outputs=maybe", "int8")
+TWICE = ("bf16,fp16", "bf16,accuracy=fast,accuracy=autocast", "bf16,deny=gelu,deny=tanh")
+
+
+@pytest.mark.parametrize(("text", "told"), [*((t, "legal:") for t in NONSENSE), *((t, "twice") for t in TWICE)])
+def test_nonsense_is_refused_with_what_is_legal(text, told):
+    with pytest.raises(PolicyError, match=told):
         Policy.parse(text)
 
 

@@ -67,18 +67,6 @@ def test_another_capture_of_the_same_process_hears_that_it_is():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("grad", [False, True])
-def test_padded_rows_of_an_encoder_are_eagers(grad):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model, x, mask = nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 6, 16), torch.zeros(3, 6, dtype=torch.bool)
-    mask[0, 4:] = True
-    with torch.set_grad_enabled(grad):
-        want = model(x, src_key_padding_mask=mask)
-        found = amp_graph.convert(model, "bf16")(x, src_key_padding_mask=mask)
-    assert error(found, want) < 0.02
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 def test_attention_with_padding_is_eagers_on_its_fast_path_and_without_it(train, weights):
@@ -136,7 +124,8 @@ def inputs_of(name, padding):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "padding", "attention"),
-    [(name, None, None) for name in LIBRARY if name not in ("Bert", "Llama", "Mistral")]
+    [pytest.param("SwitchTransformers", None, None, marks=pytest.mark.slow)]  # asks for what LongT5 asks for
+    + [(name, None, None) for name in LIBRARY if name not in ("Bert", "Llama", "Mistral", "SwitchTransformers")]
     + [("Nystromformer", "", None), ("Bert", "", None), ("Bart", "left", None), ("Bart", "right", None)]
     + [("Llama", "left", "sdpa"), ("Llama", "right", "eager"), ("Mistral", "", "sdpa"), ("Mistral", "left", "eager")],
 )

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_twenty_shapes_of_one_model(dynamic):
     for rows in range(2, 22):
         assert_runs_low(model, torch.randn(rows, 16))
     assert conversion_of(model).runs == 40
-    assert (count(model) == 20) == (dynamic is False)
+    assert count(model) == (20 if dynamic is False else 2)
 
 
 def test_twenty_switches_of_one_model_with_many_flags():
@@ -204,7 +205,12 @@ def Hidden(self, x):
 
 def test_nothing_captured_is_a_warning_with_the_cause():
     model, x = amp_graph.convert(Hidden()), torch.randn(2, 8)
-    with pytest.warns(AmpGraphWarning, match=r"Hidden: nothing was captured.* in fp32.* under torch.autocast.+: "):
+    line = inspect.unwrap(Hidden.forward).__code__.co_firstlineno
+    told = (
+        rf"Hidden: nothing was captured.* in fp32.* under torch.autocast.+: (?s:.*){re.escape(__file__)}:{line}(?s:.*)"
+    )
+    fix = "fix:   remove the torch.compiler.disable, or convert the modules that it calls$"
+    with pytest.warns(AmpGraphWarning, match=told + fix):
         out = model(x)
     assert torch.equal(out, F.linear(x, model.fc.weight, model.fc.bias))
     with torch.autocast("cpu", BF16):
@@ -289,16 +295,6 @@ def test_revert_refuses_where_another_wrapper_came_later():
         amp_graph.revert(model)
     assert "fix:" in str(caught.value)
     assert conversion_of(model)
-
-
-@pytest.mark.parametrize("tool", [torch.export.export, torch.jit.trace])
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_export_and_trace_say_what_to_do_instead(tool):
-    model, x = amp_graph.convert(Net().eval()), torch.randn(3, 16)
-    with pytest.raises(CaptureError, match="cannot be traced or exported") as caught:
-        tool(model, (x,))
-    assert "amp_graph.rewrite" in str(caught.value)
-    assert model(x).dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")

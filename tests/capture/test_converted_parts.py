@@ -97,7 +97,9 @@ def _without_hooks_of_export():
 @pytest.mark.parametrize("tool", TOOLS)
 def test_what_traces_says_what_to_do(tool):
     model = amp_graph.convert(net(), "bf16")
-    with pytest.raises(CaptureError, match=r"cannot be traced or exported(?s:.*)fix:   export amp_graph\.revert"):
+    with pytest.raises(
+        CaptureError, match=r"cannot be traced or exported(?s:.*)fix:   export amp_graph\.revert(?s:.*)rewrite"
+    ):
         TOOLS[tool](model)
     assert model(X).shape == (4, 4)
     assert conversion_of(model).runs == 1
@@ -121,6 +123,7 @@ def compiled(**options):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"options": {"policy": "bf61"}}, "did you mean 'bf16'"),
         ({"mode": "fast"}, r"unknown mode='fast'\n  legal: default(?s:.*)fix:"),
         ({"options": {"mode": "max-autotune", "compile": "eager"}}, r"one of Inductor's(?s:.*)fix:"),
         (

@@ -5,31 +5,16 @@ from operator import attrgetter
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from tests.by_hand import descend
+from tests.capture.test_capture import assert_runs_low
+from tests.capture.test_convert import Net
 from tests.copied import WAYS, pickled
 from tests.corpus import make
-from tests.layers import layers
-from tests.measure import products
 from tests.threads import in_threads
-
-BF16 = torch.bfloat16
-
-
-@layers(lambda: dict(first=nn.Linear(16, 32), norm=nn.BatchNorm1d(32), second=nn.Linear(32, 4)))
-def Net(self, x):
-    return self.second(F.gelu(self.norm(self.first(x))))
-
-
-def assert_runs_low(model, *args, dtype=BF16, **kwargs):
-    before = conversion_of(model).runs
-    model(*args, **kwargs)
-    assert set(products(model, *args, **kwargs)) == {dtype}
-    assert conversion_of(model).runs == before + 2
 
 
 @pytest.mark.sampled(2)
@@ -63,7 +48,7 @@ def test_a_copy_computes_with_its_own_weights():
     with torch.no_grad():
         twin.second.weight.zero_()
         twin.second.bias.fill_(2.0)
-    assert torch.equal(twin(x), torch.full((6, 4), 2.0))
+    assert torch.equal(twin(x), torch.full((6, 4), 2.0) + twin.shift)
     assert torch.equal(model(x), before)
     twin(x).sum().backward()
     assert all(p.grad is None for p in model.parameters())

@@ -291,18 +291,6 @@ def symbolic(sizes, dynamic):
     return mode.from_tensor(torch.zeros(sizes), symbolic_context=context), env
 
 
-def test_comparing_sizes_adds_no_guard():
-    x, env = symbolic((4, 8), [0])
-    with x.fake_mode:
-        y, known = x + 1, torch.zeros(4, 8)
-    assert fake.same(x.shape, y.shape)
-    assert fake.alike(x, y)
-    assert not fake.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
-    assert fake.is_contiguous(x)
-    assert not fake.is_contiguous(x.t())
-    assert not env.guards
-
-
 def test_a_size_that_depends_on_data_counts_as_the_most_it_can_be():
     x, env = symbolic((40, 8), [])
     with x.fake_mode:

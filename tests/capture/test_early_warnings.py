@@ -1,7 +1,6 @@
-"""Warnings that come before the harm: fp16 without a scaler, no compiler, nothing captured."""
+"""Warnings that come before the harm: fp16 without a scaler, no compiler."""
 
 import gc
-import inspect
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import amp_graph
 from amp_graph.capture import diagnostics
 from amp_graph.capture.diagnostics import ELSE, fix_of
 from amp_graph.errors import AmpGraphWarning
-from tests.layers import forward_of
 from tests.warned import heard
 
 X, Y = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
@@ -78,22 +76,6 @@ def test_missing_kernels_are_said_once_with_the_fix(way, monkeypatch, tmp_path):
     assert all(
         "fix:   install gcc or clang, or set CC; a folder that can be written: AMP_GRAPH_CACHE=" in one for one in found
     )
-
-
-@forward_of(torch.nn.Linear)
-@torch.compiler.disable
-def Disabled(self, x):
-    return torch.nn.Linear.forward(self, x)
-
-
-def test_nothing_captured_names_the_users_line_and_the_fix():
-    model = amp_graph.convert(Disabled(16, 4), "bf16")
-    line = inspect.unwrap(Disabled.forward).__code__.co_firstlineno
-    with pytest.warns(AmpGraphWarning, match="nothing was captured") as found:
-        model(X)
-    text = str(found[0].message)
-    assert f"{__file__}:{line}" in text
-    assert text.endswith("fix:   remove the torch.compiler.disable, or convert the modules that it calls")
 
 
 def test_fixes_follow_what_dynamo_said():

@@ -1,6 +1,5 @@
 """torch's own transformers and cumulative batch norms, whose code looks at values, are captured whole all the same."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -12,6 +11,7 @@ from torch.optim.swa_utils import update_bn
 import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
+from tests.by_hand import twins
 from tests.layers import layers
 from tests.relative_error import error
 from tests.warned import without_warnings
@@ -33,13 +33,6 @@ def encoder(dropout=0.0, **options):
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 4, 32, dropout, **options), 1)
 
 
-def twins(make):
-    """A model, and the same converted."""
-    torch.manual_seed(0)
-    plain = make()
-    return plain, amp_graph.convert(copy.deepcopy(plain), "bf16")
-
-
 def as_autocast(make, *args, train=True, **kwargs):
     """One graph, whose output and gradients are as near to fp32's as autocast's."""
     torch.manual_seed(0)
@@ -47,11 +40,7 @@ def as_autocast(make, *args, train=True, **kwargs):
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     plain, cast, ours = models
-    for model in (
-        plain,
-        cast,
-    ):  # without dropout all the same, but for torch's inference path: NaN for some float masks
-        model.train()
+    plain.train(), cast.train()  # no dropout all the same, but for torch's inference path: NaN for some float masks
     amp_graph.convert(ours, "bf16")
     outs = []
     for model in models:

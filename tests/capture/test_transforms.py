@@ -1,6 +1,5 @@
 """Functional transforms, other modes of differentiation, and what PyTorch does differently in inference."""
 
-import copy
 import re
 
 import pytest
@@ -10,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_graph
-from amp_graph.errors import AmpGraphWarning, CaptureError, PolicyError
+from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.by_hand import twins
 from tests.layers import forward_of, layers
 from tests.measure import products
 
@@ -43,19 +43,13 @@ def Tangent(self, x):
     return torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))[1]
 
 
-def pair(kind, policy="bf16", **options):
-    torch.manual_seed(0)
-    plain = kind()
-    return plain, amp_graph.convert(copy.deepcopy(plain), policy, **options)
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Force, OfIntermediate, Vmapped, Tangent])
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_transforms_inside_of_a_model(kind, policy, monkeypatch):
     monkeypatch.setenv("AMP_GRAPH_VERIFY", "1")
-    plain, ours = pair(kind, policy, strict=True)
+    plain, ours = twins(kind, policy, strict=True)
     expected, found = plain(X), ours(X)
     assert (found - expected).norm() <= 0.02 * expected.norm()
     for out in (found, expected):
@@ -68,8 +62,8 @@ def test_transforms_inside_of_a_model(kind, policy, monkeypatch):
 @pytest.mark.parametrize("call", [lambda m: torch.func.grad(lambda v: m(v).sum())(X), lambda m: torch.func.vmap(m)(X)])
 @pytest.mark.parametrize("captured_before", [False, True])
 def test_a_call_inside_of_a_transform_is_said_and_forgotten(call, captured_before):
-    plain, ours = pair(mlp)
-    if captured_before:
+    plain, ours = twins(mlp)
+    for _ in range(3 * captured_before):  # the third leaves nothing to look at
         ours(X)
     with pytest.warns(AmpGraphWarning, match="inside a torch.func transform"):
         assert torch.equal(call(ours), call(plain))
@@ -78,7 +72,7 @@ def test_a_call_inside_of_a_transform_is_said_and_forgotten(call, captured_befor
 
 
 def test_a_backward_hook_that_is_gone_is_forgotten():
-    plain, ours = pair(mlp)
+    plain, ours = twins(mlp)
     ours(X)
     handle = ours[0].register_full_backward_hook(lambda *a: None)
     with pytest.warns(AmpGraphWarning, match="nothing was captured"):
@@ -89,7 +83,7 @@ def test_a_backward_hook_that_is_gone_is_forgotten():
 
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 def test_gradients_in_batches(policy):
-    plain, ours = pair(mlp, policy)
+    plain, ours = twins(mlp, policy)
 
     def jacobian(model):
         y = model(X)
@@ -102,7 +96,7 @@ def test_gradients_in_batches(policy):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("policy", ["bf16", "bf16,accuracy=fast"])
 def test_forward_mode(policy):
-    plain, ours = pair(mlp, policy)
+    plain, ours = twins(mlp, policy)
 
     def tangent(model):
         with forward_ad.dual_level():
@@ -120,7 +114,7 @@ def test_the_inference_path_of_a_transformer_encoder(norm_first, mask):
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first, activation="gelu")
         return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
-    plain, ours = pair(build, strict=True)
+    plain, ours = twins(build, strict=True)
     x, padded = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
     padded[0, 3:] = True
     given = {"padding": {"src_key_padding_mask": padded}, "causal": {"mask": torch.ones(5, 5).triu(1).bool()}}
@@ -165,7 +159,7 @@ def test_a_checkpoint_around_buffers_that_forward_writes(reentrant):
     def Net(self, x):
         return checkpoint(self.block, x, use_reentrant=reentrant)
 
-    plain, ours = pair(Net)
+    plain, ours = twins(Net)
     for model in (plain, ours):
         model(torch.ones(2, 3, 8, 8, requires_grad=True)).sum().backward()
     assert ours.block[1].num_batches_tracked == plain.block[1].num_batches_tracked
@@ -177,9 +171,3 @@ def test_a_module_with_a_wish():
     amp_graph.convert(model, "bf16")(X)
     assert products(model, X) == [BF16, torch.float32, BF16]
     assert "amp_graph.precision" in amp_graph.report(model).text()
-
-
-@pytest.mark.parametrize("text", ["bf16,fp16", "bf16,accuracy=fast,accuracy=autocast", "bf16,deny=gelu,deny=tanh"])
-def test_a_policy_that_says_a_thing_twice(text):
-    with pytest.raises(PolicyError, match="twice"):
-        amp_graph.Policy.parse(text)

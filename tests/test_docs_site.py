@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import runpy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ HOOKS = runpy.run_path(str(DOCS / "site_hooks.py"))
 TAKES_ANY = {"self", "args", "kwargs", "unused", "params"}
 # Methods that hand on to torch's, whose names say all.
 AS_TORCHS = re.compile(r"register_\w+|load_state_dict|on_\w+|from_dict|pipeline_options")
+
+
+def page(uri):
+    """Return a page of the site, as mkdocs gives it to hooks."""
+    return SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
 
 
 def found(path):
@@ -80,14 +86,8 @@ def said_on_its_page(field):
 
 
 def test_links_out_of_docs_lead_to_pages_of_the_site():
-    class Page:
-        meta: dict = {}  # noqa: RUF012
-
-        class file:
-            src_uri = "api/memory.md"
-
     text = "[a](../../amp_graph/freeze.py) [b](../memory.md#x) `[c](../../README.md)` [`d`](../../examples)"
-    moved = HOOKS["on_page_markdown"](text, Page)
+    moved = HOOKS["on_page_markdown"](text, page("api/memory.md"))
     assert moved == (
         "[a](../repository/amp_graph/freeze.py.md) [b](../memory.md#x) `[c](../../README.md)` "
         "[`d`](../repository/examples.md)"
@@ -95,28 +95,20 @@ def test_links_out_of_docs_lead_to_pages_of_the_site():
 
 
 def test_markdown_that_is_not_understood_is_found(caplog):
-    class Page:
-        class file:
-            src_uri = "page.md"
-
     shown = HOOKS["on_page_content"](
-        "<p>a <code>b ** c</code> **d** `e</p>\n<td><code>x\\|y</code></td><code>\\|</code>", Page
+        "<p>a <code>b ** c</code> **d** `e</p>\n<td><code>x\\|y</code></td><code>\\|</code>", page("page.md")
     )
     assert [record.args for record in caplog.records] == [("page.md", "<p>a  **d** `e</p>\n<td></td>")] * 2
     assert shown.endswith("<td><code>x|y</code></td><code>\\|</code>")
 
 
 def test_the_search_works_from_a_folder_without_a_network(caplog):
-    class Page:
-        class file:
-            src_uri = "page.md"
-
     options = (ROOT / "mkdocs.yml").read_text()
     assert "- offline" in options
     (script,) = re.findall(r"polyfills: \[(\S*iframe-worker\S*)\]", options)
     assert (DOCS / script).exists()
     tags = [f'<script src="{script}">', "<script src=https://x.org/shim>", '<a href="https://x.org">']
-    assert HOOKS["on_post_page"]("\n".join(tags), Page) == "\n".join(tags)
+    assert HOOKS["on_post_page"]("\n".join(tags), page("page.md")) == "\n".join(tags)
     assert [record.args for record in caplog.records] == [("page.md", tags[1])]
 
 

@@ -50,7 +50,6 @@ def refused(model, *given, error=CaptureError, match, inputs=(), **options):
     assert isinstance(caught.value, AmpGraphError)
     assert "fix:" in str(caught.value)
     before.check()
-    return str(caught.value)
 
 
 # -- not a model --------------------------------------------------------------------------------------
@@ -66,38 +65,33 @@ def refused(model, *given, error=CaptureError, match, inputs=(), **options):
     ids=["class", "function", "none"],
 )
 def test_what_is_no_model(given, what):
-    with pytest.raises(CaptureError, match=what) as caught:
+    with pytest.raises(CaptureError, match=rf"{what}(?s:.*)legal: an instance of torch.nn.Module(?s:.*)fix:"):
         amp_graph.convert(given)
-    assert "legal: an instance of torch.nn.Module" in str(caught.value)
-    assert "fix:" in str(caught.value)
 
 
 def test_a_scripted_module():
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         scripted = torch.jit.script(nn.Linear(4, 4))
-    with pytest.raises(CaptureError, match="scripted module") as caught:
+    with pytest.raises(CaptureError, match=r"(?s)scripted module.*amp_graph.convert of the original model"):
         amp_graph.convert(scripted)
-    assert "amp_graph.convert of the original model" in str(caught.value)
 
 
 def test_the_meta_device():
     with torch.device("meta"):
         model = Net()
-    message = refused(model, match="4 tensors are on the meta device")
-    assert "first.weight" in message
-    assert "to_empty" in message
+    refused(model, match="(?s)4 tensors are on the meta device.*first.weight.*to_empty")
 
 
 def test_half_precision_parameters():
     for dtype in (torch.float16, torch.bfloat16):
-        message = refused(Net().to(dtype), match="4 are in half precision", inputs=(torch.randn(3, 16).to(dtype),))
-        assert "model.float()" in message
+        told = r"(?s)4 are in half precision.*model\.float\(\)"
+        refused(Net().to(dtype), match=told, inputs=(torch.randn(3, 16).to(dtype),))
 
 
 def test_one_half_precision_parameter_is_named():
     model = Net()
     model.second.bfloat16()
-    assert "second.weight, second.bias" in refused(model, match="2 are in half precision")
+    refused(model, match="2 are in half precision.*second.weight, second.bias")
 
 
 def test_compiled_in_place():
@@ -146,17 +140,15 @@ def test_converted_again_with_the_same_policy_is_nothing():
 @pytest.mark.parametrize(("policy", "options"), [("fp16", {}), ("bf16", {"compile": "aot_eager"})])
 def test_converted_again_otherwise_names_revert(policy, options):
     model, x = amp_graph.convert(Net(), "bf16"), torch.randn(3, 16)
-    message = refused(model, policy, match="already converted", inputs=(x,), **options)
-    assert "amp_graph.revert(model)" in message
-    assert "policy='bf16-O1'" in message
+    told = r"(?s)already converted.*policy='bf16-O1'.*amp_graph\.revert\(model\)"
+    refused(model, policy, match=told, inputs=(x,), **options)
     assert conversion_of(model).policy == amp_graph.Policy("bf16")
 
 
 def test_revert_and_report_of_what_is_not_converted():
     for verb in (amp_graph.revert, amp_graph.report):
-        with pytest.raises(CaptureError, match="is not converted") as caught:
+        with pytest.raises(CaptureError, match=r"(?s)is not converted.*amp_graph\.convert\(model\)"):
             verb(Net())
-        assert "amp_graph.convert(model)" in str(caught.value)
 
 
 # -- nothing to do ------------------------------------------------------------------------------------
@@ -217,7 +209,7 @@ def test_an_error_of_the_call_reads_as_it_does_in_eager(converted_first, given):
 
 def test_a_part_that_is_converted_already():
     model = torch.nn.Sequential(amp_graph.convert(Net()), torch.nn.Linear(4, 4))
-    assert "get_submodule('0')" in refused(model, match="already converted: 0")
+    refused(model, match=r"(?s)already converted: 0.*get_submodule\('0'\)")
 
 
 # -- warnings -----------------------------------------------------------------------------------------

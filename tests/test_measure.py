@@ -1,6 +1,7 @@
 """The measuring instruments, on models whose answers are known, and on wrong models that they must find."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +14,7 @@ from tests.layers import layers
 from tests.measure import Run, error_ratio, gradient_errors
 
 BF16 = torch.bfloat16
-
-
-def autocast():
-    return torch.autocast("cpu", BF16)
+autocast = partial(torch.autocast, "cpu", BF16)
 
 
 def case(build, *shape, tags=()):

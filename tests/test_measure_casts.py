@@ -1,5 +1,7 @@
 """The counters of casts, saved bytes and dtypes, on models whose answers are known."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,10 +10,7 @@ from tests.layers import layers
 from tests.measure import CastCounter, DtypeLog, compare, saved_bytes
 
 BF16 = torch.bfloat16
-
-
-def autocast():
-    return torch.autocast("cpu", BF16)
+autocast = partial(torch.autocast, "cpu", BF16)
 
 
 def counted(model, x, context=autocast):

@@ -1,26 +1,24 @@
 """Warnings of a call: left out, made errors, or heard, whatever the filters around it are."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from amp_graph.errors import AmpGraphWarning
 
 
-@contextmanager
-def without_warnings(category: type[Warning] = AmpGraphWarning) -> Iterator[None]:
-    """Say nothing of ``category``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category)
-        yield
+def _by(action: str) -> Callable[..., AbstractContextManager[None]]:
+    @contextmanager
+    def filtered(category: type[Warning] = AmpGraphWarning) -> Iterator[None]:
+        """Do so with warnings of ``category``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter(action, category)
+            yield
+
+    return filtered
 
 
-@contextmanager
-def warnings_are_errors(category: type[Warning] = AmpGraphWarning) -> Iterator[None]:
-    """Raise the first warning of ``category``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", category)
-        yield
+without_warnings, warnings_are_errors = _by("ignore"), _by("error")
 
 
 @contextmanager

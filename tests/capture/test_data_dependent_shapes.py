@@ -2,18 +2,19 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
 from amp_graph.passes.torch_compat import fake
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, concrete_size
-from tests.by_hand import descend
+from tests.by_hand import descend, twins
 from tests.layers import forward_of, layers
 from tests.warned import without_warnings
 
@@ -208,8 +209,7 @@ def Listed(self, x, kinds):
 
 
 def test_what_is_no_graph_runs_all_the_same_and_a_step_says_what_to_do():
-    model, batch = Listed(), batches()[0]
-    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    (model, ours), batch = twins(Listed), batches()[0]
     with without_warnings():
         assert error(ours(*batch), model(*batch)) < 0.02
     assert "data-dependent" in amp_graph.report(ours).text()
@@ -229,8 +229,7 @@ def Shared(self, x, kinds):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_results_of_a_later_call_without_graphs_keep_dtypes_and_shared_memory(grad):
-    model = Shared()
-    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    model, ours = twins(Shared)
     for batch in batches()[:3]:
         with torch.set_grad_enabled(grad):
             found, exact = ours(*batch), model(*batch)
@@ -256,8 +255,7 @@ def Bootstraps(self, x, kinds):
 
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_weights_that_calls_without_graphs_read_without_gradients_first_get_theirs():
-    model = Bootstraps()
-    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    model, ours = twins(Bootstraps)
     for batch in batches():
         pairs = zip(results(ours, batch), results(model, batch), strict=True)
         assert all(error(found, exact) < 0.03 for found, exact in pairs)
@@ -273,8 +271,7 @@ def Halved(self, x, kinds):
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_results_of_later_calls_without_graphs_have_the_dtypes_of_their_mode(mode):
-    model = Halved(mode)
-    ours = amp_graph.convert(copy.deepcopy(model), policy="bf16")
+    model, ours = twins(partial(Halved, mode))
     for training in (True, False, True, False):
         for batch in batches()[:2]:
             found, exact = ours.train(training)(*batch), model.train(training)(*batch)
@@ -282,22 +279,14 @@ def test_results_of_later_calls_without_graphs_have_the_dtypes_of_their_mode(mod
             assert error(found, exact) < 0.02
 
 
-def symbolic(sizes, dynamic):
-    """A fake tensor with a symbol for each of the ``dynamic`` dimensions, and what knows its guards."""
-    env = ShapeEnv()
-    kinds = [DimDynamic.DYNAMIC if d in dynamic else DimDynamic.STATIC for d in range(len(sizes))]
-    mode = FakeTensorMode(shape_env=env)
-    context = StatelessSymbolicContext(dynamic_sizes=kinds)
-    return mode.from_tensor(torch.zeros(sizes), symbolic_context=context), env
-
-
 def test_a_size_that_depends_on_data_counts_as_the_most_it_can_be():
-    x, env = symbolic((40, 8), [])
-    with x.fake_mode:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.zeros(40, 8), static_shapes=True)
+    with mode:
         rows = x[x[:, 0] > 0]
     assert concrete_size(rows.shape[0]) == 40
     assert concrete_size(rows.shape[0] * 2 + 1) == 81
-    assert concrete_size(env.create_unbacked_symint()) == 4
+    assert concrete_size(mode.shape_env.create_unbacked_symint()) == 4
     assert fake.depends_on_data(rows)
     assert not fake.depends_on_data(x)
     assert fake.is_contiguous(rows)

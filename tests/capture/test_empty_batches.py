@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_graph
-from tests.by_hand import descend
+from tests.by_hand import descend, twins
 from tests.empty_networks import NETWORKS, inputs_of, network_of
 
 POLICIES = ("bf16", "fp16")
@@ -99,9 +99,8 @@ def test_what_failed(name):
 @pytest.mark.parametrize("batches", [(4, 0, 4), (3, 5, 0, 7)])
 def test_a_batch_among_others_may_be_empty(batches):
     """Sizes that have become symbols, too."""
-    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1))
-    plain = copy.deepcopy(model)
-    converted = amp_graph.convert(model, "bf16")
+    layers = nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 4, 1)
+    plain, converted = twins(lambda: nn.Sequential(*layers))
     for batch in batches:
         x = torch.randn(batch, 8, 6, 6).contiguous(memory_format=torch.channels_last)
         outs = [m(x) for m in (converted, plain)]
@@ -113,9 +112,8 @@ def test_a_batch_among_others_may_be_empty(batches):
 
 
 def test_cross_entropy_of_no_rows_is_nan_where_eager_is():
-    model = nn.Linear(16, 32)
-    plain = copy.deepcopy(model)
-    for m in (amp_graph.convert(model, "bf16"), plain):
+    plain, model = twins(lambda: nn.Linear(16, 32))
+    for m in (model, plain):
         loss = F.cross_entropy(m(torch.randn(0, 16)), torch.zeros(0, dtype=torch.int64))
         loss.backward()
         assert loss.isnan()

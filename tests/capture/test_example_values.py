@@ -21,7 +21,7 @@ def Masked(self, x):
 
 
 WRONG = {
-    "a tensor": (X, r"example_inputs is a Tensor, not a sequence of the graph's inputs\n.*in order: input"),
+    "a tensor": (X, r"example_inputs is a Tensor, not a sequence of the graph's inputs(?=\n.*in order: input)"),
     "by name": ({"input": X}, "example_inputs is a dict"),
     "none": ((), "0 example_inputs for a graph of 1 inputs"),
     "too many": ((X, X), "2 example_inputs for a graph of 1 inputs"),
@@ -34,10 +34,9 @@ WRONG = {
 def test_one_error_says_what_is_wrong(name, caplog):
     inputs, said = WRONG[name]
     graph = symbolic_trace(nn.Sequential(nn.Linear(4, 4)))
-    with caplog.at_level(logging.DEBUG), pytest.raises(CaptureError, match=said) as told:
+    told = rf"{said}(?s:.*)\n  legal: (?s:.*)\n  fix:   "
+    with caplog.at_level(logging.DEBUG), pytest.raises(CaptureError, match=told):
         amp_graph.rewrite(graph, "bf16", inputs)
-    assert "\n  legal: " in str(told.value)
-    assert "\n  fix:   " in str(told.value)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert torch.equal(graph(X), amp_graph.rewrite(graph, "O0", (X,))(X)), "the graph is as it was"
 

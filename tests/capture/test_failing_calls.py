@@ -7,8 +7,10 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_graph
 from amp_graph.capture import ladder
+from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
-from tests.failing_calls import PLACES, Draw, drawn, failing, faults_of
+from tests.corpus import CASES, make
+from tests.failing_calls import PASSES, PLACES, Draw, drawn, failing, faults_of
 from tests.layers import layers
 
 
@@ -22,6 +24,26 @@ def _not_strict(monkeypatch):
 def test_a_call_that_fails_inside_is_as_a_plain_one(seed):
     faults, _ = faults_of(draw := drawn(seed))
     assert not faults, draw
+
+
+def passes_of(case, trains):
+    """Return the passes that change a graph of a case, or have to run."""
+    model, args, kwargs = make(case)
+    with torch.set_grad_enabled(trains):
+        amp_graph.convert(model, "bf16")(*args, **kwargs)
+    done = [one for graph in conversion_of(model).graphs for one in graph.rewritten.passes]
+    return sorted({one.name for one in done if one.result.modified or dict(PASSES)[one.name].required})
+
+
+SAMPLE = [("resnet_basic", True), ("lstm_lm", False)]  # which together give many passes something to do
+OTHERS = [pytest.param(name, trains, marks=pytest.mark.slow) for name in sorted(CASES)[::6] for trains in (True, False)]
+
+
+@pytest.mark.parametrize(("case", "trains"), [*SAMPLE, *OTHERS])
+def test_whichever_pass_fails_half_way_calls_are_as_plain_ones(case, trains):
+    faults = {name: faults_of(Draw(case, f"pass {name}", "bf16", trains))[0] for name in passes_of(case, trains)}
+    assert len(faults) > 3
+    assert not any(faults.values()), faults
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +15,7 @@ import amp_graph
 from amp_graph.capture import captured_graphs
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
+from tests.by_hand import step_of, twins
 from tests.corpus.traps_capture import BranchesOnValue, LogsInForward, PrintsInForward
 from tests.layers import forward_of, layers
 from tests.measure import products
@@ -61,11 +61,8 @@ BROKEN = [LogsInForward, PrintsInForward, BranchesOnValue, Loops, CallsItsPartOf
 
 def gradients(model, x, context=None, scale=1.0):
     """Output and gradients of one step, as fp64."""
-    model.zero_grad()
-    with context or nullcontext():
-        out = model(x)
-    (out.float().square().sum() * scale).backward()
-    return [out.detach().double(), *(p.grad.double() / scale for p in model.parameters())]
+    out, *grads = step_of(model, x, loss=lambda out: out.float().square().sum() * scale, context=context)
+    return [out.double(), *(grad.double() / scale for grad in grads)]
 
 
 # -- precision, outputs and gradients -----------------------------------------------------------------
@@ -319,11 +316,9 @@ def Reads(self, x):
 
 @pytest.mark.parametrize("kind", ODD)
 def test_code_that_fails_under_autocast_runs_in_fp32_between_graphs(kind):
-    model = Reads(kind)
-    plain = copy.deepcopy(model)
+    plain, model = twins(partial(Reads, kind))
     torch.manual_seed(1)
     exact = plain(X)
-    amp_graph.convert(model, "bf16")
     torch.manual_seed(1)
     with without_warnings():
         found = model(X)
@@ -365,9 +360,8 @@ def Unknown(self, x):
 
 @pytest.mark.filterwarnings("ignore:amp_graph")
 def test_control_a_later_call_that_has_written_to_a_weight_raises():
-    model = Unknown("scatter")
+    model = amp_graph.convert(Unknown("scatter"), "bf16")
     model.fails_from, model.writes_weights = 4, True
-    amp_graph.convert(model, "bf16")
     for _ in range(3):
         model(X)
     with pytest.raises(RuntimeError, match="same scalar type"):

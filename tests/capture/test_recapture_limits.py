@@ -16,6 +16,7 @@ import amp_graph
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.capture.recapture_limits import MOST
 from amp_graph.errors import AmpGraphWarning, CaptureError
+from tests.by_hand import twins
 from tests.layers import forward_of, layers
 from tests.relative_error import error
 from tests.warned import heard, warnings_are_errors
@@ -152,8 +153,7 @@ def test_a_number_that_changes_becomes_a_symbol(kind, calls, most):
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16-O2"])
 def test_a_counter_under_other_policies(policy):
-    model = Counter()
-    converted = amp_graph.convert(copy.deepcopy(model), policy)
+    model, converted = twins(Counter, policy)
     for _ in range(8):
         found, wanted = converted(X), model(X)
         assert error(found, wanted) < 0.05
@@ -220,8 +220,10 @@ def test_strict_conversions_raise():
 @pytest.mark.parametrize("count", [0, -1, 2.0, "16", None, True])
 def test_numbers_of_graphs_that_make_no_sense_are_refused(count):
     model = Net()
-    with pytest.raises(CaptureError, match="legal: a whole number"):
-        amp_graph.convert(model, "bf16", max_graphs=count)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for door, more in ((amp_graph.convert, ()), (amp_graph.TrainStep, (torch.sum, optimizer))):
+        with pytest.raises(CaptureError, match="legal: a whole number"):
+            door(model, *more, policy="bf16", max_graphs=count)
     assert conversion_of(model) is None
 
 
@@ -248,8 +250,7 @@ def test_modes_and_orders_are_few_graphs():
         total = sum(value for value in options.values())
         return self.b(nn.functional.dropout(self.a(x), 0.0, self.training)) * total
 
-    model = Options()
-    converted = amp_graph.convert(copy.deepcopy(model), "bf16")
+    model, converted = twins(Options)
     for n in range(8):
         options = {"a": 1.0, "b": 2.0} if n % 2 else {"b": 2.0, "a": 1.0}
         for one in (model, converted):

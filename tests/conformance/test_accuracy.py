@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -22,23 +23,22 @@ MEDIAN, WORST, WORST_FAST = 1.00, 1.15, 2.2
 LOSS_SCALE = 4096.0
 
 
+def ratios(names, seeds, left_out, prepare, context, **how):
+    """`Ratios` by name, of the models that have none of the tags of ``left_out``."""
+    tags = {name: CASES[name].tags for name in names if not CASES[name].tags & left_out}
+    return {
+        name: error_ratio(name, prepare, context, range(seeds * 3 if own & NOISY else seeds), **how)
+        for name, own in tags.items()
+    }
+
+
 def measured(policy, names, seeds):
     """`Ratios` by name, of the models that can be compared."""
     half = policy.startswith("fp16")
-    low = torch.float16 if half else torch.bfloat16
-    found = {}
-    for name in names:
-        tags = CASES[name].tags
-        if tags & (INCOMPARABLE_FP16 if half else INCOMPARABLE):
-            continue
-        found[name] = error_ratio(
-            name,
-            lambda model: amp_graph.convert(model, policy),
-            lambda: torch.autocast("cpu", low),
-            range(seeds * 3 if tags & NOISY else seeds),
-            loss_scale=LOSS_SCALE if half else 1.0,
-        )
-    return found
+    low, left_out = (torch.float16, INCOMPARABLE_FP16) if half else (torch.bfloat16, INCOMPARABLE)
+    scale = LOSS_SCALE if half else 1.0
+    context = partial(torch.autocast, "cpu", low)
+    return ratios(names, seeds, left_out, lambda model: amp_graph.convert(model, policy), context, loss_scale=scale)
 
 
 def above(found, bound):
@@ -76,17 +76,14 @@ FOR_CUDA = ("gpt2", "two_tower", "inplace_chain", "tied_weights")
 def planned_for_cuda(names, seeds):
     """`Ratios` by name of plans for CUDA to autocast's own, both by kernels of the CPU."""
     ours, theirs = "bf16,device=cuda,skip=attention|fuse_attention", "bf16,device=cuda,lists=autocast_cuda"
-    found = {}
-    for name in names:
-        if not CASES[name].tags & INCOMPARABLE and name not in RECURRENT:
-            found[name] = error_ratio(
-                name,
-                lambda model: amp_graph.convert(model, ours),
-                contextlib.nullcontext,
-                range(seeds * 3 if CASES[name].tags & NOISY else seeds),
-                baseline=lambda model: amp_graph.convert(model, theirs + ",keep_outputs=false"),
-            )
-    return found
+    return ratios(
+        [name for name in names if name not in RECURRENT],
+        seeds,
+        INCOMPARABLE,
+        lambda model: amp_graph.convert(model, ours),
+        contextlib.nullcontext,
+        baseline=lambda model: amp_graph.convert(model, theirs + ",keep_outputs=false"),
+    )
 
 
 def test_plans_for_cuda_are_as_exact_as_autocasts_there():

@@ -13,24 +13,26 @@ from amp_graph.policy_words import DTYPES as LOW
 from amp_graph.scaling.loss_scale import STUCK, LossScale
 from tests.by_hand import descend
 from tests.corpus import CASES, make
+from tests.layers import layers
 from tests.measure import to_device
+from tests.relative_error import error
 from tests.scaling.test_grad_scaler import moved, torchs
 
 DEVICE = "cuda"
 WHOLE = ("bert_sdpa", "gpt2", "vit", "resnet_bottleneck", "lstm_lm", "tied_weights")
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 8)
+@layers(lambda: dict(first=nn.Linear(64, 256), norm=nn.LayerNorm(256), last=nn.Linear(256, 8)), seed=0)
+def Net(self, x):
+    return self.last(F.gelu(self.norm(self.first(x))))
 
-    def forward(self, x):
-        return self.last(F.gelu(self.norm(self.first(x))))
+
+@layers(lambda model, case: dict(model=model, loss=case.loss))
+def WithLoss(self, args, kwargs):
+    return self.loss(self.model(*args, **kwargs))
 
 
 def net():
-    torch.manual_seed(0)
     return Net().to(DEVICE)
 
 
@@ -44,15 +46,6 @@ def placed(name):
     model, args, kwargs = make(name)
     model.to(DEVICE)
     return model, *to_device((args, kwargs), DEVICE)
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model, case):
-        super().__init__()
-        self.model, self.loss = model, case.loss
-
-    def forward(self, args, kwargs):
-        return self.loss(self.model(*args, **kwargs))
 
 
 def losses(name, policy, count=8, **options):
@@ -210,21 +203,17 @@ def test_a_gradient_that_stays_infinite_is_an_error_that_names_it(whole):
 # -- weights, devices ----------------------------------------------------------------------------------------
 
 
-def error(model, x, reference):
-    return ((model(x).double() - reference).norm() / reference.norm()).item()
-
-
 def test_a_converted_model_moves_between_devices():
     model = amp_graph.convert(net().cpu(), "bf16")
     x, _ = batch()
     reference = copy.deepcopy(model)
     amp_graph.revert(reference)
     expected = reference.double()(x.cpu().double())
-    assert error(model, x.cpu(), expected) < 0.01
+    assert error(model(x.cpu()), expected) < 0.01
     model.to(DEVICE)
-    assert error(model, x, expected.to(DEVICE)) < 0.01
+    assert error(model(x), expected.to(DEVICE)) < 0.01
     model.cpu()
-    assert error(model, x.cpu(), expected) < 0.01
+    assert error(model(x.cpu()), expected) < 0.01
 
 
 def test_copies_of_weights_follow_updates():
@@ -236,7 +225,7 @@ def test_copies_of_weights_follow_updates():
         found = model(x)
         amp_graph.revert(model)
         expected = model.double()(x.double())
-    assert ((found.double() - expected).norm() / expected.norm()).item() < 0.01
+    assert error(found, expected) < 0.01
 
 
 def test_a_forward_in_a_graph_of_the_users():

@@ -7,6 +7,7 @@ import torch
 
 import amp_graph
 from amp_graph.errors import CaptureError, PolicyError
+from tests.by_hand import descend
 
 
 def net(dtype=torch.bfloat16):
@@ -21,9 +22,7 @@ def batch(seed=0):
 
 def train(model, optimizer, steps=range(3)):
     for i in steps:
-        model(batch(i)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(optimizer, model(batch(i)).float().square().mean())
 
 
 def adamw(model, **options):

@@ -3,6 +3,8 @@
 ``LOOPS["accumulation"](word)`` runs one with the policy word ``replay=word``; its results depend on nothing else.
 """
 
+from functools import partial, wraps
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -136,21 +138,61 @@ def Judge(self, x):
     return self.body(x)
 
 
-@loop
-def two_forwards_one_backward(word):
-    model = converted(word, Net(drop=0.1))
-    return plain(model, 2 * STEPS, lambda i, x, y: (model(x)[0] - model(batch()[0])[0]).square().mean())
+def of_loss(build=Net, declined="", **how):
+    """Make a loop of a loss, which is given the model, the step's number, inputs and targets; ``how``: of ``plain``."""
+
+    def made(loss):
+        @wraps(loss)
+        def trained(word):
+            model = converted(word, build())
+            return plain(model, loss=partial(loss, model), **how)
+
+        return loop(trained, declined)
+
+    return made
 
 
-@loop
-def three_forwards_one_backward(word):
-    model = converted(word, Net())
+@of_loss(lambda: Net(drop=0.1), steps=2 * STEPS)
+def two_forwards_one_backward(model, i, x, y):
+    return (model(x)[0] - model(batch()[0])[0]).square().mean()
 
-    def loss(i, x, y):
-        outs = [model(x)[0], model(batch()[0])[0], model(batch()[0])[0]]
-        return (outs[0] * outs[1] - outs[2]).square().mean()
 
-    return plain(model, 2 * STEPS, loss, updates=False)
+@of_loss(steps=2 * STEPS, updates=False)
+def three_forwards_one_backward(model, i, x, y):
+    outs = [model(x)[0], model(batch()[0])[0], model(batch()[0])[0]]
+    return (outs[0] * outs[1] - outs[2]).square().mean()
+
+
+@of_loss(steps=3 * STEPS, updates=False)
+def other_outputs_have_gradients(model, i, x, y):
+    out, extra = model(x)
+    return [out.sum(), extra, out.square().mean() + extra][i % 3]
+
+
+@of_loss(steps=3 * STEPS, updates=False)
+def expanded_and_transposed_gradients(model, i, x, y):
+    out = model(x)[0]
+    return out.sum() if i % 2 else (out.t().contiguous() * torch.randn(3, 8, device=DEVICE[0])).sum()
+
+
+@of_loss(Judge, "differentiated again", rate=0.01)
+def gradient_penalty(model, i, x, y):
+    x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
+    out = model(x).sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + (grad.norm(dim=1) - 1).square().mean()
+
+
+@of_loss(lambda: Net(drop=0.1), steps=6 * STEPS)
+def changing_batches(model, i, x, y):
+    size = (8, 5, 8, 3, 7, 2)[i % 6]
+    return F.cross_entropy(model(x[:size])[0], y[:size])
+
+
+@of_loss(steps=2 * STEPS, updates=False)
+def saved_tensor_hooks(model, i, x, y):
+    with torch.autograd.graph.save_on_cpu() if i % 2 else torch.enable_grad():
+        return F.cross_entropy(model(x)[0], y)
 
 
 @loop
@@ -168,41 +210,6 @@ def retain_graph(word):
         second.backward()
         found += seen(model, second)
     return found
-
-
-@loop
-def other_outputs_have_gradients(word):
-    model = converted(word)
-
-    def loss(i, x, y):
-        out, extra = model(x)
-        return [out.sum(), extra, out.square().mean() + extra][i % 3]
-
-    return plain(model, 3 * STEPS, loss, updates=False)
-
-
-@loop
-def expanded_and_transposed_gradients(word):
-    model = converted(word)
-
-    def loss(i, x, y):
-        out = model(x)[0]
-        return out.sum() if i % 2 else (out.t().contiguous() * torch.randn(3, 8, device=DEVICE[0])).sum()
-
-    return plain(model, 3 * STEPS, loss, updates=False)
-
-
-@declined("differentiated again")
-def gradient_penalty(word):
-    model = converted(word, Judge())
-
-    def loss(i, x, y):
-        x = torch.randn(8, 3, device=DEVICE[0], requires_grad=True)
-        out = model(x).sum()
-        (grad,) = torch.autograd.grad(out, x, create_graph=True)
-        return out + (grad.norm(dim=1) - 1).square().mean()
-
-    return plain(model, loss=loss, rate=0.01)
 
 
 @loop
@@ -226,17 +233,6 @@ def a_scaler_that_skips_steps(word):
         loss = descend(optimizer, F.cross_entropy(model(x)[0], y), scaler)
         found += seen(model, loss)
     return found
-
-
-@loop
-def changing_batches(word):
-    model = converted(word, Net(drop=0.1))
-
-    def loss(i, x, y):
-        size = (8, 5, 8, 3, 7, 2)[i % 6]
-        return F.cross_entropy(model(x[:size])[0], y[:size])
-
-    return plain(model, 6 * STEPS, loss)
 
 
 @loop
@@ -392,17 +388,6 @@ class MakesZeros(torch.autograd.Function):
 def a_head_behind_another_model(word):
     model, body = converted(word, TwoHeads()), Doubles().to(DEVICE[0])
     return one_head_at_a_time(word, model, body) + seen(body)
-
-
-@loop
-def saved_tensor_hooks(word):
-    model = converted(word)
-
-    def loss(i, x, y):
-        with torch.autograd.graph.save_on_cpu() if i % 2 else torch.enable_grad():
-            return F.cross_entropy(model(x)[0], y)
-
-    return plain(model, 2 * STEPS, loss, updates=False)
 
 
 class Checkpointed(Net):

@@ -8,7 +8,7 @@ import torch
 
 import amp_graph
 from amp_graph.replay import eligibility, replayed_call, slots
-from tests.replay import loops, stand_in
+from tests.replay import loops
 from tests.replay.loops import DECLINED, LOOPS
 
 # The others are left to `make test-long`: each takes a capture or two, twice.
@@ -20,11 +20,6 @@ BY_DEFAULT = {
     "outputs_held_for_many_steps",
 }
 CASES = [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in LOOPS]
-
-
-@pytest.fixture
-def recorders(monkeypatch):
-    return stand_in.install(monkeypatch).made
 
 
 def run(name, word):
@@ -71,58 +66,35 @@ def test_a_graph_that_was_recorded_is_not_differentiated_again(recorders):
 # -- broken controls: what each rule is for ------------------------------------------------------------
 
 
-def _no_copies(monkeypatch):
-    monkeypatch.setattr(slots, "copies", list)
+def _of_each(outputs, of_one=slots.inputs_behind):
+    return set().union(*(of_one([one]) for one in outputs))
 
 
-def _no_inputs(monkeypatch):
-    monkeypatch.setattr(slots, "fill", lambda twin, source: None)
-
-
-def _any_address(monkeypatch):
-    monkeypatch.setattr(slots, "addresses_of", lambda args, numbers: [])
-
-
-def _one_slot_for_all(monkeypatch):
-    monkeypatch.setattr(slots.Slot, "is_free", True)
-    monkeypatch.setattr(replayed_call.ReplayedCall, "is_current", lambda self: True)
-
-
-def _kept_graphs_replayed(monkeypatch):
-    monkeypatch.setattr(replayed_call, "keeps_graph", lambda: False)
-
-
-def _draws_are_recorded(monkeypatch):
-    monkeypatch.setattr(eligibility, "draws", lambda *_: False)
-
-
-def _writes_are_not_seen(monkeypatch):
-    monkeypatch.setattr(eligibility, "written_arguments", lambda _: ())
-
-
-def _nobody_notices(monkeypatch):
-    of_one = slots.inputs_behind
-    monkeypatch.setattr(slots, "inputs_behind", lambda outputs: set().union(*(of_one([one]) for one in outputs)))
-
-
+# The loop that shows it, and what stands in the place of the rule.
 BROKEN = {
-    "outputs are not copied": ("outputs_held_for_many_steps", _no_copies),
-    "inputs are not copied": ("simple", _no_inputs),
-    "addresses are not compared": ("moved_parameters", _any_address),
-    "one slot serves two forwards": ("two_forwards_one_backward", _one_slot_for_all),
-    "a kept graph is replayed": ("retain_graph", _kept_graphs_replayed),
-    "checkpoints draw anew": ("checkpoints_with_random_draws", _draws_are_recorded),
-    "zeros go on where nothing arrives": ("a_head_behind_another_model", _nobody_notices),
-    "an input's change stays in a copy": ("an_input_that_is_written", _writes_are_not_seen),
-}
+    "outputs are not copied": ("outputs_held_for_many_steps", [(slots, "copies", list)]),
+    "inputs are not copied": ("simple", [(slots, "fill", lambda twin, source: None)]),
+    "addresses are not compared": ("moved_parameters", [(slots, "addresses_of", lambda args, numbers: [])]),
+    "one slot serves two forwards": (
+        "two_forwards_one_backward",
+        [(slots.Slot, "is_free", True), (replayed_call.ReplayedCall, "is_current", lambda self: True)],
+    ),
+    "a kept graph is replayed": ("retain_graph", [(replayed_call, "keeps_graph", lambda: False)]),
+    "checkpoints draw anew": ("checkpoints_with_random_draws", [(eligibility, "draws", lambda *_: False)]),
+    "zeros go on where nothing arrives": ("a_head_behind_another_model", [(slots, "inputs_behind", _of_each)]),
+    "an input's change stays in a copy": (
+        "an_input_that_is_written", [(eligibility, "written_arguments", lambda _: ())],
+    ),
+}  # fmt: skip
 FEW = {"outputs are not copied", "one slot serves two forwards"}
 
 
 @pytest.mark.parametrize("broken", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in BROKEN])
 def test_control_a_broken_rule_shows(broken, recorders, monkeypatch):
-    name, break_it = BROKEN[broken]
+    name, rules = BROKEN[broken]
     expected = run(name, "false")
-    break_it(monkeypatch)
+    for rule in rules:
+        monkeypatch.setattr(*rule)
     found = []
     # Of a backward whose values are gone, and of a hook of a gradient that is None.
     with contextlib.suppress(RuntimeError, TypeError, AttributeError):

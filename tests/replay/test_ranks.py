@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -38,21 +39,9 @@ def TwoHeads(self, x, which):
     return (self.one if which else self.two)(self.body(x).relu())
 
 
-def plain(ddp, model, rank):
-    return steps(ddp, model, rank)
-
-
-def accumulated(ddp, model, rank):
-    return steps(ddp, model, rank, every=3)
-
-
-def of_many_sizes(ddp, model, rank):
-    """The ranks record at different steps."""
-    return steps(ddp, model, rank, sizes=(4, 4 + 2 * rank, 4))
-
-
-def steps(ddp, model, rank, every=1, sizes=(4,)):
-    found = []
+def steps(ddp, model, rank, every=1, more=0):
+    """Train; with ``more`` the ranks have other sizes, and record at different steps."""
+    found, sizes = [], (4, 4 + more * rank, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for i in range(2 * STEPS):
         x = torch.randn(sizes[i % len(sizes)], WIDTH)
@@ -78,9 +67,9 @@ def heads_in_turn(ddp, model, rank):
 
 
 CASES = {
-    "in buckets": (Net, {"bucket_cap_mb": 1}, plain),
-    "accumulated": (Net, {"gradient_as_bucket_view": True}, accumulated),
-    "of many sizes": (Net, {}, of_many_sizes),
+    "in buckets": (Net, {"bucket_cap_mb": 1}, steps),
+    "accumulated": (Net, {"gradient_as_bucket_view": True}, partial(steps, every=3)),
+    "of many sizes": (Net, {}, partial(steps, more=2)),
     "unused parameters": (TwoHeads, {"find_unused_parameters": True}, heads_in_turn),
 }
 

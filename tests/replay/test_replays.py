@@ -17,11 +17,6 @@ from tests.layers import layers
 from tests.replay import stand_in
 
 
-@pytest.fixture
-def recorders(monkeypatch):
-    return stand_in.install(monkeypatch).made
-
-
 def model_of(word="true", width=6):
     model = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 2))
     return amp_graph.convert(model, f"bf16,replay={word}", dynamic=False)

@@ -35,8 +35,3 @@ def test_tensors_of_any_layout_come_back_as_they_were():
             assert (a.dtype, a.stride()) == (b[0].dtype, b[1])
     owners = [a.untyped_storage().data_ptr() for a in found if a is not None and a.numel()]
     assert len(set(owners)) == len(owners)
-
-
-def test_nothing_is_copied_of_nothing():
-    assert copies([None, None]) == [None, None]
-    assert copies([]) == []

@@ -348,16 +348,6 @@ def test_a_copy_continues_where_it_was(copied):
     assert twin.get_scale() == 2 * scaler.get_scale()
 
 
-def test_resumed_in_the_middle_it_goes_on_bit_for_bit():
-    generator = torch.Generator().manual_seed(5)
-    pattern = (torch.rand(100, generator=generator) < 0.8).tolist()
-    whole = moved(LossScale(growth_interval=4, hysteresis=2), pattern)
-    first, second = LossScale(growth_interval=4, hysteresis=2), LossScale()
-    half = moved(first, pattern[:50])
-    second.load_state_dict(first.state_dict())
-    assert half + moved(second, pattern[50:]) == whole
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -373,10 +363,8 @@ def test_a_broken_state_is_refused_by_name_and_changes_nothing(broken):
     scaler.scale(torch.ones(()))
     good = scaler.state_dict()
     (name, value), *_ = broken.items()
-    with pytest.raises(ScaleError, match=re.escape(f"the state has {name}={value!r}")) as caught:
+    with pytest.raises(ScaleError, match=re.escape(f"the state has {name}={value!r}") + "(?s:.*)legal:(?s:.*)fix:"):
         scaler.load_state_dict({**good, **broken})
-    assert "legal:" in str(caught.value)
-    assert "fix:" in str(caught.value)
     assert scaler.state_dict() == good
 
 

@@ -9,7 +9,6 @@ import torch
 from amp_graph import LossScale
 from amp_graph.errors import ScaleError
 from amp_graph.passes.loss_scaling.scale_loss import inverse_of
-from amp_graph.scaling.loss_scale import FloorWatch, loss_scale_of
 
 LARGEST = float(torch.finfo(torch.float32).max)
 # The nearest illegal and legal values of each option.
@@ -89,18 +88,3 @@ def test_the_inverse_is_correctly_rounded():
         assert float(inverse_of(scale)) == float(torch.tensor(1.0 / float(torch.tensor(value)), dtype=torch.float32))
     with pytest.raises(ScaleError, match="no device yet"):
         _ = LossScale(3.0).scale
-
-
-def test_what_an_argument_may_be():
-    own = LossScale(2.0)
-    assert loss_scale_of("step", None) is None
-    assert loss_scale_of("step", own) is own
-    assert [loss_scale_of("step", x).dynamic for x in (16, torch.tensor(4.0), "dynamic")] == [False, False, True]
-    assert loss_scale_of("step", 0, zero=True).dynamic
-    assert loss_scale_of("step", 0.25).values()[0] == 0.25
-    for wrong, legal in ((0, "'dynamic', a number"), (-1, "'dynamic', a number"), ("on", "a number"), (True, "a")):
-        with pytest.raises(ScaleError, match=legal):
-            loss_scale_of("step", wrong)
-    FloorWatch("step", "warn")
-    with pytest.raises(ScaleError, match="at_floor='no'"):
-        FloorWatch("step", "no")

@@ -15,7 +15,7 @@ from amp_graph.errors import ScaleError
 from amp_graph.optim.master_weights import full_value, master_of
 from amp_graph.scaling.loss_scale import LossScale
 from tests.capture.test_levels import equal, saved, train
-from tests.step.test_train_step import Net, batches, build, parameters, same
+from tests.step.test_train_step import Net, batches, build, by_hand, parameters, same
 
 KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
 
@@ -43,16 +43,8 @@ def test_the_same_bits_as_a_converted_model_with_a_scaler(kind, clip):
     model, optimizer = converted(kind=kind)
     run(model, optimizer, batches(30), clip)
     other, theirs = build(optimizer=kind)
-    amp_graph.convert(other, "fp16-O1")
     scaler = amp_graph.GradScaler("cpu")
-    for x, y in batches(30):
-        theirs.zero_grad()
-        scaler.scale(F.cross_entropy(other(x), y)).backward()
-        scaler.unscale_(theirs)
-        if clip:
-            nn.utils.clip_grad_norm_(other.parameters(), clip)
-        scaler.step(theirs)
-        scaler.update()
+    by_hand(other, theirs, "fp16-O1", batches(30), scaler=scaler, clip=clip)
     assert equal(saved(model), saved(other))
     assert optimizer.loss_scale == scaler.get_scale()
 
@@ -79,6 +71,7 @@ def test_a_model_cast_by_hand_gets_masters():
         ({"dynamic_loss_scale": True, "verbose": False}, 2.0**16, True),
         ({"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 2.0**10}}, 2.0**10, True),
         ({"loss_scale": 64}, 64.0, False),
+        ({"loss_scale": torch.tensor(4.0)}, 4.0, False),
         ({"loss_scale": LossScale(256.0, hysteresis=2)}, 256.0, True),
     ],
 )
@@ -221,22 +214,16 @@ def test_copied_together_both_train_on(copied, order, policy):
     go(*made(), given)
 
 
-def filled(model):
-    with torch.no_grad():
-        model.first.weight.fill_(0.5)
-
-
-def replaced(model):
-    model.first.weight.data = torch.full_like(model.first.weight, 0.5)
-
-
-def loaded(model):
-    model.load_state_dict({**model.state_dict(), "first.weight": torch.full((24, 6), 0.5)})
+WRITES = {
+    "filled": torch.no_grad()(lambda model: model.first.weight.fill_(0.5)),
+    "replaced": lambda model: setattr(model.first.weight, "data", torch.full_like(model.first.weight, 0.5)),
+    "loaded": lambda model: model.load_state_dict({**model.state_dict(), "first.weight": torch.full((24, 6), 0.5)}),
+}
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["fp16-O2", "fp16-O1", None])
-@pytest.mark.parametrize("write", [filled, replaced, loaded])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_written_into_weights_counts(late, write, policy):
     """Between two steps, and between clipping and the step; master and weight go on from it."""

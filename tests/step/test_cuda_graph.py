@@ -21,6 +21,7 @@ from amp_graph.step import cuda_graph
 from amp_graph.step.trace_step import StepBuilder
 from tests.layers import layers
 from tests.replay import stand_in
+from tests.step.test_train_step import same
 
 STEPS = 9  # three as they are, one recording, and replays
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -61,10 +62,6 @@ def trained(replayed, device="cpu", change=lambda step, i: None, sizes=(8,), **o
     return losses, [*model.parameters(), *model.buffers(), *state], results
 
 
-def equal(one, two):
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
 CASES = {
     "bf16": {},
     "fp16": {"policy": "fp16", "clip_norm": 0.5},
@@ -79,42 +76,45 @@ def test_replayed_steps_have_the_bits_of_steps_that_run(recordings, options):
     losses, tensors, results = trained(True, **options)
     assert len(recordings) == 1
     expected, others, _ = trained(False, **options)
-    assert equal(losses, expected)
-    assert equal(tensors, others)
+    assert same(losses, expected)
+    assert same(tensors, others)
     if "outputs" in options:  # what earlier steps returned is not overwritten by later ones
         assert len({out.sum().item() for _, out in results}) == STEPS
 
 
-def test_learning_rates_are_read_at_each_replay(recordings):
-    def change(step, i):
-        step.optimizer.param_groups[0]["lr"] = 0.01 / (1 + i)
-
-    assert equal(trained(True, change=change)[1], trained(False, change=change)[1])
-    assert not equal(trained(True)[1], trained(True, change=change)[1])
+def slower(step, i):
+    step.optimizer.param_groups[0]["lr"] = 0.01 / (1 + i)
 
 
-def test_each_shape_is_recorded(recordings):
-    assert equal(trained(True, sizes=(8, 5))[0], trained(False, sizes=(8, 5))[0])
-    assert len(recordings) == 2
+def moved(step, i):
+    if i == 6:
+        p = step.model.last.weight
+        p.data = p.data.clone() * 2
 
 
-def test_parameters_that_moved_are_recorded_anew(recordings):
-    def change(step, i):
-        if i == 6:
-            p = step.model.last.weight
-            p.data = p.data.clone() * 2
+# What changes, and how many recordings are made.
+CHANGES = {
+    "learning rates": ({"change": slower}, 1),
+    "shapes": ({"sizes": (8, 5)}, 2),
+    "where parameters are": ({"change": moved}, 2),
+}
 
-    losses, tensors, _ = trained(True, change=change)
-    assert len(recordings) == 2
-    expected, others, _ = trained(False, change=change)
-    assert equal(losses, expected)
-    assert equal(tensors, others)
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_read_at_each_replay_or_recorded_anew(name, recordings):
+    how, count = CHANGES[name]
+    losses, tensors, _ = trained(True, **how)
+    assert len(recordings) == count
+    expected, others, _ = trained(False, **how)
+    assert same(losses, expected)
+    assert same(tensors, others)
+    assert not same(losses, trained(False)[0])
 
 
 def test_a_batch_that_is_not_copied_is_found(recordings, monkeypatch):
     monkeypatch.setattr(StepBuilder, "_batch_in", lambda self, args: ())
     monkeypatch.setattr(slots, "addresses_of", lambda args, numbers: [])
-    assert not equal(trained(True)[0], trained(False)[0])
+    assert not same(trained(True)[0], trained(False)[0])
 
 
 def test_inputs_that_the_model_writes_to_are_written(recordings):
@@ -243,5 +243,5 @@ def test_several_ranks_are_refused():
 def test_on_a_gpu(options):
     losses, tensors, _ = trained(True, "cuda", **options)
     expected, others, _ = trained(False, "cuda", **options)
-    assert equal(losses, expected)
-    assert equal(tensors, others)
+    assert same(losses, expected)
+    assert same(tensors, others)

@@ -100,27 +100,24 @@ def other_layer(trained=True, scale=3.0):
     return layer.requires_grad_(trained)
 
 
-def new_weight(model, optimizer):
-    model[2].weight = other_layer().weight
-
-
-def new_module(model, optimizer):
-    model[2] = other_layer()
-
-
-def new_frozen(model, optimizer):
-    model[2] = other_layer(trained=False)
-
-
-def new_by_assign(model, optimizer):
-    state = {k: v.clone() * 5 for k, v in model.state_dict().items() if k.startswith("2")}
-    model.load_state_dict(state, assign=True, strict=False)
-
-
 def new_in_both(model, optimizer):
     new = other_layer().weight
     optimizer.param_groups[0]["params"][2] = new
     model[2].weight = new
+
+
+def assigned(model, optimizer):
+    state = {k: v.clone() * 5 for k, v in model.state_dict().items() if k.startswith("2")}
+    model.load_state_dict(state, assign=True, strict=False)
+
+
+PUT = {
+    "weight": lambda model, optimizer: setattr(model[2], "weight", other_layer().weight),
+    "module": lambda model, optimizer: setattr(model, "2", other_layer()),
+    "frozen": lambda model, optimizer: setattr(model, "2", other_layer(trained=False)),
+    "assigned": assigned,
+    "in both": new_in_both,
+}
 
 
 @pytest.mark.sampled(5)
@@ -142,7 +139,7 @@ def hooks_of(optimizer):
 
 
 @pytest.mark.parametrize("policy", LEVELS)
-@pytest.mark.parametrize("put", [new_weight, new_module, new_frozen, new_by_assign, new_in_both])
+@pytest.mark.parametrize("put", PUT.values(), ids=PUT)
 def test_what_was_put_in_the_place_of_a_parameter_is_what_runs(put, policy):
     compare(mlp, sgd, policy, at_step_2(put))
 

@@ -236,7 +236,7 @@ def test_a_learning_rate_may_be_any_number_and_come_back():
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "rmsprop"])
 @pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile):
@@ -244,7 +244,7 @@ def test_parameters_in_low_precision_go_where_the_loop_takes_them(name, compile)
 
     What is rounded to 8 bits at each step is apart by up to 0.15 of the way; what is left where it was, by all of it.
     """
-    kind, options = OPTIMIZERS[name]
+    kind, options = OPTIMIZERS.get(name, (torch.optim.RMSprop, {}))
     model, optimizer = build(optimizer=kind, **options)
     start = [p.detach().clone() for p in model.parameters()]
     step = amp_graph.TrainStep(model, F.cross_entropy, optimizer, "bf16-O3", compile=compile)
@@ -379,14 +379,6 @@ def test_two_steps_of_one_optimizer_are_traced_once_each():
         step(x, y)
         traced.append(step.captured[0].step)
     assert traced == traced[:2] * 4
-
-
-def test_other_shapes_are_captured_anew():
-    *_, step = with_step(build(), "bf16")
-    for size in (8, 5, 8, 3):
-        step(*next(batches(1, (size, 6))))
-    assert len(step.captured) == 2
-    assert len(amp_graph.report(step).graphs) >= 3
 
 
 def test_an_optimizer_that_is_no_part_of_the_graph():

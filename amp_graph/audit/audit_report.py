@@ -14,8 +14,8 @@ from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, between_ranks, rows_of
 from amp_graph.audit.records import LEVELS, Finding, Region, Totals, Training
 from amp_graph.audit.speed.plan import PlanLines
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.passes.native.output_file import write_or_refuse
-from amp_graph.report.graph_facts import grouped
 from amp_graph.report.report_html import asset, page_place, template
 
 OF_REGION = ("device", "dtype", "enabled", "outer", "entered", "looked_at", "asked")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from amp_graph.audit.codes import CODES
 from amp_graph.audit.precision_table import Row, folded
 from amp_graph.audit.records import LEVELS
-from amp_graph.report.graph_facts import grouped, size_text
+from amp_graph.passes.graph.graph_text import grouped
+from amp_graph.report.graph_facts import size_text
 from amp_graph.report.report_html import seconds_text
 from amp_graph.report.report_text import wrapped
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 MOST_PLACES, MOST_ALSO, MOST_ROWS = 12, 4, 40  # of a code, of a finding, of the table
-SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-SHORT |= {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "complex64": "c64", "complex128": "c128"}
+SHORT = {
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16",
+    "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "complex64": "c64", "complex128": "c128",
+}  # fmt: skip
 COLUMNS = ("module", "stored", "computes", "FLOPs", "saved", "grads", "state", "by")
 LEAST = 8  # columns for the name of a module; a longer one has a line of its own
 HEADING = (
@@ -67,12 +70,12 @@ def looked_text(report: AuditReport) -> str:
         return "looked at one call"
     steps = [n for n in report.looked_at if n <= report.steps]
     shown = ", ".join(map(str, steps if len(steps) < 5 else [*steps[:3], "...", steps[-1]]))
-    looks = [f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}"] if steps else []
-    if len(steps) < len(report.looked_at):
-        looks.append(f"what ran after step {report.steps}, the last that ended")
-    if report.evaluated:
-        looks.append(f"a model's call in evaluation after step {report.evaluated}")
-    return f"looked at {', and at '.join(looks)}"
+    looks = {
+        f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}": bool(steps),
+        f"what ran after step {report.steps}, the last that ended": len(steps) < len(report.looked_at),
+        f"a model's call in evaluation after step {report.evaluated}": bool(report.evaluated),
+    }
+    return f"looked at {', and at '.join(look for look, is_so in looks.items() if is_so)}"
 
 
 def ordinal(number: int) -> str:
@@ -87,12 +90,14 @@ def ordinal(number: int) -> str:
 def _findings(report: AuditReport) -> Iterator[list[str]]:
     for code, found in grouped((f.code, f) for f in report.findings).items():
         fixes = dict.fromkeys(f.fix for f in found)
-        lines = wrapped(f"{code}: {CODES[code].title}", "", "  ", WIDTH)
-        lines += wrapped(" ".join(CODES[code].why.split()), "  ", "  ", WIDTH)
+        why = " ".join(CODES[code].why.split())
+        lines = [*wrapped(f"{code}: {CODES[code].title}", "", "  ", WIDTH), *wrapped(why, "  ", "  ", WIDTH)]
         for one in found[:MOST_PLACES]:
-            lines += wrapped(f"{one.place}: {code} {one.level}: {one.text}", "  ", "    ", WIDTH)
-            lines += wrapped(_few(one.also), "    also ", "         ", WIDTH) if one.also else []
-            lines += wrapped(one.fix, "    fix: ", "         ", WIDTH) if len(fixes) > 1 else []
+            lines += [
+                *wrapped(f"{one.place}: {code} {one.level}: {one.text}", "  ", "    ", WIDTH),
+                *(wrapped(_few(one.also), "    also ", "         ", WIDTH) if one.also else ()),
+                *(wrapped(one.fix, "    fix: ", "         ", WIDTH) if len(fixes) > 1 else ()),
+            ]
         if len(found) > MOST_PLACES:
             lines.append(f"  and at {len(found) - MOST_PLACES} more places")
         yield lines + (wrapped(next(iter(fixes)), "  fix: ", "       ", WIDTH) if len(fixes) == 1 else [])

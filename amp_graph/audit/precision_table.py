@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_graph.audit.records import CONVERSION, LOW, Call, Totals, Training, dtype_name
 from amp_graph.audit.speed.predicted_time import is_view_by_name
 from amp_graph.optim.master_weights import master_of
-from amp_graph.report.graph_facts import grouped
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.report.report_text import folded_paths
 
 BETWEEN_RANKS = ("c10d", "_c10d_functional")  # the namespaces of collectives

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amp_graph.audit.codes import finding
 from amp_graph.audit.records import LOW, NOWHERE, Call, Event, Finding, Place, Totals, Watcher, dtype_name, tensors_in
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.passes.torch_compat.fully_sharded import dtype_of, every_group, records_of
-from amp_graph.report.graph_facts import grouped
 
 NAMESPACES = ("c10d.", "_c10d_functional.")
 BITS = {"bfloat16": 8, "float16": 11}  # of a significand

@@ -284,15 +284,13 @@ class UnsafeOperations(Watcher):
         for (code, place, dtype), rounded in self._rounded.items():
             wrong, values = rounded.counts["wrong"], rounded.counts["values"]
             share = wrong / values
-            if code == "AMP404":
-                text = (
-                    f"{share:.0%} of the positions or counts up to {rounded.largest:.0f} are rounded in "
-                    f"{dtype}, which holds all whole numbers only to {EXACT[dtype]}"
-                )
-            else:
-                text = f"the probabilities were rounded to {dtype}, and {share:.1%} of them are 0 or 1"
+            texts = {
+                "AMP404": f"{share:.0%} of the positions or counts up to {rounded.largest:.0f} are rounded in {dtype}, "
+                f"which holds all whole numbers only to {EXACT[dtype]}",
+                "AMP407": f"the probabilities were rounded to {dtype}, and {share:.1%} of them are 0 or 1",
+            }
             yield finding(
-                code, place, text, FIXES[code],
+                code, place, texts[code], FIXES[code],
                 level="warning" if wrong else "note", also=list(rounded.modules)[1:], dtype=dtype,
                 share=share, values=values, largest=rounded.largest,
             )  # fmt: skip

@@ -28,7 +28,7 @@ from amp_graph.lists.errors import Attempt
 from amp_graph.passes.native.output_file import write_atomically
 from amp_graph.run.exit_report import is_first_rank
 from amp_graph.run.options import writable
-from amp_graph.run.script import StepsAreOver, execute, module_target, raise_as_python_does, raised_by, script_target
+from amp_graph.run.script import StepsAreOver, execute, module_target, run_and_tell, script_target
 
 USAGE = (
     "audit: a SCRIPT, -m MODULE or TARGET is needed\n  legal: one of them\n"
@@ -51,19 +51,12 @@ def run(args: argparse.Namespace) -> Callable[[], int]:
 
 def _run(audit: Audit, call: Callable[[], None], files: Files, fail_on: str) -> int:
     """Run ``call`` under ``audit``, and print the report; what the script raises is raised."""
-    process = os.getpid()
 
     def audited() -> None:
         with audit, contextlib.suppress(StepsAreOver):
             call()
 
-    failure = raised_by(audited)
-    status = _tell(audit, files, fail_on) if os.getpid() == process and is_first_rank() else 0
-    if status and (failure is None or (isinstance(failure, SystemExit) and failure.code in (None, 0))):
-        return status
-    if failure is not None:
-        raise_as_python_does(failure)
-    return 0
+    return run_and_tell(audited, lambda: _tell(audit, files, fail_on) if is_first_rank() else 0)
 
 
 def _call_of(args: argparse.Namespace) -> tuple[Callable[[], None], tuple[int, ...]]:

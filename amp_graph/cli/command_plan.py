@@ -42,8 +42,7 @@ def run(args: argparse.Namespace) -> Told:
     machine, dtype = machine_for(policy.device or device), str(policy.torch_dtype(device)).removeprefix("torch.")
     graphs = [ErrorBudget(made, machine, dtype, measured.of(made)) for made, measured in found]
     base = replace(policy, planner="mincut", skip_unprofitable="false")
-    policies = {str(policy): policy}
-    policies |= {f"accuracy={one}": replace(base, accuracy=one) for one in accuracies}
+    policies = {str(policy): policy, **{f"accuracy={one}": replace(base, accuracy=one) for one in accuracies}}
     plans = {name: [point_of(graph, one) for graph in graphs] for name, one in policies.items()}
     plans["full precision"] = [graph.plans.safest() for graph in graphs]
     rows = [_row(name, graphs, points) for name, points in plans.items()]

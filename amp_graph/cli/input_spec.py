@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,10 +45,9 @@ def make_inputs(
     for text in texts:
         for name, dtype, sizes, low, high in parse_inputs(text):
             try:
-                if dtype in (*INTEGERS, "bool"):
-                    made = torch.randint(low, high + 1, sizes, generator=generator).to(device, DTYPES[dtype])
-                else:
-                    made = torch.randn(sizes, generator=generator).to(device, DTYPES[dtype])
+                is_whole = dtype in (*INTEGERS, "bool")
+                draw = partial(torch.randint, low, high + 1) if is_whole else torch.randn
+                made = draw(sizes, generator=generator).to(device, DTYPES[dtype])
             except (RuntimeError, MemoryError, TypeError, ValueError, OverflowError) as error:
                 what = f"{list(sizes)} cannot be made: {str(error).splitlines()[0][:300]}"
                 raise pointed("--input", what[:600], text, 0, LEGAL, EXAMPLE) from error

@@ -20,6 +20,7 @@ from amp_graph.errors import AmpGraphError, CaptureError
 from amp_graph.lists.errors import Attempt
 from amp_graph.passes.casts.portable_ops import CAST_OP
 from amp_graph.passes.graph.fake_values import value
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.passes.graph.node_info import is_view
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 from amp_graph.passes.torch_compat.modules import registration_hooks_as_before
@@ -83,12 +84,8 @@ def store_low_weights(gm: GraphModule) -> None:
 
     A weight under several names is folded if this holds for all of them. Names stay.
     """
-    groups: dict[int, tuple[torch.Tensor, list[Node]]] = {}
-    for node in gm.graph.find_nodes(op="get_attr"):
-        held = attrgetter(str(node.target))(gm)
-        if isinstance(held, torch.Tensor):
-            groups.setdefault(id(held), (held, []))[1].append(node)
-    for old, nodes in groups.values():
+    held = ((attrgetter(str(node.target))(gm), node) for node in gm.graph.find_nodes(op="get_attr"))
+    for old, nodes in grouped((one, node) for one, node in held if isinstance(one, torch.Tensor)).items():
         dtype = _only_dtype(nodes)
         if dtype is not None:
             new = old.detach().to(dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from amp_graph.numerics.overflow.result import plain_values
-from amp_graph.passes.graph.graph_text import aligned
+from amp_graph.passes.graph.graph_text import aligned, grouped
 from amp_graph.passes.native.output_file import write_or_refuse
 
 SCHEMA, VERSION = "amp_graph.comparison", 1
@@ -67,9 +67,7 @@ class Comparison:
         ``by``: the operation of the layer that introduced most, with ``introduced``, ``precision``, ``reason`` and
         ``where`` of that. The errors are those of the layer's least exact operation.
         """
-        layers: dict[str, list[Operation]] = {}
-        for one in self.operations:
-            layers.setdefault(one.layer, []).append(one)
+        layers = grouped((one.layer, one) for one in self.operations)
         return [_row(layer, found) for layer, found in layers.items()]
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from amp_graph.capture.low_gathers import unit_of, why_full
 from amp_graph.passes.graph.fake_values import value
-from amp_graph.passes.graph.graph_text import SHORT
+from amp_graph.passes.graph.graph_text import SHORT, grouped
 from amp_graph.passes.graph.meta_keys import SENT
 from amp_graph.passes.graph.node_info import is_collective
 from amp_graph.passes.sharding.shard_parameters import Sent
@@ -28,7 +28,6 @@ from amp_graph.passes.torch_compat.fully_sharded import (
     reduced_dtype,
     unit_name,
 )
-from amp_graph.report.graph_facts import grouped
 from amp_graph.report.records import Collective
 from amp_graph.step.train_step import TrainStep
 

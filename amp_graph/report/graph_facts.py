@@ -9,15 +9,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from amp_graph.lists.errors import first_line
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.report.records import WEIGHT, GraphReport, NodeReport
 
 PLACES = 5  # graph breaks, and reasons of skips, that are listed
 INSTALLED = re.compile(r"^(?:(?!\.py:).)*?[/\\](?:site|dist)-packages[/\\]")  # the start of a path in a package
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 Facts = dict[str, str]  # by label; a line break begins a line below
 
 
@@ -52,9 +50,8 @@ NOTHING = ("integer-only", "no fp32 operation")  # by whether there are floats
 
 def _counts(nodes: Sequence[NodeReport]) -> str:
     """Count the operations by precision, and in each by class."""
-    found: dict[str, Counter[str]] = {}
-    for node in nodes:
-        found.setdefault(node.precision, Counter())[node.cls] += 1
+    classes_of = grouped((node.precision, node.cls) for node in nodes)
+    found = {precision: Counter(classes) for precision, classes in classes_of.items()}
     shown = {p: ", ".join(f"{count} {cls}" for cls, count in found[p].most_common()) for p in sorted(found, key=ORDER)}
     return ", ".join(f"{found[p].total()} {p} ({classes})" for p, classes in shown.items()) or "none"
 
@@ -118,14 +115,6 @@ def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for ops, count in Counter(n.ops for n in unlisted).items():
         first = next(n for n in unlisted if n.ops == ops)
         yield f"{shown_operation(first)} x{count}, first at {short_place(first.line) or first.name}"
-
-
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of each key, in their order."""
-    found: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def shown_operation(node: NodeReport) -> str:

@@ -158,19 +158,22 @@ def page_data(report: Report) -> dict[str, Any]:
 
 
 def _graph(graph: GraphReport, number: Number) -> dict[str, Any]:
-    after = _side(graph.nodes, AFTER, number)
-    after["bytes"], after["flops"] = [node.bytes for node in graph.nodes], [node.flops for node in graph.nodes]
     places = {node.name: i for i, node in enumerate(graph.nodes)}
-    # One cast: its node, what it casts, to which dtype, why; 1 for a weight; 1 for one that is kept.
-    after["casts"] = [
-        [places[cast.name], *map(number, (cast.source, cast.to, cast.reason)), int(cast.of == WEIGHT), int(cast.kept)]
-        for cast in graph.casts
-    ]
     return {
         "title": f"Graph {graph.index}: {graph.mode}, {graph.dtype}",
-        "after": after,
+        "after": {
+            **_side(graph.nodes, AFTER, number),
+            "bytes": [node.bytes for node in graph.nodes],
+            "flops": [node.flops for node in graph.nodes],
+            # One cast: its node, what it casts, to which dtype, why; 1 for a weight; 1 for one that is kept.
+            "casts": [
+                [places[cast.name], *map(number, (cast.source, cast.to, cast.reason)), int(cast.of == WEIGHT),
+                 int(cast.kept)]
+                for cast in graph.casts
+            ],
+        },
         "before": _side(graph.captured, BEFORE, number),
-    }
+    }  # fmt: skip
 
 
 def _side(

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.report.graph_facts import (
     PLACES,
     facts_of,
-    grouped,
     short_place,
     shown_operation,
     size_text,
@@ -99,16 +99,13 @@ def _alike(graphs: Iterable[GraphReport]) -> list[list[GraphReport]]:
 
 def _merged(graphs: Sequence[GraphReport], said: Iterable[Iterable[tuple[str, str]]]) -> dict[str, list[str]]:
     """Return what is said of each graph under its heading, once; with the numbers of the graphs, if not of all."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for graph, pairs in zip(graphs, said, strict=True):
-        for heading, text in pairs:
-            found.setdefault(heading, {}).setdefault(text, []).append(graph.index)
+    pairs = ((heading, (text, one.index)) for one, told in zip(graphs, said, strict=True) for heading, text in told)
 
     def shown(text: str, of: list[int]) -> str:
         numbers = f"graph{'s' * (len(of) > 1)} {', '.join(map(str, of))}: "
         return numbers + text if len(of) < len(graphs) else text
 
-    return {heading: [shown(*item) for item in texts.items()] for heading, texts in found.items()}
+    return {heading: [shown(*one) for one in grouped(texts).items()] for heading, texts in grouped(pairs).items()}
 
 
 # -- facts of a graph as a whole -----------------------------------------------------------------------
@@ -153,10 +150,8 @@ def fold(nodes: Sequence[NodeReport]) -> list[tuple[str, str, str, str, str]]:
 
 def folded_paths(paths: Iterable[str]) -> str:
     """``layers.0.fc``, ``layers.1.fc``, ``head`` -> ``layers.*.fc, head``."""
-    exact: dict[str, set[str]] = {}
-    for path in paths:
-        exact.setdefault(re.sub(r"\b\d+\b", "*", path), set()).add(path)
-    shown = (next(iter(full)) if len(full) == 1 else folded for folded, full in exact.items())
+    exact = grouped((re.sub(r"\b\d+\b", "*", path), path) for path in paths)
+    shown = (full[0] if len({*full}) == 1 else folded for folded, full in exact.items())
     return ", ".join(name or "(root)" for name in shown)
 
 

@@ -168,23 +168,31 @@ def run(target: Target, arguments: list[str], options: RunOptions) -> int:
     """Run ``target`` with ``arguments``, converting what it trains; return 0 if it ends without an exception."""
     notes: Counter[str] = Counter()
     TAKERS.append(lambda text: notes.update([text]))
-    models, process = TrainedModels(options, lambda text: notes.update([text])), os.getpid()
+    models = TrainedModels(options, lambda text: notes.update([text]))
     hear(models.before, models.after, models.under_autocast, models.failed)
     if needs_scale(options.policy):
         models.scaling.start()
-    failure = raised_by(lambda: execute(target, arguments))
-    if os.getpid() == process:
-        models.stop()
-        _report(models, notes)
-    if failure is not None:
+    return run_and_tell(lambda: execute(target, arguments), lambda: _report(models, notes))
+
+
+def run_and_tell(call: Callable[[], None], tell: Callable[[], int]) -> int:
+    """Run ``call``, then ``tell``, in this process alone and not in its forks; return the exit status.
+
+    It is that of ``tell`` if that is not 0 and the script ended well; what the script raises is raised.
+    """
+    process = os.getpid()
+    failure = raised_by(call)
+    status = tell() if os.getpid() == process else 0
+    if failure is not None and not (status and isinstance(failure, SystemExit) and failure.code in (None, 0)):
         raise_as_python_does(failure)
-    return 0
+    return status
 
 
-def _report(models: TrainedModels, notes: Counter[str]) -> None:
+def _report(models: TrainedModels, notes: Counter[str]) -> int:
     """Print what was converted; nothing here may change how the script ended."""
+    models.stop()
     if not is_first_rank():
-        return
+        return 0
     text = ""
     with Attempt() as tried:
         text = exit_report(models, notes)
@@ -193,3 +201,4 @@ def _report(models: TrainedModels, notes: Counter[str]) -> None:
     with contextlib.suppress(OSError, ValueError):  # closed by the script
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
+    return 0

@@ -1,13 +1,13 @@
-"""A stable text form of a graph: the same graph gives the same text in every run; and lines with aligned columns.
+"""A stable text form of a graph: the same graph gives the same text in every run; aligned lines; and groups.
 
 ``%3: bf16[2,4] = linear(%1, %2)  # layer1.fc``
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,6 +17,8 @@ from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.meta_keys import INPUT
 from amp_graph.passes.torch_compat.dispatch import OpOverload
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -165,3 +167,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
     return lines
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, in their order."""
+    found: dict[Key, list[Value]] = {}
+    for key, one in pairs:
+        found.setdefault(key, []).append(one)
+    return found

@@ -140,9 +140,8 @@ def _give(watch: Watch, task: Task, part: tuple[Any, ...]) -> None:
         f"{'target' if has_targets and getattr(path[0], 'idx', False) else 'input'} batch{keystr(path)}": leaf
         for path, leaf in tree_flatten_with_path(list(part))[0]
     }
-    given |= {f"parameter {name}": p for name, p in _parameters(task)}
-    given |= {f"buffer {name}": b for name, b in task.model.named_buffers()}
-    for name, value in given.items():
+    held = {f"parameter {name}": p for name, p in _parameters(task)}
+    for name, value in (given | held | {f"buffer {name}": b for name, b in task.model.named_buffers()}).items():
         if isinstance(value, Tensor):
             watch.give(name, value)
 
@@ -192,21 +191,15 @@ def _code(task: Task, region: Region | None, skips_low: bool = False) -> Ran:
 
 def _forward_and_loss(task: Task) -> Callable[..., Any]:
     """Return what computes the loss of a part of a batch."""
-    forward, loss_fn = _forward(task), task.loss_fn
+    found: Any = conversion_of(task.model)
+    loss_fn = task.loss_fn
+    try:  # the forward that a converted model was written with
+        forward = task.model if found is None else found.as_written()
+    except CaptureError:  # hooks of the model itself run around its conversion, and not here
+        forward = found.forward
 
     def amp_graph_forward(*batch: Any) -> Any:
         out = call_model(forward, batch[0]) if loss_fn is not None else call_model(forward, *batch)
         return loss_of(out) if loss_fn is None else loss_fn(out, *batch[1:])
 
     return amp_graph_forward
-
-
-def _forward(task: Task) -> Callable[..., Any]:
-    """Return what computes the outputs: the model, or the forward that a converted one was written with."""
-    found = conversion_of(task.model)
-    if found is None:
-        return task.model
-    try:
-        return found.as_written()
-    except CaptureError:  # hooks of the model itself run around its conversion, and not here
-        return found.forward

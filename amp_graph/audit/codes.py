@@ -1,13 +1,15 @@
 """The table of findings: ``CODES["AMP101"]`` has its level, what it is, why it matters, an example and the fix.
 
-``codes.toml`` is the table; the docs have a page of it, and ``amp-graph audit`` prints its titles.
+``codes.toml`` is the table; the docs have a page of it, and ``amp-graph audit`` prints its titles. ``name``: as linters
+have it, "AMP101". ``level``: that of its findings unless one says otherwise. ``title``: the fault in a few words.
+``why``: what it does to a training. ``bad``, ``good``: code with the fault and without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from amp_graph.audit.records import Finding, Place
@@ -16,24 +18,8 @@ from amp_graph.lists.read_toml import read_toml
 FILE = Path(__file__).with_name("codes.toml")
 
 
-@dataclass(frozen=True)
-class Code:
-    """One kind of fault.
-
-    ``name``: as linters have it, "AMP101". ``level``: that of its findings unless one says otherwise. ``title``: the
-    fault in a few words. ``why``: what it does to a training. ``bad``, ``good``: code with the fault and without it.
-    """
-
-    name: str
-    level: str
-    title: str
-    why: str
-    bad: str
-    good: str
-
-
 _TABLES: dict[str, Any] = dict(read_toml(FILE.read_text("utf-8"), str(FILE), ""))
-CODES = {name: Code(name, **fields) for name, fields in _TABLES.items()}
+CODES = {name: SimpleNamespace(name=name, **fields) for name, fields in _TABLES.items()}
 
 
 def finding(

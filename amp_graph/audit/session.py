@@ -115,12 +115,13 @@ class Audit:
         findings: list[Finding] = []
         self._quietly(lambda watcher: findings.extend(watcher.findings()))
         kept = loud(findings, self.ignored, self._folder)
-        wrong = unknown_codes(self.training.places.files, self._folder)
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         others = () if size == "1" else (f"this is rank {rank} of {size}: what others do alone",)
-        self.training.unseen |= dict.fromkeys([*wrong, *others])
-        silenced, looks = len(findings) - len(kept), sorted(self.looks)
-        return AuditReport.of(self.training, kept, self.seconds, silenced=silenced, looks=looks, every=self.every)
+        self.training.unseen |= dict.fromkeys([*unknown_codes(self.training.places.files, self._folder), *others])
+        return AuditReport.of(
+            self.training, kept, self.seconds, silenced=len(findings) - len(kept), looks=sorted(self.looks),
+            every=self.every,
+        )  # fmt: skip
 
     def _take_stock(self, *, is_over: bool = False) -> None:
         """Note what models and optimizers keep, and which modules are compiled."""

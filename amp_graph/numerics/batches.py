@@ -162,18 +162,17 @@ def gradients(model: torch.nn.Module, loss: Tensor, inputs: Sequence[Tensor]) ->
         return torch.autograd.grad(loss, inputs, allow_unused=True)
     reached = [node.variable for node in nodes if hasattr(node, "variable")]
     leaves = list({id(t): t for t in (*reached, *model.parameters(), *inputs) if t.is_leaf}.values())
-    grads = [leaf.grad for leaf in leaves]
     # Emptied in place: the leaf's gradient accumulator keeps that dict of hooks whatever the attribute says.
     hooks = [leaf._post_accumulate_grad_hooks or {} for leaf in leaves]
-    kept = [dict(one) for one in hooks]
-    for leaf, one in zip(leaves, hooks, strict=True):
+    kept = [(leaf, leaf.grad, one, dict(one)) for leaf, one in zip(leaves, hooks, strict=True)]
+    for leaf, _, one, _ in kept:
         leaf.grad = None
         one.clear()
     try:
         torch.autograd.backward(loss)
         return [t.grad if t.is_leaf else None for t in inputs]
     finally:
-        for leaf, grad, one, before in zip(leaves, grads, hooks, kept, strict=True):
+        for leaf, grad, one, before in kept:
             leaf.grad = grad
             one.update(before)
 

@@ -7,7 +7,7 @@ the layer and the operation that introduce most of the error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -152,7 +152,7 @@ class ComparedGraph:
 
     ``forms``: by mode, the graph and who writes in it; their nodes have the same names as far as they are the same.
     ``keys``: of the operations that are compared. ``is_whole``: whether it is no graph inside of another. ``refs``: a
-    reference for each run of a batch; ``runs``: how many there were in the mode of the moment. ``bodies``: what runs
+    reference for each run of a batch; ``pending``: those that the mode of the moment has not met. ``bodies``: what runs
     the graphs inside it.
     """
 
@@ -160,7 +160,7 @@ class ComparedGraph:
     keys: dict[Node, str]
     is_whole: bool
     refs: list[Reference] = field(default_factory=list)
-    runs: int = 0
+    pending: Iterator[Reference] = field(default_factory=lambda: iter(()))
     bodies: dict[str, Callable[..., Any]] = field(default_factory=dict)
     found: dict[str, Differences] = field(default_factory=lambda: {mode: Differences() for mode in MODES[1:]})
 
@@ -174,9 +174,7 @@ class ComparedGraph:
             gm, memory = self.forms[FP64]
             self.refs.append(Reference(frozenset(n.name for n in gm.graph.nodes if memory.is_written(n))))
             return self.refs[-1]
-        ref = self.refs[self.runs] if self.runs < len(self.refs) else Reference()
-        self.runs += 1
-        return Against(ref, self.found[mode], scale, unit)
+        return Against(next(self.pending, None) or Reference(), self.found[mode], scale, unit)
 
 
 @dataclass(eq=False)
@@ -227,7 +225,7 @@ class _Comparing:
                 grads = (g for graph in self.graphs for ref in graph.refs for g in ref.gradients.values())
                 self.scale = scale_for_fp16(grads, ROOM)
         for graph in self.graphs:
-            graph.runs = 0
+            graph.pending = iter(graph.refs)
         self.mode = mode
 
     def _run(self, graph: ComparedGraph, *args: Any) -> Any:

@@ -112,9 +112,8 @@ def _unlisted(nodes: Iterable[NodeReport]) -> Iterator[str]:
     unlisted = [n for n in nodes if not n.listed]
     if unlisted:
         yield "operations that no list names, run as captured:"
-    for ops, count in Counter(n.ops for n in unlisted).items():
-        first = next(n for n in unlisted if n.ops == ops)
-        yield f"{shown_operation(first)} x{count}, first at {short_place(first.line) or first.name}"
+    for first, *others in grouped((n.ops, n) for n in unlisted).values():
+        yield f"{shown_operation(first)} x{1 + len(others)}, first at {short_place(first.line) or first.name}"
 
 
 def shown_operation(node: NodeReport) -> str:

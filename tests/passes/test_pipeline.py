@@ -29,12 +29,6 @@ def names(phase, policy="bf16", device="cpu", grad=True, **mode):
         return [one.name for one in pipeline(phase, Policy.parse(policy).pipeline_options(device, **mode))]
 
 
-def difference(phase, mode, other):
-    """What is in the first pipeline alone, and in the second alone."""
-    first, second = names(phase, **mode), names(phase, **other)
-    return [n for n in first if n not in second], [n for n in second if n not in first]
-
-
 # -- which passes run, by mode ------------------------------------------------------------------------------
 
 
@@ -48,6 +42,10 @@ class TestSelection(expecttest.TestCase):
             "calls, training": names(Phase.CALLS),
             "calls, inference": names(Phase.CALLS, grad=False),
             "calls, frozen": names(Phase.CALLS, grad=False, frozen=frozen),
+            "captured to be compiled": names(Phase.CAPTURED),
+            "captured for a step": names(Phase.CAPTURED, in_step=True),
+            "eager, for a step": names(Phase.CAPTURED, eager=True, in_step=True),
+            "without the kernel of attention": names(Phase.CAPTURED, "bf16,skip=attention"),
             "compiled": names(Phase.COMPILED),
             "handover": names(Phase.HANDOVER),
             "inductor": names(Phase.INDUCTOR),
@@ -55,6 +53,8 @@ class TestSelection(expecttest.TestCase):
             "portable": names(Phase.CAPTURED, portable=True),
             "emulation": names(Phase.CAPTURED, "fp16,emulate=cuda", eager=True),
             "autocast's lists": names(Phase.CAPTURED, "bf16,lists=autocast_cpu", eager=True),
+            # What is not required is left out of a graph in which it fails.
+            "required": sorted(row.name for row in EVERY if row.cls.required),
         }
         lines = [
             textwrap.fill(f"{mode}: {' '.join(found)}", 110, subsequent_indent="  ") for mode, found in shown.items()
@@ -70,6 +70,23 @@ eager: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu
 calls, training: batch-weight-casts reuse-embedding-gradients
 calls, inference: batch-weight-casts
 calls, frozen: freeze-weights batch-weight-casts fold-batch-norms prepack-weights
+captured to be compiled: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-
+  norm conv-to-linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-
+  casts fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last
+  depthwise global-avg-pool-gradient pad-shapes pad-channels
+captured for a step: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-norm
+  conv-to-linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts
+  fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-
+  pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu
+eager, for a step: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu fuse-rms-norm
+  conv-to-linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts
+  fp32-norm-gradients attention gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last lower-
+  pointwise-conv depthwise global-avg-pool-gradient pad-shapes pad-channels fuse-batch-norm-relu fuse-cross-
+  entropy max-pool-by-halves recompute-activations lower-linears
+without the kernel of attention: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-gelu
+  fuse-rms-norm conv-to-linear decompose-composites plan-precision insert-casts eliminate-casts share-casts
+  fp32-norm-gradients gru-state lstm-backward cudnn-rnn contiguous-linear-input channels-last depthwise
+  global-avg-pool-gradient pad-shapes pad-channels
 compiled: reuse-embedding-gradients
 handover: lower-rnn
 inductor: lower-weight-gradients
@@ -81,30 +98,18 @@ emulation: identify-ops widen-halves remove-no-op-dropout einsum-to-matmul fuse-
   linear fuse-attention decompose-composites plan-precision insert-casts eliminate-casts share-casts emulate-
   cuda
 autocast's lists: identify-ops widen-halves remove-no-op-dropout decompose-composites plan-precision insert-
-  casts eliminate-casts share-casts fp32-norm-gradients""",
+  casts eliminate-casts share-casts fp32-norm-gradients
+required: add-update-targets agree-on-shards average-over-ranks check-finite-and-unscale check-portable clip-
+  gradients emulate-cuda fp32-norm-gradients identify-ops insert-casts lay-out-gradients plan-precision
+  return-outputs scale-loss scatter-gradients shard-parameters uniform-operands update-loss-scale update-
+  parameters use-portable-ops widen-halves write-low-copies""",
         )
-
-
-def test_compiled_graphs_go_without_what_a_compiler_does():
-    runs = dict(eager=True)
-    only_eager, none = difference(Phase.CAPTURED, runs, {})
-    assert none == []
-    assert only_eager == [
-        "lower-pointwise-conv", "fuse-batch-norm-relu", "fuse-cross-entropy", "max-pool-by-halves",
-        "recompute-activations", "lower-linears",
-    ]  # fmt: skip
-    assert difference(Phase.CAPTURED, dict(in_step=True), {}) == (["lower-pointwise-conv", "fuse-batch-norm-relu"], [])
-    assert difference(Phase.CAPTURED, dict(eager=True, in_step=True), runs) == ([], [])
 
 
 def test_gradients_and_devices_do_not_change_which_passes_see_a_captured_graph():
     for mode in (dict(eager=True), {}):
         for device, grad in itertools.product(("cpu", "cuda"), (True, False)):
             assert names(Phase.CAPTURED, device=device, grad=grad, **mode) == names(Phase.CAPTURED, **mode)
-
-
-def test_fusing_attention_needs_the_kernel_that_is_worth_it():
-    assert difference(Phase.CAPTURED, {}, dict(policy="bf16,skip=attention")) == (["fuse-attention", "attention"], [])
 
 
 def test_options_reach_the_passes():
@@ -134,18 +139,6 @@ def test_a_row_agrees_with_its_pass(row):
     assert not (row.cls.required and row.skippable) or row.name == "fp32-norm-gradients"
     assert set(row.devices) <= {"cpu", "cuda"}
     assert row.phases
-
-
-def test_what_a_graph_cannot_do_without_is_required_and_nothing_else():
-    """A pass that is not required is left out of a graph in which it fails."""
-    required = {row.name for row in EVERY if row.cls.required}
-    assert required == {
-        "add-update-targets", "agree-on-shards", "average-over-ranks",
-        "check-finite-and-unscale", "check-portable", "clip-gradients", "emulate-cuda", "fp32-norm-gradients",
-        "identify-ops", "insert-casts", "lay-out-gradients", "plan-precision", "return-outputs", "scale-loss",
-        "scatter-gradients", "shard-parameters", "uniform-operands", "update-loss-scale", "update-parameters",
-        "use-portable-ops", "widen-halves", "write-low-copies",
-    }  # fmt: skip
 
 
 def test_the_backend_is_what_stands_in_its_room():
@@ -189,10 +182,8 @@ def test_skipping_the_backend_leaves_the_core():
     frozen = FrozenWeights(nn.Linear(1, 1), torch.bfloat16)
     for phase, grad in itertools.product(Phase, (True, False)):
         mode = dict(grad=grad, eager=True, frozen=None if grad else frozen)
-        gone, none = difference(phase, mode, dict(policy="bf16,skip=backend", **mode))
-        assert none == []
-        assert all(ROWS[name].backend or name == "fuse-attention" for name in gone)
-        assert not any(ROWS[name].backend for name in names(phase, "bf16,skip=backend", **mode))
+        left, all_of_them = names(phase, "bf16,skip=backend", **mode), names(phase, **mode)
+        assert left == [n for n in all_of_them if not ROWS[n].backend and n != "fuse-attention"]
 
 
 def test_groups_are_the_stages_and_no_pass_has_the_name_of_one():

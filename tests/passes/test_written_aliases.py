@@ -16,6 +16,7 @@ from amp_graph.passes.precision.plan_precision import PlanPrecision, marks
 from tests.layers import forward_of, layers
 from tests.measure import products
 from tests.passes.graphs import capture_function, passes_until, standard_passes
+from tests.relative_error import errors
 
 ROWS, WIDTH = 8, 16
 X = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -48,6 +49,8 @@ VIEWS = {
     "dropouts": lambda h: F.dropout(F.dropout(h, 0.5, False), 0.1, False).view(-1),
     "contiguous": lambda h: h.contiguous(),
     "float": lambda h: h.float(),
+    "to": lambda h: h.to(torch.float32),
+    "type_as": lambda h: h.type_as(torch.ones(1)),
 }
 
 
@@ -61,21 +64,17 @@ def Written(self, x, w, v):
     return F.linear(h, v) + before, view * 1.0
 
 
-def error(got, want):
-    return max(((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True))
-
-
 @torch.no_grad()
 def error_of(model, policy="bf16"):
     """Compare a converted model with the eager one; a lost write is an error of 0.3 and more."""
     want = torch.utils._pytree.tree_leaves(model(X, W, V))
-    return error(torch.utils._pytree.tree_leaves(amp_graph.convert(model, policy)(X, W, V)), want)
+    return max(errors(torch.utils._pytree.tree_leaves(amp_graph.convert(model, policy)(X, W, V)), want))
 
 
 @torch.no_grad()
 def error_of_graph(function):
     graph = capture_function(function, X, w=W, v=V)
-    return error(graph.through(standard_passes())[0](*graph.given), graph.gm(*graph.given))
+    return max(errors(graph.through(standard_passes())[0](*graph.given), graph.gm(*graph.given)))
 
 
 @pytest.mark.sampled(3)
@@ -158,20 +157,6 @@ def test_two_views_leave_a_piece_as_one_memory(view):
     assert error_of(Broken(view)) < 0.012
 
 
-def test_outputs_that_are_one_memory_stay_so():
-    model = amp_graph.convert(Outputs(), "bf16")
-    with torch.no_grad():
-        h, row = model(X, W, V)
-        row.fill_(7.0)
-    assert (h[0] == 7.0).all()
-
-
-@forward_of(nn.Module)
-def Outputs(self, x, w, v):
-    h = F.linear(x, w)
-    return h, h[0]
-
-
 def test_a_value_that_nobody_writes_later_is_lowered_as_before():
     """What was written before the alias was made is no reason to keep full precision."""
 
@@ -232,15 +217,6 @@ PAIRS = [
 
 @pytest.mark.parametrize(("a", "b", "expected"), PAIRS)
 def test_overlap_is_that_of_the_elements(a, b, expected):
-    places = torch.arange(WHOLE.numel() * 4)
-    sets = []
-    for view in (a, b):
-        width = view.element_size()
-        strides = [s * width for s in view.stride()] + [1]
-        sets.append(
-            set(places.as_strided([*view.shape, width], strides, view.storage_offset() * width).flatten().tolist())
-        )
-    assert bool(sets[0] & sets[1]) is expected
     assert may_overlap(a, b) is expected
     assert may_overlap(b, a) is expected
 
@@ -263,7 +239,7 @@ def test_a_graph_captured_for_tensors_apart_runs_for_a_tensor_and_its_view(view)
         converted(X.clone(), X.clone(), *weights)
         for given in (lambda x: (x, x[:]), lambda x: (x.view(-1)[:64], x), lambda x: (x, x.clone())):
             got = converted(*given(X.clone()), *weights)
-            assert error(got, eager(*given(X.clone()), *weights)) < 0.012
+            assert max(errors(got, eager(*given(X.clone()), *weights))) < 0.012
 
 
 def test_bits_are_those_of_fp32_where_code_reads_dtypes():

@@ -12,8 +12,8 @@ from amp_graph.passes.casts import eliminate_casts
 from amp_graph.passes.casts.eliminate_casts import EliminateCasts
 from amp_graph.passes.graph.aliasing import Memory
 from amp_graph.passes.manager import run_passes
-from tests.layers import forward_of, layers
-from tests.passes.graphs import BF16, capture_function, differences, passes_before, run_step, with_and_without
+from tests.layers import layers
+from tests.passes.graphs import BF16, Function, capture_function, differences, passes_before, run_step, with_and_without
 from tests.passes.programs import captured
 from tests.relative_error import errors
 
@@ -185,18 +185,15 @@ def test_a_number_that_python_reads_is_not_widened():
     assert not differences(run_step(gm, graph.given), before)
 
 
-def returned_beside(self, x):
-    h = x.sum(0)
-    return h.double().float().expand(4, -1), h
+BESIDE = {
+    "a value": lambda s, x: ((h := x.sum(0)).double().float().expand(4, -1), h),
+    "an input": lambda s, x: (x.double().float(), x.sum(0)),
+}
 
 
-def returned_of_an_input(self, x):
-    return x.double().float(), x.sum(0)
-
-
-@pytest.mark.parametrize("function", [returned_beside, returned_of_an_input])
-def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
-    model, x = forward_of(nn.Module)(function)(), torch.randn(4, 8)
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_copy_that_the_caller_has_beside_its_source_stays_one(name):
+    model, x = Function(BESIDE[name]), torch.randn(4, 8)
     with torch.no_grad():
         copied, source = amp_graph.convert(model, "bf16")(x)
         before = (source.clone(), x.clone())
@@ -205,28 +202,18 @@ def test_a_copy_that_the_caller_has_beside_its_source_stays_one(function):
     assert torch.equal(x, before[1])
 
 
-def returned(self, x):
-    return self.layer(x).relu().bfloat16()
-
-
-def returned_twice(self, x):
-    h = self.layer(x).relu()
-    return h.bfloat16(), h.bfloat16().view(-1)
-
-
-def returned_and_read(self, x):
-    h = self.layer(x)
-    return h.bfloat16(), self.layer(h)
-
-
-def returned_by_way_of_fp32(self, x):
-    return self.layer(x).relu().float().bfloat16()
+RETURNED = {
+    "once": lambda s, x: (x @ s.w).relu().bfloat16(),
+    "twice": lambda s, x: ((h := (x @ s.w).relu()).bfloat16(), h.bfloat16().view(-1)),
+    "and read": lambda s, x: ((h := x @ s.w).bfloat16(), h @ s.w),
+    "by way of fp32": lambda s, x: (x @ s.w).relu().float().bfloat16(),
+}
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("forward", [returned, returned_twice, returned_and_read, returned_by_way_of_fp32])
-def test_a_callers_write_to_a_copy_reaches_nothing_else(forward, trained):
-    model = layers(lambda: dict(layer=nn.Linear(8, 8)), seed=0)(forward)()
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_callers_write_to_a_copy_reaches_nothing_else(name, trained):
+    model = Function(RETURNED[name], w=W)
     x = torch.randn(4, 8, requires_grad=trained)
 
     def run():

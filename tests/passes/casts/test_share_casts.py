@@ -1,7 +1,5 @@
 """ShareCasts and Fp32NormGradients: their laws, by the grade that each states."""
 
-import operator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,6 @@ from tests.passes.graphs import (
     BF16,
     FP32,
     Function,
-    body_text,
     capture,
     capture_function,
     options,
@@ -154,9 +151,6 @@ def test_nothing_is_shared_where_nothing_trains_or_one_reads():
 def test_inputs_and_weights_keep_their_plain_casts():
     (_, _, shared), _, _ = graphs(lambda s, x: (x @ s.w) + (x @ s.w))
     assert not any(n.target is shared_cast for n in shared.graph.nodes)
-    (_, _, shared), _, _ = graphs(two)
-    assert sum(n.target is shared_cast for n in shared.graph.nodes) == 1
-    assert sum(n.target is operator.getitem for n in shared.graph.nodes) >= 2
 
 
 def test_readers_without_a_gradient_are_skipped_in_backward():
@@ -192,17 +186,6 @@ def test_a_protected_norm_has_exact_parameter_gradients(rows):
     assert error(dweight, eweight) <= 1e-5
     assert error(dbias, ebias) <= 1e-5
     assert max(error(pweight, eweight), error(pbias, ebias)) > 1e-2, "the control: what is protected from"
-
-
-def test_protect_norms_replaces_what_loses_gradients_and_nothing_else():
-    def function(s, x):
-        h = torch.tanh(x @ s.w)
-        return F.layer_norm(h, (8,), s.u[0], s.u[1]) @ s.w + F.layer_norm(x, (8,), s.v[0], s.v[1])
-
-    captured = capture_function(function, X, w=W, v=V, u=U)
-    gm, _ = captured.through([*passes_before(Fp32NormGradients), Fp32NormGradients()])
-    assert [n.target is layer_norm_low for n in gm.graph.nodes if "layer_norm" in n.name] == [True, False]
-    assert "layer_norm_low" in body_text(gm)
 
 
 @pytest.mark.parametrize("layer_norm", [torch.layer_norm, torch.ops.aten.layer_norm.default])

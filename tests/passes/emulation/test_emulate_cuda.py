@@ -13,6 +13,7 @@ from amp_graph.passes.emulation.emulate_cuda import EmulateCuda, emulated
 from amp_graph.passes.graph.meta_keys import MARK
 from amp_graph.policy import Policy
 from tests.layers import layers
+from tests.passes.drawn import drawn
 from tests.passes.graphs import (
     body_text,
     capture,
@@ -33,22 +34,17 @@ def planned(graph, policy=POLICY):
     return before, after, result
 
 
-def lengths(*shape):
-    """Return values whose products sum to much more than the result: sums in fp16 lose all of it."""
-    torch.manual_seed(0)
-    return torch.randn(shape)
-
-
 # -- rounding ---------------------------------------------------------------------------------------------
 
+# Products that sum to much more than the result: sums in fp16 lose all of it.
 ROUNDED_ONCE = {
-    "linear": (lambda x, w, b: F.linear(x, w, b), (lengths(4, 4096), lengths(8, 4096), lengths(8))),
-    "matmul": (lambda x, w: x @ w, (lengths(2, 4, 2048), lengths(2, 2048, 8))),
-    "addbmm": (torch.addbmm, (lengths(4, 4), lengths(8, 4, 256), lengths(8, 256, 4))),
-    "transposed": (F.conv_transpose2d, (lengths(1, 64, 4, 4), lengths(64, 4, 3, 3))),
-    "conv3d": (F.conv3d, (lengths(1, 16, 5, 5, 5), lengths(4, 16, 3, 3, 3))),
-    "average": (lambda x, w: F.avg_pool3d(x @ w, 2), (lengths(1, 4, 8, 8, 8), torch.eye(8))),
-    "adaptive": (lambda x, w: F.adaptive_avg_pool2d(x @ w, 3), (lengths(2, 4, 16, 16), torch.eye(16))),
+    "linear": (lambda x, w, b: F.linear(x, w, b), (drawn(4, 4096), drawn(8, 4096), drawn(8))),
+    "matmul": (lambda x, w: x @ w, (drawn(2, 4, 2048), drawn(2, 2048, 8))),
+    "addbmm": (torch.addbmm, (drawn(4, 4), drawn(8, 4, 256), drawn(8, 256, 4))),
+    "transposed": (F.conv_transpose2d, (drawn(1, 64, 4, 4), drawn(64, 4, 3, 3))),
+    "conv3d": (F.conv3d, (drawn(1, 16, 5, 5, 5), drawn(4, 16, 3, 3, 3))),
+    "average": (lambda x, w: F.avg_pool3d(x @ w, 2), (drawn(1, 4, 8, 8, 8), torch.eye(8))),
+    "adaptive": (lambda x, w: F.adaptive_avg_pool2d(x @ w, 3), (drawn(2, 4, 16, 16), torch.eye(16))),
 }
 POOLS = ("average", "adaptive")
 
@@ -75,7 +71,7 @@ def test_sums_are_of_fp32_and_rounded_once_with_their_gradients(case):
 
 
 def test_a_convolution_adds_its_bias_to_a_rounded_result_as_cudnn_does():
-    x, w, b = lengths(1, 8, 6, 6), lengths(4, 8, 3, 3), lengths(4) * 30
+    x, w, b = drawn(1, 8, 6, 6), drawn(4, 8, 3, 3), drawn(4) * 30
     _, after, _ = planned(capture_function(lambda self, x, w, b: F.conv2d(x, w, b, padding=1), x, w, b))
     low = [t.half().double() for t in (x, w, b)]
     twice = F.conv2d(*low[:2], padding=1).half() + low[2].half()[:, None, None]
@@ -85,7 +81,7 @@ def test_a_convolution_adds_its_bias_to_a_rounded_result_as_cudnn_does():
 
 
 def test_attention_rounds_probabilities_and_the_gradient_of_scores():
-    q, k, v = (lengths(1, 2, 16, 8) + i for i in range(3))
+    q, k, v = (drawn(1, 2, 16, 8) + i for i in range(3))
     causal = partial(F.scaled_dot_product_attention, is_causal=True)
     _, after, _ = planned(capture_function(lambda self, *given: causal(*given), q, k, v))
     low = [t.half().double().requires_grad_() for t in (q, k, v)]
@@ -99,7 +95,7 @@ def test_attention_rounds_probabilities_and_the_gradient_of_scores():
 
 
 def test_attention_rounds_the_gradient_of_scores_for_the_products_in_backward():
-    q, k, v = lengths(1, 1, 16, 16) / 1024, torch.eye(16)[None, None], lengths(1, 1, 16, 16)
+    q, k, v = drawn(1, 1, 16, 16) / 1024, torch.eye(16)[None, None], drawn(1, 1, 16, 16)
     _, after, _ = planned(capture_function(lambda self, *x: F.scaled_dot_product_attention(*x, scale=1024.0), q, k, v))
     given = [t.half().float().requires_grad_() for t in (q, k, v)]
     (made,) = after(*given)
@@ -112,7 +108,7 @@ def test_attention_rounds_the_gradient_of_scores_for_the_products_in_backward():
 def test_attention_with_a_mask_and_a_row_that_sees_nothing(mask):
     mask = mask.clone()
     mask[2] = False if mask.dtype == torch.bool else -torch.inf
-    q, k, v = (lengths(1, 2, 6, 8) for _ in range(3))
+    q, k, v = (drawn(1, 2, 6, 8) for _ in range(3))
     function = lambda self, q, k, v, m: F.scaled_dot_product_attention(q, k, v, m)  # noqa: E731
     _, after, done = planned(capture_function(function, q, k, v, mask))
     (made,) = after(q, k, v, mask)

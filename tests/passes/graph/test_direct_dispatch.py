@@ -23,12 +23,15 @@ def traced():
 
 
 class Seen(TorchDispatchMode):
+    """The names of what is dispatched, with its arguments that are no tensors."""
+
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
+        told = ["tensor" if isinstance(a, torch.Tensor) else a for a in args]
+        self.calls.append((str(func), told, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -39,8 +42,8 @@ def test_it_does_what_forward_does():
     with Seen() as theirs:
         wanted = gm.forward(X, W, B)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert ours.names == theirs.names
-    assert len(ours.names) > 5
+    assert ours.calls == theirs.calls
+    assert len(ours.calls) > 5
 
 
 def through_batch_norm(x):
@@ -123,19 +126,12 @@ BOUND = {  # arguments of each operator that torch's own binding is called for
 
 def recorded(function, given):
     """What is dispatched, with its arguments, and what is returned; of what is written and aliased, too."""
-    seen, args = [], [a.clone(memory_format=torch.preserve_format) if isinstance(a, torch.Tensor) else a for a in given]
+    args = [a.clone(memory_format=torch.preserve_format) if isinstance(a, torch.Tensor) else a for a in given]
     kwargs = args.pop() if isinstance(args[-1], dict) else {}
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            told = ["tensor" if isinstance(a, torch.Tensor) else a for a in args]
-            seen.append((str(func), told, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
+    with Seen() as seen:
         out = function(*args, **kwargs)
     aliased = out.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-    return seen, (out.shape, out.stride(), out.storage_offset(), out.dtype, aliased), [out, args[0]]
+    return seen.calls, (out.shape, out.stride(), out.storage_offset(), out.dtype, aliased), [out, args[0]]
 
 
 @pytest.mark.parametrize("operator", module.BINDINGS, ids=str)
@@ -162,7 +158,7 @@ def test_operators_of_ours_are_called_without_the_dispatcher_unless_somebody_loo
         assert len(calls) == 1
         with Seen() as seen:
             run(a, b)
-        assert seen.names == [str(operator)]
+        assert [name for name, *_ in seen.calls] == [str(operator)]
         with torch.profiler.profile() as profile:
             run(a, b)
         assert "amp_graph::product_low" in {event.key for event in profile.key_averages()}

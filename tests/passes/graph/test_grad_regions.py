@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import amp_graph
 from amp_graph.passes.graph.fake_values import value
 from amp_graph.passes.graph.meta_keys import CAST, MARK, REGION
-from tests.passes.graphs import BF16, FP32, Function, capture_function, rewritten, run_step
+from tests.passes.graphs import BF16, FP32, Function, assert_near, capture_function, rewritten, run_step
 
 X, W = torch.randn(4, 4), torch.randn(4, 4)
 
@@ -60,22 +60,10 @@ def test_an_enabled_region_keeps_what_it_computed_bit_for_bit():
     assert not any(CAST in n.meta for n in gm.graph.nodes)
 
 
-def test_the_end_of_a_region_ends_it():
-    gm = capture_function(disabled, X, w=W).fresh()
-    names = [getattr(n.target, "__name__", "") for n in gm.graph.nodes]
-    assert names.count("_enter_autocast") == names.count("_exit_autocast") == 1
-    after = list(gm.graph.nodes)[names.index("_exit_autocast") + 1 :]
-    assert after
-    assert not any(REGION in n.meta for n in after)
-
-
 def test_gradients_pass_through_exactly_the_enabled_part():
     graph = capture_function(without_grad, X, w=W)
     step, plain = run_step(rewritten(graph), graph.given), run_step(graph.gm, graph.given)
-    for got, want in zip(step.grads, plain.grads, strict=True):
-        assert (got is None) == (want is None)
-        if want is not None:
-            assert (got - want).norm() <= 0.02 * want.norm()
+    assert_near(step, plain, 0.02)
 
 
 def test_an_output_of_a_part_with_gradients_has_them_in_a_call_without():

@@ -171,14 +171,15 @@ def test_as_exact_as_without(name):
 SHARED = {"split_up", "whole_part", "padded"}  # all that they convolve with twice
 
 
-@pytest.fixture
-def _kernels_that_want_weights_so(monkeypatch):
-    monkeypatch.setattr(channels_last, "channels_last_weights_are_profitable", lambda device: True)
+@pytest.fixture(params=[True])
+def weights_too(request, monkeypatch):
+    """Whether kernels want weights in the layout as well."""
+    monkeypatch.setattr(channels_last, "channels_last_weights_are_profitable", lambda device: request.param)
 
 
 @pytest.mark.onednn
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("_kernels_that_want_weights_so")
+@pytest.mark.usefixtures("weights_too")
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):
     ratio, _ = against_fp64(CASES[name])
@@ -195,13 +196,8 @@ def test_weights_are_cast_into_the_layout_where_kernels_want_that(name):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.usefixtures("_kernels_that_want_weights_so")
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_such_weights_keep_their_strides(name):
-    test_outputs_and_gradients_keep_their_strides(name)
-
-
-@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("weights_too")
+@pytest.mark.parametrize("weights_too", [False, True], indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_keep_their_strides(name):
     _, ours, given, _ = passed(CASES[name])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from amp_graph.passes.layout.contiguous_linear_input import ContiguousLinearInput
-from tests.passes.graphs import assert_left_alone, capture_function, with_and_without
+from tests.passes.graphs import Function, assert_left_alone, capture_function, with_and_without
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
 W = torch.randn(16, 8, generator=torch.Generator().manual_seed(2)) / 3
@@ -59,15 +59,11 @@ def test_one_product_and_the_same_numbers(name):
     assert batched_products(ours, *given) == 0
     with torch.no_grad():
         got, before = ours(*given)[0], plain(*given)[0]
-        exact = FLATTENED[name](_Double(), X.double())
+        exact = Function(FLATTENED[name], w=W, b=B).double()(X.double())
     assert got.shape == before.shape
     assert got.stride() == before.stride()
     assert got.dtype == before.dtype
     assert (got - exact).norm() <= 1.05 * (before - exact).norm()
-
-
-class _Double:
-    w, b = W.double(), B.double()
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -98,17 +94,11 @@ def test_with_gradients_the_product_begins_with_the_bias(name):
     (before, theirs), (after, found) = operations(plain, given), operations(ours, given)
     assert ("aten::addmm" in before, "aten::addmm" in after) == (False, True)
     doubled = [t.detach().double().requires_grad_() for t in given]
-    _, exact = operations(lambda *a: [FLATTENED[name](_Of(a), _Of(a).x)], doubled)
+    captured = capture_function(FLATTENED[name], X.clone().requires_grad_(), w=W, b=B)
+    _, exact = operations(captured.gm.forward, doubled)
     for one, other, true in zip(found, theirs, exact, strict=True):
         assert one.stride() == other.stride()
         assert (one - true).norm() <= 1.05 * (other - true).norm() + 1e-12
-
-
-class _Of:
-    """What a graph is given, known by its shapes."""
-
-    def __init__(self, given):
-        self.x, self.w, self.b = (next(t for t in given if t.shape == known.shape) for known in (X, W, B))
 
 
 def test_two_readers_share_the_copy():

@@ -36,18 +36,15 @@ def on(count):
 
 
 def test_the_same_bits_by_one_thread_by_openmp_and_by_threads_of_its_own():
-    libraries = [batch_norm_kernel.library(torch.bfloat16)]
-    assert all((library in jit_compiler._on_openmp) is jit_compiler.has_openmp() for library in libraries)
+    library = batch_norm_kernel.library(torch.bfloat16)
+    assert (library in jit_compiler._on_openmp) is jit_compiler.has_openmp()
     one, two = on(1), on(2)
-    nothing = (jit_compiler.ctypes.c_void_p * len(jit_compiler.OPENMP))()
-    for library in libraries:
-        library.use_openmp(nothing)
+    library.use_openmp((jit_compiler.ctypes.c_void_p * len(jit_compiler.OPENMP))())
     try:
         own = on(2)
     finally:
-        for library in libraries:
-            jit_compiler._sharing_threads(library)
-            jit_compiler._on_openmp.remove(library)
+        jit_compiler._sharing_threads(library)
+        jit_compiler._on_openmp.remove(library)
     assert all(map(torch.equal, one, two))
     assert all(map(torch.equal, one, own))
 

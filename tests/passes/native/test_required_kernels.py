@@ -1,18 +1,13 @@
 """Operators of a graph that was traced in another process, in one that has no compiled code for them."""
 
 import pytest
-import torch
 
 from amp_graph.passes.backends.cpu.attention import attention_functions as attention
 from amp_graph.passes.backends.cpu.linear import panel_gemm
 from amp_graph.passes.backends.recurrent import lstm_kernel
 from amp_graph.passes.native.jit_compiler import CompilerError
 from amp_graph.passes.native.operator_library import OPS
-
-
-def drawn(*shape):
-    return torch.randn(shape, dtype=torch.bfloat16)
-
+from tests.passes.drawn import drawn_low as drawn
 
 HEADS = drawn(1, 2, 8, 16)
 MASK = drawn(8, 8)

@@ -195,18 +195,26 @@ def Noisy(self, x):
     return self.body(x)
 
 
+def sampled(model, x, policy="bf16,accuracy=1.5"):
+    return amp_graph.convert(model, policy, sample=lambda m: m(x).square().mean())
+
+
+def origin(model):
+    return amp_graph.report(model).graphs[0].budget.origin
+
+
 def test_a_sample_leaves_no_trace():
     model, x = Noisy(), torch.randn(32, 16)
     model(x).sum().backward()
     before = copy.deepcopy(model.state_dict())
     grads, random = [p.grad.clone() for p in model.parameters()], torch.get_rng_state()
-    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    sampled(model, x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
     assert [p.requires_grad for p in model.parameters()] == [True] * len(grads)
     model(x).sum().backward()
-    assert amp_graph.report(model).graphs[0].budget.origin == "measured"
+    assert origin(model) == "measured"
 
 
 @layers(lambda: dict(body=nn.Linear(16, 4)), ask=torch.compiler.disable(lambda self, x: x.requires_grad_()))
@@ -217,26 +225,24 @@ def AsksForGradients(self, x):
 
 @pytest.mark.filterwarnings("ignore:amp_graph:amp_graph.errors.AmpGraphWarning")
 def test_a_model_that_asks_for_gradients_itself_can_be_sampled():
-    model, x = AsksForGradients(), torch.randn(32, 16)
-    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    x = torch.randn(32, 16)
+    model = sampled(AsksForGradients(), x)
     model(x).sum().backward()
     assert "measured" in {graph.budget.origin for graph in amp_graph.report(model).graphs if graph.budget}
 
 
 def test_other_sizes_and_copies_keep_what_was_measured():
-    model, x = Noisy(), torch.randn(32, 16)
-    amp_graph.convert(model, "bf16,accuracy=1.5", sample=lambda m: m(x).square().mean())
+    model = sampled(Noisy(), torch.randn(32, 16))
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         one(torch.randn(8, 16))
-        assert amp_graph.report(one).graphs[0].budget.origin == "measured"
+        assert origin(one) == "measured"
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_levels_that_hold_low_parameters_are_sampled_before_they_do(level):
-    model, x = Noisy(), torch.randn(32, 16)
-    amp_graph.convert(model, f"bf16-{level},accuracy=1.5", sample=lambda m: m(x).square().mean())
-    model(x).sum().backward()
-    assert amp_graph.report(model).graphs[0].budget.origin == "measured"
+    model = sampled(Noisy(), torch.randn(32, 16), f"bf16-{level},accuracy=1.5")
+    model(torch.randn(32, 16)).sum().backward()
+    assert origin(model) == "measured"
 
 
 def test_a_training_step_takes_a_budget():

@@ -19,8 +19,8 @@ LOW, FULL = "bfloat16", "float32"
 FAST = "bf16,accuracy=fast"
 
 
-def drawn_norms(norm):
-    norms = nn.ModuleList(norm() for _ in range(3))
+def drawn_norms(norm, count=3):
+    norms = nn.ModuleList(norm() for _ in range(count))
     for p in norms.parameters():
         p.data.add_(torch.randn_like(p) / 3)
     return norms

@@ -102,39 +102,44 @@ PLAIN = Machine(
 )  # fmt: skip
 
 
-def seconds(work, dtype="float32", machine=PLAIN):
-    return picoseconds(work, machine, dtype) / 1e12
+LINEAR = Work("matmul", flops=10**6, elements=100, backward=2.0, keeps="inputs")
+MOVED = replace(LINEAR, elements=10**6)  # bound by what it moves: more than it computes
+RELU = Work("elementwise", elements=1000, backward=1.0)
+TIMES = {
+    "linear": (LINEAR, "float32", 3 * 10**6 / 1e9 + 3 * (CALL + PRODUCT)),
+    "low": (LINEAR, "bfloat16", 3 * 10**6 / 2e9 + 3 * (CALL + 2 * PRODUCT)),
+    # A call for each begun product.
+    "trained once": (replace(LINEAR, backward=1.5), "float32", 2.5 * 10**6 / 1e9 + 3 * (CALL + PRODUCT)),
+    "moved": (MOVED, "float32", 3 * 4 * 10**6 / 1e8 + 3 * (CALL + PRODUCT)),
+    "moved, low": (MOVED, "bfloat16", 3 * 2 * 10**6 / 1e8 + 3 * (CALL + 2 * PRODUCT)),
+    "relu": (RELU, "float32", 2 * 4000 / 1e8 + 2 * CALL),
+    "sums": (replace(RELU, sums=500), "float16", 2 * 2000 / 1e8 + 2 * CALL + 1000 / 1e8),
+    "a view": (Work("", sums=500), "float32", 2000 / 1e8),
+    # Of a recurrent layer: the library prepares nothing.
+    "steps": (Work("matmul", flops=10**6, elements=10, calls=20), "float32", 10**6 / 1e9 + 20 * CALL),
+    "attention": (Work("attention", flops=10**6, elements=10), "float32", 10**6 / 1e8 + CALL),
+}
 
 
-def test_times_by_hand():
-    linear = Work("matmul", flops=10**6, elements=100, backward=2.0, keeps="inputs")
-    assert seconds(linear) == pytest.approx(3 * 10**6 / 1e9 + 3 * (CALL + PRODUCT))
-    assert seconds(linear, "bfloat16") == pytest.approx(3 * 10**6 / 2e9 + 3 * (CALL + 2 * PRODUCT))
-    trained_once = replace(linear, backward=1.5)  # a call for each begun product
-    assert seconds(trained_once) == pytest.approx(2.5 * 10**6 / 1e9 + 3 * (CALL + PRODUCT))
-    moved = replace(linear, elements=10**6)  # bound by what it moves: more than it computes
-    assert seconds(moved) == pytest.approx(3 * 4 * 10**6 / 1e8 + 3 * (CALL + PRODUCT))
-    assert seconds(moved, "bfloat16") == pytest.approx(3 * 2 * 10**6 / 1e8 + 3 * (CALL + 2 * PRODUCT))
-
-
-def test_times_of_what_is_no_product_by_hand():
-    relu = Work("elementwise", elements=1000, backward=1.0)
-    assert seconds(relu) == pytest.approx(2 * 4000 / 1e8 + 2 * CALL)
-    assert seconds(replace(relu, sums=500), "float16") == pytest.approx(2 * 2000 / 1e8 + 2 * CALL + 1000 / 1e8)
-    assert seconds(Work("", sums=500)) == pytest.approx(2000 / 1e8), "a view"
-    steps = Work("matmul", flops=10**6, elements=10, calls=20)  # of a recurrent layer: the library prepares nothing
-    assert seconds(steps) == pytest.approx(10**6 / 1e9 + 20 * CALL)
-    assert seconds(Work("attention", flops=10**6, elements=10)) == pytest.approx(10**6 / 1e8 + CALL)
+@pytest.mark.parametrize("name", TIMES)
+def test_times_by_hand(name):
+    work, dtype, seconds = TIMES[name]
+    assert picoseconds(work, PLAIN, dtype) / 1e12 == pytest.approx(seconds)
 
 
 def test_casts_and_what_is_kept_by_hand():
     problem, _ = problem_of(capture_function(lambda s, x: x @ s.w, torch.randn(10, 100), w=torch.randn(100, 30)))
     x, w = sorted(problem.gm.graph.find_nodes(op="placeholder"), key=lambda n: n.meta["example_value"].shape[0])
-    assert cast_picoseconds(x, PLAIN, "bfloat16") / 1e12 == pytest.approx(1000 * 6 / 1e8 + CALL)
-    assert cast_picoseconds(x, PLAIN, "bfloat16", within=True) / 1e12 == pytest.approx(1000 * 6 / 1e8)
-    assert cast_picoseconds(w, PLAIN, "float16") / 1e12 == pytest.approx(3000 * 6 / 1e8 + CALL)
     kept = replace(PLAIN, keeps_weights=True)
-    assert cast_picoseconds(w, kept, "bfloat16") == 0
-    assert cast_picoseconds(x, kept, "bfloat16") > 0
-    assert kept_picoseconds(x, PLAIN, "bfloat16") / 1e12 == pytest.approx(1000 * 2 / 1e8)
-    assert kept_picoseconds(x, PLAIN, "float32") / 1e12 == pytest.approx(1000 * 4 / 1e8)
+    times = [
+        cast_picoseconds(x, PLAIN, "bfloat16"),
+        cast_picoseconds(x, PLAIN, "bfloat16", within=True),
+        cast_picoseconds(w, PLAIN, "float16"),
+        cast_picoseconds(x, kept, "bfloat16"),
+        cast_picoseconds(w, kept, "bfloat16"),
+        kept_picoseconds(x, PLAIN, "bfloat16"),
+        kept_picoseconds(x, PLAIN, "float32"),
+    ]
+    one = 1000 / 1e8
+    wanted = [6 * one + CALL, 6 * one, 3 * 6 * one + CALL, 6 * one + CALL, 0, 2 * one, 4 * one]
+    assert [time / 1e12 for time in times] == pytest.approx(wanted)

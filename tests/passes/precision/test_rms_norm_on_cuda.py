@@ -5,16 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_graph import Policy
 from tests.layers import layers
-from tests.passes.graphs import capture, passes_for
-from tests.passes.precision.test_norms_on_cuda import dtypes
+from tests.passes.precision.test_norms_on_cuda import drawn_norms, dtypes, planned
 
 
-@layers(lambda norm: dict(first=nn.Linear(32, 32), last=nn.Linear(32, 32), norm=norm))
+@layers(lambda norm: dict(first=nn.Linear(32, 32), last=nn.Linear(32, 32), norms=drawn_norms(norm, 1)), seed=0)
 def Heads(self, x):
     """Norms of queries, whose input comes from a product, and of a product's result that is returned."""
-    h = self.norm(self.first(x).view(*x.shape[:-1], 4, 8))
+    h = self.norms[0](self.first(x).view(*x.shape[:-1], 4, 8))
     return self.last(h.flatten(-2))
 
 
@@ -41,28 +39,17 @@ NORMS = {"a module": lambda: nn.RMSNorm(8), "written out": Written, "a computed 
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
 
 
-def planned(norm, policy):
-    torch.manual_seed(0)
-    model = Heads(norm())
-    with torch.no_grad():
-        for p in model.norm.parameters():
-            p.copy_(1 + torch.randn_like(p) / 3)
-    graph = capture(model, X)
-    gm, _ = graph.through(passes_for(Policy.parse(policy), "cuda"))
-    return model, gm, graph.given
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16,accuracy=fast", "bf16,accuracy=1.5"])
 @pytest.mark.parametrize("name", NORMS)
 def test_no_norm_mixes_dtypes(name, policy):
-    _, gm, _ = planned(NORMS[name], policy)
+    gm, _ = planned(Heads(NORMS[name]), policy, X)
     assert dtypes(gm) == [("bfloat16" if "fast" in policy else "float32",) * 3]
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_without_a_weight_it_is_low(policy):
-    _, gm, _ = planned(lambda: nn.RMSNorm(8, elementwise_affine=False), policy)
+    gm, _ = planned(Heads(lambda: nn.RMSNorm(8, elementwise_affine=False)), policy, X)
     low = "bfloat16" if policy == "bf16" else "float16"
     assert dtypes(gm) == [(low, low)]
 
@@ -71,16 +58,17 @@ def test_without_a_weight_it_is_low(policy):
 @pytest.mark.parametrize("name", ["a module", "written out", "a computed weight"])
 def test_errors_are_those_of_autocast(name, dtype):
     """Autocast runs the norm in float32 on CUDA since torch 2.12; on the CPU it is asked to by hand."""
-    model, gm, given = planned(NORMS[name], str(dtype).replace("torch.bfloat", "bf").replace("torch.float", "fp"))
+    model = Heads(NORMS[name])
+    gm, given = planned(model, str(dtype).replace("torch.bfloat", "bf").replace("torch.float", "fp"), X)
     exact = model.double()(X.double())
     model.float()
-    norm = model.norm.forward
+    norm = model.norms[0].forward
 
     def in_full(x):
         with torch.autocast("cpu", enabled=False):
             return norm(x.float())
 
-    model.norm.forward = in_full
+    model.norms[0].forward = in_full
     with torch.autocast("cpu", dtype):
         autocast = model(X)
     (ours,) = gm(*given)

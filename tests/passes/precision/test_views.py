@@ -8,6 +8,7 @@ import amp_graph
 from amp_graph.passes.precision import plan_precision
 from tests.by_hand import step_of
 from tests.layers import layers
+from tests.passes.drawn import drawn
 from tests.passes.graphs import Function
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -96,10 +97,6 @@ def test_what_is_left_alone(form, after):
 
 
 # -- views that as_strided reads ---------------------------------------------------------------------------------
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 ROWS, W = drawn(6, 8, seed=1), drawn(8, 8, seed=2) / 3

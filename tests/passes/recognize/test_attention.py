@@ -284,9 +284,12 @@ def test_what_only_looks_like_attention_stays(name):
 
 @pytest.mark.parametrize(
     "policy",
-    ["bf16,deny=aten.matmul", "bf16,deny=aten.scaled_dot_product_attention", "fp16", "bf16,lists=autocast_cpu"],
-)
-def test_who_asks_for_a_precision_gets_it(policy):
+    [
+        "bf16,deny=aten.matmul", "bf16,deny=aten.scaled_dot_product_attention", "fp16", "bf16,lists=autocast_cpu",
+        "bf16,skip=attention",
+    ],
+)  # fmt: skip
+def test_who_asks_for_a_precision_gets_it_and_without_the_kernel_the_formula_stays(policy):
     assert stepped(plain, policy)[1] == 0
 
 
@@ -306,10 +309,6 @@ def test_a_module_of_the_formula_that_is_kept_in_fp32_is(policy, count):
     model = amp_graph.convert(InParts(), policy)
     model(torch.randn(2, LENGTH, WIDTH))
     assert calls_of(model) == count
-
-
-def test_without_the_kernel_the_formula_stays():
-    assert stepped(plain, "bf16,skip=attention")[1] == 0
 
 
 def test_lengths_that_change_are_captured_once_more_and_no_oftener():

@@ -49,8 +49,8 @@ OTHERS = {
 }
 
 
-def passed(function, weight=W):
-    graph = capture_function(function, X.clone().requires_grad_(), w=weight, b=B)
+def passed(function, x=X, **state):
+    graph = capture_function(function, x.clone().requires_grad_(), **{"w": W, "b": B} | state)
     return with_and_without(ConvToLinear(options()), graph, behind=[IdentifyOps()])
 
 
@@ -58,7 +58,7 @@ def passed(function, weight=W):
 @pytest.mark.parametrize("name", COVER)
 @pytest.mark.parametrize("weight", [W, W.contiguous(memory_format=LAST)])
 def test_it_is_the_convolution(name, weight):
-    plain, ours, given, result = passed(COVER[name], weight)
+    plain, ours, given, result = passed(COVER[name], w=weight)
     assert len(result.changes) == 1
     assert_near(run_step(ours, given), run_step(plain, given), 1e-5)
 
@@ -160,16 +160,13 @@ APART = {
 }
 
 
-def patched(function):
-    state = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
-    graph = capture_function(function, P.clone().requires_grad_(), **state)
-    return with_and_without(ConvToLinear(options()), graph, behind=[IdentifyOps()])
+STATE = {"w": WP, "b": BP, "t": drawn(2, 1, 10, seed=7), "v": drawn(5, 10, seed=8)}
 
 
 @pytest.mark.parametrize("name", [*IN_ROWS, *AS_IMAGES])
 def test_patches_are_rows(name, monkeypatch):
     monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
-    plain, ours, given, result = patched((IN_ROWS | AS_IMAGES)[name])
+    plain, ours, given, result = passed((IN_ROWS | AS_IMAGES)[name], P, **STATE)
     assert len(result.changes) == 1
     found, expected = run_step(ours, given), run_step(plain, given)
     assert [t.stride() for t in found.outputs] == [t.stride() for t in expected.outputs]
@@ -183,7 +180,7 @@ def test_patches_are_rows(name, monkeypatch):
 def test_other_convolutions_are_no_patches(name, monkeypatch):
     if "image" not in name:
         monkeypatch.setattr(conv_to_linear, "LEAST_PATCH_OF_AN_IMAGE", 4)
-    assert_left_alone(patched(APART[name]))
+    assert_left_alone(passed(APART[name], P, **STATE))
 
 
 def test_control_patches_that_are_turned_differ(monkeypatch):
@@ -196,7 +193,7 @@ def test_control_patches_that_are_turned_differ(monkeypatch):
         return describe(made, like, mode)
 
     monkeypatch.setattr(conv_to_linear, "describe", turned)
-    plain, ours, given, _ = patched(AS_IMAGES["viewed across"])
+    plain, ours, given, _ = passed(AS_IMAGES["viewed across"], P, **STATE)
     assert not torch.allclose(ours(*given)[0], plain(*given)[0], rtol=1e-2)
 
 

@@ -122,17 +122,14 @@ def graph(dtype=torch.float32):
 
 
 def descend(parameters, grads, states, rate, found_inf):
-    """Gradient descent, without a loss scale."""
-    assert found_inf is None
-    for parameter, grad in zip(parameters, grads, strict=True):
-        parameter.sub_(rate * grad)
+    parameters[0].sub_(grads[0] * rate)
 
 
 def test_a_master_is_updated_and_rounded_into_its_low_parameter():
     gm, w, given = graph(torch.bfloat16)
     master = w.detach().float() + 1e-4
     rate = StateInput("rate", torch.tensor(0.1, dtype=torch.float64))
-    group = GroupInputs(lambda ps, gs, states, lr, inf: ps[0].sub_(gs[0] * lr), ["w"], rate)
+    group = GroupInputs(descend, ["w"], rate)
     passes = [
         AddUpdateTargets({"w": StateInput("master", master)}),
         LayOutGradients(),

@@ -10,7 +10,6 @@ from amp_graph.lists import load
 from amp_graph.passes.backends.recurrent.rnn_functions import recurrent_whole
 from tests.passes.drawn import drawn
 from tests.passes.graphs import BF16
-from tests.passes.whole_steps import stepped
 from tests.relative_error import error
 
 LENGTH, BATCH, WIDTH, SIZE = 40, 4, 24, 32
@@ -71,10 +70,3 @@ def test_of_other_precisions_layers_are_torchs_and_packed_sequences_stay_full():
     ours = load("default", dtype="bfloat16", device="cpu")
     assert ours.lookup(torch.ops.aten.gru.input, {}).cls == "allow"
     assert ours.lookup(torch.ops.aten.gru.data, {}).cls == "follow"  # the kernel for these rounds the state
-
-
-def test_a_step_as_one_graph_has_a_call_a_layer():
-    batches = [(drawn(6, BATCH, WIDTH, seed=1),)] * 3
-    losses, _, text = stepped(lambda: built(num_layers=2), lambda out: out[0].square().mean(), batches)
-    assert losses[2] < losses[0]
-    assert text.count("gru_backward") == 2

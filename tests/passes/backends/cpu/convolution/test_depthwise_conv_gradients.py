@@ -17,7 +17,6 @@ from tests.layers import layers
 from tests.passes.builds import no_compiler  # noqa: F401
 from tests.passes.drawn import differentiated, drawn
 from tests.passes.graphs import BF16, Function, assert_near, capture_function, multiply_bf16, run_step, with_and_without
-from tests.passes.whole_steps import stepped
 from tests.relative_error import assert_as_exact, error, errors
 
 LAST = torch.channels_last
@@ -242,14 +241,3 @@ def test_a_converted_model_trains_as_without(compile, policy):
     for a, b in zip(mine, plain, strict=True):
         assert a.is_contiguous()
         assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
-
-
-@pytest.mark.usefixtures("pays")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor's import
-@pytest.mark.parametrize("compile", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.compiled
-def test_a_step_as_one_graph_calls_the_operators(compile):
-    losses, _, text = stepped(Mixer, lambda y: y.square().mean(), [(drawn(2, 3, 12, 12),)] * 2, compile=compile)
-    assert losses[1] < losses[0]
-    assert "depthwise_weight_gradient" in text
-    assert "depthwise_input_gradient" in text

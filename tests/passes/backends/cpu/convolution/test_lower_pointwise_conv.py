@@ -13,7 +13,6 @@ from tests.by_hand import step_of
 from tests.layers import layers
 from tests.passes.drawn import drawn
 from tests.passes.graphs import multiply_bf16
-from tests.passes.whole_steps import stepped
 from tests.relative_error import assert_as_exact, error
 
 BF16, LAST = torch.bfloat16, torch.channels_last
@@ -140,13 +139,6 @@ def test_many_places_without_gradients_are_torchs(monkeypatch):
     assert not products(model)
     (graph,) = conversion_of(model).graphs
     assert any("as fast" in s.reason for t in graph.rewritten.passes for s in t.result.skips)
-
-
-@pytest.mark.parametrize("kind", [Bottleneck, SqueezeAndExcite])
-def test_a_whole_step(kind):
-    policies = ("bf16", "bf16,skip=lower_pointwise_conv")
-    losses = [stepped(kind, lambda out: out.square().mean(), [(X,)] * 5, policy).losses for policy in policies]
-    torch.testing.assert_close(*losses, rtol=0.02, atol=0)
 
 
 def test_one_image_without_a_batch_is_left_alone():

@@ -192,8 +192,10 @@ def test_what_others_read_stays():
 @layers(lambda: dict(conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8)))
 def Twice(self, x):
     """By its statistics it is one norm; what is kept of it is of one eps, whichever call made it."""
-    kept = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
-    return torch.cat([F.batch_norm(self.conv(x), *kept, eps=eps) for eps in (1e-5, 1.0)])
+    n = self.norm
+    by_name = dict(running_var=n.running_var, weight=n.weight, bias=n.bias, training=False, eps=1.0)
+    first = F.batch_norm(self.conv(x), n.running_mean, n.running_var, n.weight, n.bias, False, 0.1, 1e-5)
+    return torch.cat([first, F.batch_norm(self.conv(x), n.running_mean, **by_name)])
 
 
 def test_norms_and_convolutions_that_are_read_twice():

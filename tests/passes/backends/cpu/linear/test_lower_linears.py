@@ -19,7 +19,7 @@ from tests.layers import layers
 from tests.passes.builds import every_build, memory_that_is_not_zero  # noqa: F401
 from tests.passes.drawn import differentiated
 from tests.passes.drawn import drawn_low as drawn
-from tests.passes.graphs import BF16, capture_function, passes_until
+from tests.passes.graphs import BF16, Function, capture_function, passes_until
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="needs AVX512_BF16 and a C compiler")
 
@@ -68,13 +68,18 @@ def test_control_what_is_wrong_is_found_out(wrong, monkeypatch):
         check(differentiated(linear_low, given, grad=grad), given, grad)
 
 
+LAYOUTS = {
+    "transposed": drawn(48, 16).t(),
+    "expanded": drawn(1, 48).expand(16, 48),
+    "strided": drawn(16, 96)[:, ::2],
+}
+
+
 @pytest.mark.usefixtures("every_build")
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "strided"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_any_layout(layout):
     given, _ = operands((16, 64), 48)
-    grad = drawn(48, 16).t() if layout == "transposed" else drawn(16, 96)[:, ::2]
-    grad = drawn(1, 48).expand(16, 48) if layout == "expanded" else grad
-    check(differentiated(linear_low, given, grad=grad), given, grad)
+    check(differentiated(linear_low, given, grad=LAYOUTS[layout]), given, LAYOUTS[layout])
 
 
 def test_gradients_that_nobody_needs_are_not_computed(monkeypatch):
@@ -134,17 +139,10 @@ BIASES = {
 }
 
 
-@layers(
-    lambda function: dict(w=nn.Parameter(torch.randn(64, 64) / 8), b=nn.Parameter(torch.randn(64)), function=function),
-    seed=0,
-)
-def Called(self, x):
-    return self.function(self, x)
-
-
 def check_like_torchs_kernels(function, x):
-    exact = step_of(Called(function), x)
-    given = [step_of(amp_graph.convert(Called(function), p), x) for p in ("bf16", "bf16,skip=lower_linears")]
+    exact = step_of(Function(function, w=W, b=B), x)
+    policies = ("bf16", "bf16,skip=lower_linears")
+    given = [step_of(amp_graph.convert(Function(function, w=W, b=B), p), x) for p in policies]
     for true, one, theirs in zip(exact, *given, strict=True):
         assert one.shape == true.shape
         assert (one - true).norm() <= 1.1 * (theirs - true).norm()

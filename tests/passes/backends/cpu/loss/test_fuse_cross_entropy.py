@@ -22,7 +22,6 @@ from tests.passes.graphs import (
     standard_passes,
     with_and_without,
 )
-from tests.passes.whole_steps import stepped
 from tests.relative_error import error
 
 WIDTH = 16
@@ -206,13 +205,3 @@ def test_lengths_that_change_are_one_graph():
         assert all(map(close, model(ids), plain(ids)))
     (graph,) = conversion_of(model).graphs
     assert any(n.target is cross_entropy_and_logits for n in graph.rewritten.gm.graph.nodes)
-
-
-def test_the_whole_step_has_a_node_for_each_direction():
-    how = (Words, lambda out: out[0], [(IDS.clamp(min=0),)] * 3)
-    losses, _, text = stepped(*how)
-    assert text.count("cross_entropy_rows") == text.count("cross_entropy_backward") == 1
-    assert losses[2] < losses[0]
-    expected, _, text = stepped(*how, "bf16,skip=fuse_cross_entropy")
-    assert "cross_entropy_rows" not in text
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)

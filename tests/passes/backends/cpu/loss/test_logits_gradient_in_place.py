@@ -11,6 +11,7 @@ from amp_graph.passes.manager import run_passes
 from amp_graph.passes.native.operator_library import OPS
 from amp_graph.passes.torch_compat.fake import make_fx
 from tests.passes.backends.cpu.loss.test_fuse_cross_entropy import IDS, Words, _a_machine_where_it_is_profitable  # noqa: F401
+from tests.passes.drawn import drawn
 from tests.passes.whole_steps import stepped
 
 ROWS, CLASSES, IGNORED = 130, 1003, -100
@@ -28,14 +29,10 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-def drawn(*shape, seed=0):
-    return 4 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("wide", [None, drawn(ROWS, CLASSES, seed=2)], ids=["alone", "with another's"])
+@pytest.mark.parametrize("wide", [None, 4 * drawn(ROWS, CLASSES, seed=2)], ids=["alone", "with another's"])
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_the_same_bits_over_the_logits(low, wide, kernel):
-    logits = drawn(ROWS, CLASSES, seed=3).to(low)
+    logits = (4 * drawn(ROWS, CLASSES, seed=3)).to(low)
     logits[5, 6], logits[8, TARGET[8]] = torch.nan, torch.inf
     rest = (TARGET, wide, IGNORED)
     expected = OPS.cross_entropy_backward(GRAD, logits.clone(), *rest)
@@ -45,7 +42,7 @@ def test_the_same_bits_over_the_logits(low, wide, kernel):
 
 
 def test_logits_that_lie_otherwise(kernel):
-    across = drawn(CLASSES, ROWS, seed=3).bfloat16().t()
+    across = (4 * drawn(CLASSES, ROWS, seed=3)).bfloat16().t()
     expected = OPS.cross_entropy_backward(GRAD, across.clone(), TARGET, None, IGNORED)
     assert torch.equal(OPS.cross_entropy_backward_(GRAD, across, TARGET, None, IGNORED), expected)
     assert torch.equal(across, expected)
@@ -55,7 +52,7 @@ def gradient(logits, target, grad):
     return OPS.cross_entropy_backward(grad, logits, target, None, IGNORED)
 
 
-GIVEN = drawn(ROWS, 8).bfloat16(), drawn(CLASSES, 8, seed=4).bfloat16(), TARGET, GRAD
+GIVEN = (4 * drawn(ROWS, 8)).bfloat16(), (4 * drawn(CLASSES, 8, seed=4)).bfloat16(), TARGET, GRAD
 GOES = {
     "a product": lambda x, w, *y: gradient(x @ w.t(), *y).t() @ x,
     "read before": lambda x, w, *y: ((made := x @ w.t()).sum(), gradient(made, *y)),
@@ -99,7 +96,7 @@ def test_what_stays(name):
 
 
 def test_logits_of_the_caller_stay():
-    ours = make_fx(gradient, tracing_mode="fake")(drawn(ROWS, CLASSES).bfloat16(), TARGET, GRAD)
+    ours = make_fx(gradient, tracing_mode="fake")((4 * drawn(ROWS, CLASSES)).bfloat16(), TARGET, GRAD)
     (done,) = run_passes(ours, [LogitsGradientInPlace()], checked=True)
     assert not done.result.changes
 

@@ -52,6 +52,12 @@ def test_on_cuda_a_batch_norm_stays_low_and_a_softmax_is_full_as_under_autocast(
     assert is_near(gm, graph)
 
 
+def test_an_activation_is_cast_right_after_its_producer():
+    _, casts, _ = inserted(lambda s, x: (h := x.exp()).log1p() * 2 + h @ s.w)
+    (cast,) = [c for c in casts if value(c).dtype == BF16 and c.args[0].op != "placeholder"]
+    assert cast.prev is cast.args[0]
+
+
 @pytest.mark.parametrize("planner", ["", ",planner=paint"])
 @pytest.mark.parametrize(
     "expand",

@@ -178,12 +178,12 @@ class ScalerUse(Watcher):
         """Yield what was called in a wrong order, and losses that have no scale or need none."""
         for place, operations in self._half.items():
             scaled = ", ".join(dict.fromkeys(str(one) for scales in self._scales for one in scales))
-            others = f"; losses at {scaled} are scaled" if scaled else ""
-            others += "".join(f"; {why}" for why in self.training.off)
+            whys = [f"losses at {scaled} are scaled"] * bool(scaled) + [*self.training.off]
             fix = ", ".join(self.training.off.values())
             yield finding(
                 "AMP201", place, f"the backward of this loss computed {operations} values in float16, and no "
-                f"GradScaler scaled it{others}: gradients below 6e-8 are 0, and those below 6e-5 lose digits",
+                f"GradScaler scaled it{''.join(f'; {why}' for why in whys)}: gradients below 6e-8 are 0, and those "
+                "below 6e-5 lose digits",
                 fix or "scaler.scale(loss).backward(), then scaler.step(optimizer) and scaler.update()",
                 operations=operations,
             )  # fmt: skip

@@ -275,8 +275,10 @@ class UnsafeOperations(Watcher):
                     error_of_inputs=worst.steep.error, reason=worst.why,
                 )  # fmt: skip
             is_told |= bool(bad) and code == "AMP401"
-        low = [(place, dtype, "this loss is") for place, dtype in self._losses.items() if not is_told]
-        low += [(place, dtype, f"{name} of a loss ran") for place, name, dtype in self._reduced if place not in places]
+        low = [
+            *((place, dtype, "this loss is") for place, dtype in self._losses.items() if not is_told),
+            *((place, dtype, f"{name} of a loss ran") for place, name, dtype in self._reduced if place not in places),
+        ]
         for place, dtype, what in low:
             digits = int(-math.log10(torch.finfo(getattr(torch, dtype)).eps / 2))
             text = f"{what} in {dtype}, which has {digits} to {digits + 1} digits"

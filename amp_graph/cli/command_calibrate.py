@@ -53,8 +53,10 @@ def run(args: argparse.Namespace) -> Told:
             path.parent.mkdir(parents=True, exist_ok=True)
     found, known = calibrate(args.device), class_of(args.device)
     write_or_refuse(path, machine_text(found), "calibrate", "--output machine.toml")
-    rates = [(name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")]
-    rates += [(f, dtype, rate, known.rates[f][dtype]) for f in FAMILIES for dtype, rate in found.rates[f].items()]
+    rates = [
+        *((name, "", getattr(found, name), getattr(known, name)) for name in ("call", "kept")),
+        *((f, dtype, rate, known.rates[f][dtype]) for f in FAMILIES for dtype, rate in found.rates[f].items()),
+    ]
     told = [dict(zip(COLUMNS, one, strict=True)) for one in rates]
     rows = [(name, dtype, f"{ours:.2e}", f"{theirs:.2e}") for name, dtype, ours, theirs in rates]
     end = f"written to {path}; plans read {place_of_own_file()}, or what AMP_GRAPH_MACHINE names"

@@ -17,6 +17,7 @@ from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import CaptureError
 from amp_graph.numerics.overflow.scale_history import scale_behind
 from amp_graph.optim.master_weights import MASTER
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.report.graph_parts import is_cast, parts_of
 from amp_graph.rewrite import Rewritten
 from amp_graph.scaling.loss_scale import LossScale
@@ -90,11 +91,10 @@ def _held(model: torch.nn.Module, graphs: Iterable[Rewritten], copies: int) -> I
 
 def _on_host(found: dict[str, Value]) -> dict[str, float]:
     """Return the values as numbers, with one copy from each device."""
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    tensors = ((value.device, (name, value.double())) for name, value in found.items() if isinstance(value, Tensor))
     read: dict[str, Value] = {}
-    for device in {value.device for value in tensors.values()}:
-        here = {name: value for name, value in tensors.items() if value.device == device}
-        read |= dict(zip(here, torch.stack([value.double() for value in here.values()]).tolist(), strict=True))
+    for here in map(dict, grouped(tensors).values()):
+        read |= dict(zip(here, torch.stack([*here.values()]).tolist(), strict=True))
     return {name: float(value) for name, value in (found | read).items()}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from amp_graph.passes.graph.graph_text import grouped
 from amp_graph.passes.torch_compat.autograd import nodes_behind
 from amp_graph.passes.torch_compat.dispatch import is_wrapper
 from amp_graph.run import eligibility as why
@@ -113,7 +114,5 @@ def _zero_or_nan(values: Tensor) -> Tensor:
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether all values of ``tensors`` are finite; waits for each device once."""
-    checks: dict[torch.device, list[Tensor]] = {}
-    for one in tensors:
-        checks.setdefault(one.device, []).append(_zero_or_nan(one))
+    checks = grouped((one.device, _zero_or_nan(one)) for one in tensors)
     return all(bool(torch.stack(found).isfinite().all()) for found in checks.values())

@@ -14,7 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -187,22 +187,19 @@ class Bench:
         ``more``: how many times as many turns are taken of what is close.
         """
         for _ in range(WARM_UP):
-            taken = [self._seconds(one, 1) for one in (beside, model)]
+            taken = [seconds_of(partial(self._once, one), 1, self.device) for one in (beside, model)]
         calls = max(1, int(TURN / max(min(taken), 1e-9)))
         found: list[float] = []
         ends = time.monotonic() + LONG * more
         while len(found) < MOST * more:
             first, second = (model, beside) if len(found) % 2 else (beside, model)
-            taken = [self._seconds(first, calls), self._seconds(second, calls)]
+            taken = [seconds_of(partial(self._once, one), calls, self.device) for one in (first, second)]
             found.append(taken[0] / taken[1] if first is model else taken[1] / taken[0])
             if len(found) >= LEAST and (min(found) > LOSES or time.monotonic() > ends):
                 break
             if len(found) >= TURNS and spread_of(found) < max(EVEN / 2, abs(statistics.median(found) - 1) / CLEAR):
                 break
         return found
-
-    def _seconds(self, model: torch.nn.Module, calls: int) -> float:
-        return seconds_of(lambda: self._once(model), calls, self.device)
 
     def _once(self, model: torch.nn.Module) -> None:
         model.zero_grad(set_to_none=True)

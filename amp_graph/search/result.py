@@ -84,8 +84,8 @@ class SearchResult:
         if self.by_metric:
             return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with a metric of {best.metric:.4g}"
         held = "" if math.isnan(self.held_out) else f", {self.held_out:.3g} on held-out data"
-        held += f": {best.error / self.unit:.2f} times torch.autocast's" if 0 < self.unit < math.inf else ""
-        return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.3g}{held}"
+        times = f": {best.error / self.unit:.2f} times torch.autocast's" if 0 < self.unit < math.inf else ""
+        return f"{best.policy}: {1 / best.time:.2f} times fp32's speed, with an error of {best.error:.3g}{held}{times}"
 
     def _why_full(self, others: Sequence[Trial]) -> str:
         ran = [one for one in others if one.time < math.inf]

@@ -48,6 +48,7 @@ def test_ends_of_a_range(operation, code):
         lambda x, m: x.masked_fill(m, float("-inf")),
         lambda x, m: x.masked_fill(m, torch.finfo(x.dtype).min),
         lambda x, m: x + torch.where(m, torch.finfo(x.dtype).min, 0.0).to(x.dtype),
+        lambda x, m: x - 40 + torch.where(m, torch.finfo(x.dtype).min, 0.0).to(x.dtype),  # beyond the end in float16
         lambda x, m: x + torch.zeros_like(x).masked_fill_(m, float("-inf")),
         lambda x, m: x + (m.to(x.dtype) * -10_000.0),
         lambda x, m: x + torch.full_like(x, float("-inf")).triu(1),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch
@@ -183,14 +185,8 @@ def unwritten(given: Any) -> AbstractContextManager[None]:
 
 def _refill(container: Any, kept: Any) -> None:
     """Give a container the elements that it had, if it has others; the same objects in the same order."""
-    if isinstance(container, MutableMapping):
-        same = len(container) == len(kept) and all(
-            a is b and container[a] is kept[b] for a, b in zip(container, kept, strict=True)
-        )
-        if not same:
-            container.clear()
-            container.update(kept)
-    elif len(container) != len(kept) or any(a is not b for a, b in zip(container, kept, strict=True)):
+    now, before = (list(chain(*c.items()) if isinstance(c, Mapping) else c) for c in (container, kept))
+    if len(now) != len(before) or any(map(is_not, now, before)):
         container.clear()
         (container.extend if isinstance(container, MutableSequence) else container.update)(kept)
 

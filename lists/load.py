@@ -206,7 +206,8 @@ def _chain(
         chain = " extends ".join(one.name for one in (*above, path))
         raise ListError(f"a circle: {chain}", where=path.name, legal="a chain that ends", fix='extends = "default"')
     file = _fitting(path, dtype, device)
-    first, *others = _parents(file, path) or (None,)
+    default = () if path.parent == FOLDER else ("default",)
+    first, *others = (default if file.extends is None else file.extends) or (None,)
     below = () if first is None else _chain(_relative(first, path), dtype, device, accuracy, (*above, path))
     extra = f"fast_{device}"
     if accuracy == "fast" and path == FOLDER / f"{default_name(dtype, device)}.toml" and extra in builtin_names():
@@ -236,12 +237,6 @@ def _fitting(path: Path, dtype: str, device: str) -> ListFile:
 def _laid(files: tuple[ListFile, ...], dtype: str, device: str) -> OpList:
     """Lay files over each other, once: each `convert` asks for them, and they are some 800 entries."""
     return reduce(lay_over, files, OpList(files[0].name, dtype, device, "opaque", {}))
-
-
-def _parents(file: ListFile, path: Path) -> tuple[str, ...]:
-    if file.extends is not None:
-        return file.extends
-    return () if path.parent == FOLDER else ("default",)
 
 
 def _relative(name: str, path: Path) -> str:

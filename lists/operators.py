@@ -34,14 +34,11 @@ def check_op_exists(op: str, *, where: str = "") -> tuple[Operator, ...]:
         legal = f"an operator registered in torch {torch.__version__}"
         if namespace not in ("aten", "torch"):
             legal += f"; import the library that registers {shortened(namespace)} first"
-        near = next(filter(overloads_of, _spelled(op)), None) or next(iter(nearest(op, known)), "aten.linear")
+        # The operator of ``torch.special.erf`` is ``aten.special_erf``; that of others, their last name.
+        path = op.removeprefix("torch.")
+        spelled = [f"aten.{name}" for name in (path.replace(".", "_"), path.rpartition(".")[2])]
+        near = next(filter(overloads_of, spelled), None) or next(iter(nearest(op, known)), "aten.linear")
     raise ListError(what, where=where, legal=legal, fix=f'op = "{near}"')
-
-
-def _spelled(function: str) -> list[str]:
-    """Return the names that the operator of a function may have: ``torch.special.erf`` is ``aten.special_erf``."""
-    path = function.removeprefix("torch.")
-    return [f"aten.{name}" for name in (path.replace(".", "_"), path.rpartition(".")[2])]
 
 
 @lru_cache(maxsize=4096)

@@ -8,15 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 PRECISIONS = ("full", "low")
-
-
-class Operator(Protocol):
-    """An overload of an operator, such as ``torch.ops.aten.linear.default``."""
-
-    _schema: Any
+Operator = Any  # an overload of an operator, such as ``torch.ops.aten.linear.default``
 
 
 class OpClass(str, Enum):

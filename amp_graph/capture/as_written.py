@@ -82,10 +82,6 @@ class AsWritten:
         found = [getattr(leaf, "dtype", None) for leaf in tree_leaves(result)]
         self.dtypes[mode, len(found)] = self.dtypes[None, len(found)] = found
 
-    def knows(self, mode: Mode) -> bool:
-        """Say whether the dtypes of a result in ``mode`` are known."""
-        return any(known == mode for known, _ in self.dtypes)
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call. The first one that fails under autocast runs again in fp32, with the state of before.
 
@@ -106,12 +102,11 @@ class AsWritten:
             before.restore()
             result = self.of.wide(*args, **kwargs)
             self._fails = True
-            cause = f"{type(error).__name__}: {first_line(error)}"
             self.of.diagnostics.warn(
-                f"code without a graph fails {in_words(region)}: it runs in fp32 from now on", cause
+                f"code without a graph fails {in_words(region)}: it runs in fp32 from now on",
+                f"{type(error).__name__}: {first_line(error)}",
             )
-            return result
-        self._works = True
+        self._works = not self._fails
         return result
 
     def _under_autocast(self, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

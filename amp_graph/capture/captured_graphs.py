@@ -29,6 +29,7 @@ from amp_graph.passes.graph.node_info import source_line
 from amp_graph.passes.manager import is_strict
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import pipeline
+from amp_graph.passes.torch_compat.autograd import hook_gradients
 from amp_graph.passes.torch_compat.dispatch import is_autocast_on
 from amp_graph.passes.torch_compat.dynamo_capture import Runner, capture_with_dynamo, ends_in_break
 from amp_graph.passes.torch_compat.dynamo_entries import CompiledFrames, Find, compiled_entries, own_code_object, weakly
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from amp_graph.capture.conversion import Conversion
 
 OWN = "amp_graph_forward"  # the name of the function that is captured
+AS_IT_IS = "a graph runs as captured, without a precision plan: the user's own torch.autocast around it decides"
 COMPILED = "compiled code is not recorded; mode='reduce-overhead' has Inductor record it"
 
 
@@ -99,7 +101,7 @@ class CapturedGraphs:
         if self.of.compile in ("eager", "inductor"):
             self.frames = CompiledFrames(own)
             self.find = self.frames.find
-        self.variants.forget()  # Dynamo dropped those
+        self.variants.captures.clear()  # Dynamo dropped those
         eager = self.of.compile == "eager"
         run = capture_with_dynamo(
             own,
@@ -112,11 +114,7 @@ class CapturedGraphs:
             eager=eager,
         )
 
-        def run_eagerly(*args: Any, **kwargs: Any) -> Any:
-            with parameters_as_inputs():  # so that their casts can be cached
-                return run(*args, **kwargs)
-
-        return run_eagerly if eager else run
+        return parameters_as_inputs(run) if eager else run  # so that their casts can be cached
 
     def take(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Runner:
         """Rewrite and record one captured graph; return a callable that runs it and counts its runs."""
@@ -124,7 +122,9 @@ class CapturedGraphs:
             name_nodes(gm, self.of.model, self.of.forward)
             return self._counted(self.taker(gm))
         if is_autocast_on():
-            return self._as_it_is(gm, example_inputs, "the user's own torch.autocast around it decides")
+            where = next(filter(None, map(source_line, gm.graph.nodes)), "")
+            self.of.diagnostics.skips.append(Place(where, AS_IT_IS))
+            return self._counted(lower(gm, example_inputs, self.of.compile, self.of.policy, options=self.of.options))
         rungs = rungs_below(copy_graph(gm), self.of.policy, device_of(gm))
         rewritten: Rewritten | None = None
         with Attempt(ListError, PolicyError) as tried, warned_once(self.of.diagnostics.told):
@@ -180,12 +180,6 @@ class CapturedGraphs:
         """Return the parameters that no graph run has read, by name."""
         return {name: p for name, p in self.of.model.named_parameters() if id(p) not in self._read}
 
-    def _as_it_is(self, gm: GraphModule, example_inputs: Sequence[Any], why: str) -> Runner:
-        """Run a graph as captured, under the autocast state of its capture."""
-        where = next(filter(None, map(source_line, gm.graph.nodes)), "")
-        self.of.diagnostics.skips.append(Place(where, f"a graph runs as captured, without a precision plan: {why}"))
-        return self._counted(lower(gm, example_inputs, self.of.compile, self.of.policy, options=self.of.options))
-
     def _counted(self, run: Runner, *, left_alone: bool = False, checked: bool = False) -> Runner:
         """Wrap ``run`` to count its runs, those of graphs left in fp32 (``left_alone``), and the parameters it reads.
 
@@ -206,7 +200,7 @@ class CapturedGraphs:
             graphs.runs_left_alone += left_alone
             results = run(*args)
             if first:
-                graphs.of.diagnostics.check_scale(results)
+                hook_gradients(results, graphs.of.diagnostics.check_scale)
             return results
 
         return with_fast_path(counted, lambda: None if first or left_alone else fast_path_of(run))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.fx import GraphModule
 
 from amp_graph.capture.as_written import AsWritten, Mode, mode_of
 from amp_graph.capture.captured_graphs import OWN, CapturedGraphs
@@ -48,7 +47,7 @@ from amp_graph.passes.torch_compat.dispatch import (
     is_tracing,
     mode_without_capture,
 )
-from amp_graph.passes.torch_compat.dynamo_capture import Runner, dynamo_errors
+from amp_graph.passes.torch_compat.dynamo_capture import dynamo_errors
 from amp_graph.passes.torch_compat.dynamo_entries import (
     CALLS,
     FRAMES,
@@ -123,14 +122,6 @@ class Conversion:
         if self.parts:
             return self.plain.how
         return (self.plain.how if self._partial else "in fp32") if self.diagnostics.breaks else ""
-
-    def taken_by(self, taker: Callable[[GraphModule], Runner]) -> None:
-        """Let ``taker`` take what is captured, and return what runs it, silently; before ``attach``.
-
-        What runs without graphs runs in fp32, and calls whose graphs leave out weights keep their graphs.
-        """
-        self.diagnostics = Diagnostics(self.model, silent=True)
-        self.plain.in_fp32, self.captured.taker = True, taker
 
     def _follow_shards(self) -> None:
         """Convert the parts of a model whose parts are units of ``fully_shard``; gather low what a part reads low."""
@@ -293,7 +284,7 @@ class Conversion:
     def _between_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the code around parts: under the policy's autocast, once a call in fp32 has told the result's dtypes."""
         mode = mode_of(self.model, args, kwargs)
-        if self.plain.knows(mode):
+        if any(known == mode for known, _ in self.plain.dtypes):
             return self.plain.run(args, kwargs)
         result = self.wide(*args, **kwargs)
         self.plain.learn(mode, result)

@@ -24,7 +24,6 @@ from amp_graph.lists.errors import first_line
 from amp_graph.passes.calibration.node_keys import few
 from amp_graph.passes.native.code_cache import FIX as OWN_FOLDER
 from amp_graph.passes.native.jit_compiler import why_refused
-from amp_graph.passes.torch_compat.autograd import add_hook
 from amp_graph.passes.torch_compat.dispatch import is_batched
 from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener
 from amp_graph.passes.torch_compat.modules import is_sharded
@@ -183,13 +182,8 @@ class Diagnostics(CaptureListener):
 
     # -- fp16 without a loss scale: gradients below 3.0e-08 become 0 --------------------------------------
 
-    def check_scale(self, results: Any) -> None:
-        """Look once at a gradient of a model in fp16, in the backward of the call that returned ``results``."""
-        for one in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(one, torch.Tensor) and one.requires_grad:
-                add_hook(one, self._at_output)
-
-    def _at_output(self, grad: torch.Tensor) -> None:
+    def check_scale(self, grad: torch.Tensor) -> None:
+        """Look once at a gradient of a model in fp16; a hook on the results of its graphs."""
         if self.scale_is_known or type(grad) is not torch.Tensor or grad.layout != torch.strided or not grad.numel():
             return
         if is_batched(grad) or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_graph.passes.torch_compat.autograd import add_hook, at_end_of_backward, number_of_backward
+from amp_graph.passes.torch_compat.autograd import at_end_of_backward, hook_gradients, number_of_backward
 from amp_graph.passes.torch_compat.devices import set_sums_of_products, sums_of_products
 
 
@@ -69,9 +69,7 @@ def accumulating_in_fp32(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             HELD.end(user)
         if torch.is_grad_enabled():
-            for tensor in found if isinstance(found, (tuple, list)) else (found,):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    add_hook(tensor, HELD.in_backward)
+            hook_gradients(found, HELD.in_backward)
         return found
 
     return held

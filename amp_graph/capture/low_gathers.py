@@ -158,16 +158,11 @@ class Unit:
     def learn(self, rewritten: Rewritten, inputs: Sequence[Any]) -> None:
         """Note how a graph reads the parameters among its ``inputs``."""
         names = {id(gathered_parameter(record)): name for name, record in self.records.items()}
-        late = []
-        for node, given in zip(rewritten.gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            name = names.get(id(given))
-            if name is None:
-                continue
-            if _reads_low(node, self.dtype):
-                self.low.add(name)
-            else:
-                self.full.setdefault(name, "a graph reads it in fp32")
-                late.append(name)
+        pairs = zip(rewritten.gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        read = {names[id(given)]: _reads_low(node, self.dtype) for node, given in pairs if id(given) in names}
+        self.low.update(name for name, is_low in read.items() if is_low)
+        late = [name for name, is_low in read.items() if not is_low]
+        self.full = dict.fromkeys(late, "a graph reads it in fp32") | self.full
         self._tell(late)
 
     def read_as_written(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from amp_graph.capture.diagnostics import break_at
 from amp_graph.capture.name_nodes import user_name
 from amp_graph.errors import CaptureError
-from amp_graph.passes.torch_compat.dynamo_capture import CaptureChoice, failed_guards, is_remembered
+from amp_graph.passes.torch_compat.dynamo_capture import CaptureListener, failed_guards, is_remembered
 from amp_graph.passes.torch_compat.dynamo_settings import CHANGING_INTS
 
 MOST = 16  # graphs per code object
@@ -53,7 +53,7 @@ def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @dataclass(eq=False)
-class Variants(CaptureChoice):
+class Variants(CaptureListener):
     """Decides which frames of one capture are captured again; ``own``: the name of the captured function.
 
     symbols: whether integer attributes of modules may become symbols. Without a capture, an inner frame runs
@@ -71,7 +71,7 @@ class Variants(CaptureChoice):
     def settings(self, frame: Any) -> dict[str, Any] | None:
         """Return Dynamo's settings for a capture of ``frame``; at the limit, return None or raise NoGraph."""
         if self.captures and self._is_own(frame) and not is_remembered(frame.f_code):
-            self.forget()
+            self.captures.clear()  # Dynamo has dropped them
         count = self.captures[self._place(frame)]
         if count >= self.most:
             if not self.why:
@@ -89,10 +89,6 @@ class Variants(CaptureChoice):
     def made(self, frame: Any) -> None:
         """Count a capture."""
         self.captures[self._place(frame)] += 1
-
-    def forget(self) -> None:
-        """Record that Dynamo has dropped all captures."""
-        self.captures.clear()
 
     def _is_own(self, frame: Any) -> bool:
         return bool(re.fullmatch(rf"{self.own}_\d+", frame.f_code.co_name))

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from amp_graph.capture.conversion import Conversion
+from amp_graph.capture.diagnostics import Diagnostics
 from amp_graph.devices import device_of_model
 from amp_graph.errors import CaptureError
 from amp_graph.model_state import ModelState, restored
@@ -43,7 +44,8 @@ def captured_by(
     Raises CaptureError if ``caller`` is given, which needs graphs, and none ran.
     """
     made = Conversion(model, in_fp32(policy), dynamic=dynamic, wrapped=model.__dict__.get("forward"))
-    made.taken_by(take)
+    made.diagnostics = Diagnostics(model, silent=True)
+    made.plain.in_fp32, made.captured.taker = True, take  # what has no graph runs in fp32 as well
     with torch.enable_grad():
         made.attach()
         try:

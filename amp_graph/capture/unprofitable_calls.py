@@ -41,21 +41,14 @@ class CallsLeftAlone:
         kind = _kind_of(self.model, args, kwargs)
         if kind not in self.kinds:
             return False
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
-            self.last = self._looked_at(kind, args[0])
+        if len(args) == 1 and not kwargs and type(one := args[0]) is Tensor:
+            self.last = self.kinds[kind]
+            if self.last is None or not self.last[2](one):  # non-contiguous, or inference mode
+                # The check covers autocast for the tensor's own device only: all tensors must be on that.
+                devices = {one.device.type, *(parameter.device.type for parameter in self.model.parameters())}
+                if len(devices) == 1 and one.layout is torch.strided:
+                    self.last = self.kinds[kind] = (*kind[:2], tensor_guard(one))
         return True
-
-    def _looked_at(self, kind: Kind, one: Tensor) -> Last | None:
-        """Return the fast check for calls like this one.
-
-        It covers autocast for the tensor's own device only, so all tensors must be on that device.
-        """
-        known = self.kinds[kind]
-        if known is None or not known[2](one):  # non-contiguous, or inference mode
-            devices = {one.device.type, *(parameter.device.type for parameter in self.model.parameters())}
-            if len(devices) == 1 and one.layout is torch.strided:
-                known = self.kinds[kind] = (self.model.training, torch.is_grad_enabled(), tensor_guard(one))
-        return known
 
 
 def _kind_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:

@@ -47,16 +47,12 @@ class Audits:
             if self.page is not None:
                 self.report.html(self.page)
 
-
-class AuditsLightning(Audits):
-    """The callback of Lightning; its ``Callback`` follows it in the bases."""
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin to look."""
+        """Begin to look: Lightning."""
         self.begin(module)
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Print the report."""
+    def on_train_end(self, *_: Any, **given: Any) -> None:
+        """Print the report: Lightning, and transformers."""
         self.end()
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:

@@ -7,7 +7,7 @@ Before: ``Trainer(precision="bf16-mixed")``. After: that, in scripts that import
 from __future__ import annotations
 
 from amp_graph.integrations import missing
-from amp_graph.integrations.audits import AuditsLightning
+from amp_graph.integrations.audits import Audits
 from amp_graph.integrations.lightning_precision import ConvertsModules, LogsMetrics
 
 try:
@@ -32,7 +32,7 @@ class AmpGraphMetrics(LogsMetrics, Callback):
     """Logs the plugin's metrics to all loggers, once per ``log_every_n_steps``."""
 
 
-class AmpGraphAudit(AuditsLightning, Callback):
+class AmpGraphAudit(Audits, Callback):
     """Prints what precision a training really uses, and what is wrong with it, when it ends; it changes no bit.
 
     every: look at each step whose number it divides, beside the 2nd and the 3rd. page: a file for the report as an HTML

@@ -149,10 +149,6 @@ class AmpGraphAudit(Audits, TrainerCallback):
         """Begin to look."""
         self.begin(given["model"])
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Print the report."""
-        self.end()
-
 
 def _before(trainer: Any, name: str, first: Callable[[], None]) -> None:
     """Call ``first`` before the method ``name`` of ``trainer``, which transformers 5.0 - 5.23 have."""

@@ -57,10 +57,9 @@ def _needs_closure(step: Callable[..., Any]) -> bool:
 def refuse_hooks(optimizer: Optimizer) -> None:
     """Raise CaptureError if a parameter has a gradient hook, which a graph would not call."""
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for g in optimizer.param_groups for p in g["params"]):
-        named = named_parameters(optimizer)
-        name = next(name for name, p in named if p._backward_hooks or p._post_accumulate_grad_hooks)
+        hooked = (n for n, p in named_parameters(optimizer) if p._backward_hooks or p._post_accumulate_grad_hooks)
         raise CaptureError(
-            f"TrainStep: {name} has a gradient hook, and the gradients of a step exist only inside of its "
+            f"TrainStep: {next(hooked)} has a gradient hook, and the gradients of a step exist only inside of its "
             "graph\n  legal: clip_norm=, clip_value=; hooks on tensors that forward computes\n"
             "  fix:   amp_graph.convert(model) with amp_graph.GradScaler, where hooks of parameters run"
         )
@@ -102,28 +101,24 @@ def unwrapped(optimizer: Any) -> Any:
     own_hooks = isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in optimizer.__dict__
     if own_hooks:
         return optimizer  # its own step is called
-    if name and _is_of_accelerate(optimizer):
+    kind = type(optimizer)
+    if name and (kind.__module__, kind.__qualname__) == ("accelerate.optimizer", "AcceleratedOptimizer"):
         _refuse_what_leaves_steps_out(optimizer)
         return optimizer.__dict__[name]
     if name:
-        kind, inner = type(optimizer).__name__, type(optimizer.__dict__[name]).__name__
-        public = "optimizer" if isinstance(getattr(type(optimizer), "optimizer", None), property) else name
+        inner = type(optimizer.__dict__[name]).__name__
+        public = "optimizer" if isinstance(getattr(kind, "optimizer", None), property) else name
         raise CaptureError(
-            f"TrainStep: a {kind} wraps a {inner}, and its step() may do more than call the inner step()\n"
+            f"TrainStep: a {kind.__name__} wraps a {inner}, and its step() may do more than call the inner step()\n"
             "  legal: a torch.optim.Optimizer, made by Optimizer.__init__\n"
             f"  fix:   TrainStep(model, loss_fn, optimizer.{public}, ...), the inner optimizer"
         )
     if isinstance(optimizer, Optimizer):
         raise CaptureError(
-            f"TrainStep: a {type(optimizer).__name__} that Optimizer.__init__ did not make: it has no hooks\n"
-            f"  fix:   call super().__init__(params, defaults) in {type(optimizer).__name__}.__init__"
+            f"TrainStep: a {kind.__name__} that Optimizer.__init__ did not make: it has no hooks\n"
+            f"  fix:   call super().__init__(params, defaults) in {kind.__name__}.__init__"
         )
     return optimizer
-
-
-def _is_of_accelerate(optimizer: Any) -> bool:
-    kind = type(optimizer)
-    return (kind.__module__, kind.__qualname__) == ("accelerate.optimizer", "AcceleratedOptimizer")
 
 
 def _refuse_what_leaves_steps_out(optimizer: Any) -> None:

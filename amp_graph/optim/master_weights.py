@@ -77,7 +77,9 @@ def lower_parameters(model: Module, policy: Policy) -> Iterator[None]:
     """
     from amp_graph.optim.master_weight_updates import keep_states, optimizers_there  # it imports this module
 
-    lowered, optimizers = list(_lowerable(model, policy)), optimizers_there()
+    kept = {id(p) for module in _kept(model, policy) for p in module.parameters(recurse=False)}
+    lowered = [p for p in model.parameters() if p.dtype is torch.float32 and id(p) not in kept]
+    optimizers = optimizers_there()
     with unchanged_where_it_raises(model, lowered, [held for one in optimizers for held in load_hooks_of(one)]):
         for parameter in lowered:
             full = parameter.data
@@ -162,15 +164,8 @@ def copy_masters(model: Module, memo: dict[int, Any]) -> None:
             set_master(copied, full, master.late)
 
 
-def _lowerable(model: Module, policy: Policy) -> Iterator[Parameter]:
-    """Yield the parameters that ``policy`` lowers, each once."""
-    kept = {id(p) for module in _kept(model, policy) for p in module.parameters(recurse=False)}
-    for parameter in model.parameters():
-        if parameter.dtype is torch.float32 and id(parameter) not in kept:
-            yield parameter
-
-
 def _kept(model: Module, policy: Policy) -> Iterator[Module]:
+    """Yield the modules whose own parameters stay fp32 under ``policy``."""
     for path, module in model.named_modules():
         named = policy.keep_fp32 and matches_path(policy.keep_fp32, path)
         # A cast has no sparse gradient.

@@ -55,28 +55,22 @@ class WatchedOptimizer:
         if before == self._options:
             self._changes = 0
             return False
-        self._changed(before)
-        return True
-
-    def _changed(self, before: list[Any]) -> None:
-        """Decide again where the update runs."""
+        # It is decided again where the update runs.
         pairs = zip(before[1:], self._options[1:], strict=False)
         names = sorted({name for old, new in pairs for name in new[0] if old[0].get(name) != new[0][name]})
         self._changes = self._changes + 1 if names else 0  # changed parameters need a new trace in any case
         if not self.why_outside and self._changes >= RESTLESS:
-            self._leave_graphs(names)
+            self.why_outside = f"{SCHEDULED}{', '.join(names)}"
+            warn(
+                f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} "
+                "consecutive steps, and each was traced again: from now on optimizer.step() is called after the graph\n"
+                "  fix:   none needed; to keep the update in the graph, keep these options constant: "
+                "cycle_momentum=False for OneCycleLR and CyclicLR. Learning rates may change at any step",
+            )
         elif not self.why_outside.startswith(SCHEDULED):
             self.why_outside = why_not_fused(self.optimizer)
         self._options = self._read_options()
-
-    def _leave_graphs(self, names: Sequence[str]) -> None:
-        self.why_outside = f"{SCHEDULED}{', '.join(names)}"
-        warn(
-            f"TrainStep: {', '.join(names)} of {type(self.optimizer).__name__} changed before each of {RESTLESS} "
-            "consecutive steps, and each was traced again: from now on optimizer.step() is called after the graph\n"
-            "  fix:   none needed; to keep the update in the graph, keep these options constant: cycle_momentum=False "
-            "for OneCycleLR and CyclicLR. Learning rates may change at any step",
-        )
+        return True
 
     def owned(self) -> set[int]:
         """Return the optimizer's parameters, by id."""
@@ -84,12 +78,11 @@ class WatchedOptimizer:
 
     def has_state_of(self, updates: Sequence[GroupUpdate]) -> bool:
         """Return whether the optimizer still has the state that ``updates`` read; a new layout replaces it."""
-        for update in updates:
-            for p, *values in zip(update.params, *update.states, strict=True):
-                now = self.optimizer.state.get(p, {})
-                if not all(map(is_, map(now.get, update.names), values)):
-                    return False
-        return True
+        return all(
+            all(map(is_, map(self.optimizer.state.get(p, {}).get, update.names), values))
+            for update in updates
+            for p, *values in zip(update.params, *update.states, strict=True)
+        )
 
     # -- options --------------------------------------------------------------------------------------
 

@@ -78,7 +78,13 @@ class GuardSet:
         if entry.calls <= WARM_UP:
             return self._warm_up(entry, args)
         slot = self._slot(entry, args)
-        return self.run(*args) if slot is None else self._replay(entry, slot, args)
+        if slot is None:
+            return self.run(*args)
+        with torch.no_grad():
+            found: Sequence[Tensor] = slot.forward(args)
+        if slot.routes:
+            found = ReplayedCall(self.replays.lock, entry, slot).connected(found, args)
+        return slot.arranged(found, args)
 
     def _entry(self, args: Sequence[Any]) -> Entry | None:
         """Return the entry of a call; None where none of its kind is counted."""
@@ -146,13 +152,6 @@ class GuardSet:
         own, (device,) = self.replays.own_tensors(), devices
         by_copy = [i for i, a in enumerate(args) if isinstance(a, Tensor) and id(a) not in own]
         return Slot(self.recorded, args, by_copy, RECORDERS[device.type](device))
-
-    def _replay(self, entry: Entry, slot: Slot, args: Sequence[Any]) -> Any:
-        with torch.no_grad():
-            found: Sequence[Tensor] = slot.forward(args)
-        if slot.routes:
-            found = ReplayedCall(self.replays.lock, entry, slot).connected(found, args)
-        return slot.arranged(found, args)
 
 
 def key_of(args: Sequence[Any]) -> Key:

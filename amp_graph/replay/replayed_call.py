@@ -68,11 +68,10 @@ class ReplayedCall:
         holder = self.slot.holder
         return not self._is_over and holder is not None and holder() is self
 
-    def connected(self, results: Sequence[Tensor], args: Sequence[Any]) -> Sequence[Tensor]:
+    def connected(self, results: Sequence[Tensor], args: Sequence[Any]) -> Any:
         """Return the new tensors ``results``, from which autograd goes on to those of ``args`` that get gradients."""
         slot = self.slot
-        made: Any = _Behind.apply(self, results, [args[i] for i in slot.kept], *(args[i] for i in slot.routes))
-        return made
+        return _Behind.apply(self, results, [args[i] for i in slot.kept], *(args[i] for i in slot.routes))
 
 
 class _Behind(torch.autograd.Function):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +19,11 @@ from amp_graph.passes.torch_compat.autograd import nodes_behind, saved_by
 from amp_graph.passes.torch_compat.operators import foreach_copy_
 from amp_graph.passes.torch_compat.storage import address_of, bytes_of, storage_key
 from amp_graph.replay.eligibility import Watch, inputs_behind
-from amp_graph.replay.recorder import CannotRecord, CudaRecorder, Replay, Results
+from amp_graph.replay.recorder import CannotRecord, CudaRecorder
 
 # The strides of the gradient that each differentiable output receives; None for an output that receives none.
 Pattern = tuple[tuple[int, ...] | None, ...]
 Gradients = Sequence[Tensor | None]
-
-
-@dataclass(eq=False)
-class RecordedBackward:
-    """The recording of a backward, for gradients of one layout."""
-
-    replay: Replay
-    seeds: list[Tensor]
-    results: Results
 
 
 class Recording:
@@ -98,7 +88,7 @@ class Slot(Recording):
         self.saved = [t for node in nodes_behind(t.grad_fn for t in self.new) for t in saved_by(node)]
         saved = set(map(storage_key, self.saved))
         self.kept = [i for i, key in memory.items() if key in saved]
-        self.backwards: dict[Pattern, RecordedBackward | None] = {}
+        self.backwards: dict[Pattern, Recording | None] = {}
         self.holder: weakref.ref[Any] | None = None
 
     def _read(self, memory: set[int | None]) -> None:
@@ -146,21 +136,19 @@ class Slot(Recording):
         recorded = self.backwards[pattern]
         if recorded is None:
             return None
-        for seed, grad in zip(recorded.seeds, (g for g in given if g is not None), strict=True):
-            fill(seed, grad)
-        recorded.replay()
+        recorded.replay_on([g for g in given if g is not None])
         return copies(recorded.results)
 
-    def _record_backward(self, given: Gradients) -> RecordedBackward | None:
-        seeds = [twin_of(g) for g in given if g is not None]
+    def _record_backward(self, given: Gradients) -> Recording | None:
+        seeds = [g for g in given if g is not None]
         if not seeds:
             return None
         trained = [n for n, grad in zip(self.trained, given, strict=True) if grad is not None]
         run = Watch(self.device, draws=False).around(partial(self._differentiate, trained))
-        replay, results = self.recorder.record(run, seeds)
-        if any(grad is not None and grad.layout is not torch.strided for grad in results):
+        found = Recording(run, seeds, range(len(seeds)), self.recorder)
+        if any(grad is not None and grad.layout is not torch.strided for grad in found.results):
             raise CannotRecord("a gradient is sparse")
-        return RecordedBackward(replay, seeds, results)
+        return found
 
     def _differentiate(self, trained: Sequence[int], *seeds: Tensor) -> Sequence[Any]:
         """Return the gradient of each route, from those of some new tensors; autograd keeps the graph."""
@@ -183,7 +171,7 @@ class Slot(Recording):
         """The bytes of all memory that the slot holds and Python can see."""
         found = [*(self.static[i] for i in self.by_copy), *self.new, *self.saved]
         for recorded in self.backwards.values():
-            found += [*recorded.seeds, *recorded.results] if recorded else []
+            found += [*recorded.static, *recorded.results] if recorded else []
         own = {storage_key(self.static[i]) for i in self._by_address}
         sizes = {storage_key(t): bytes_of(t) for t in found if t is not None}  # shared memory once
         return sum(size for key, size in sizes.items() if key not in own)

@@ -33,14 +33,11 @@ class ScaleRecords:
         """Note the scale of a step before it updates ``state``: scale, ..., number of skipped steps, ..."""
         scale, skipped = state[0], state[3]
         if self._ring is None or self._ring[0].device != scale.device:
-            self._place_on(scale.device)
+            scales, counts = self._ring or (torch.zeros(self.most), torch.zeros(self.most, dtype=torch.int32))
+            self._ring = scales.to(scale.device), counts.to(scale.device)
+            self._places = list(zip(*(ring.unbind() for ring in self._ring), strict=True))
         foreach_copy_(self._places[self.count % self.most], (scale, skipped))
         self.count += 1
-
-    def _place_on(self, device: torch.device) -> None:
-        scales, counts = self._ring or (torch.zeros(self.most), torch.zeros(self.most, dtype=torch.int32))
-        self._ring = scales.to(device), counts.to(device)
-        self._places = list(zip(*(ring.unbind() for ring in self._ring), strict=True))
 
     def undo(self) -> None:
         """Drop the last row: its step has raised."""
@@ -52,15 +49,11 @@ class ScaleRecords:
 
     def rows(self, skipped_now: int) -> list[tuple[int, float, bool]]:
         """Return (number, scale, skipped) of each step, oldest first; ``skipped_now``: how many were skipped so far."""
-        read = [] if self._ring is None else self._copied(self._ring)
-        counts = [skipped for _, skipped in read] + [skipped_now]
+        both = [] if self._ring is None else torch.stack([ring.double() for ring in self._ring], 1).tolist()
+        read = [both[i % self.most] for i in range(self.first() - 1, self.count)]
+        counts = [int(skipped) for _, skipped in read] + [skipped_now]
         bad = [after > before for before, after in pairwise(counts)]
         return [(self.first() + i, scale, bad[i]) for i, (scale, _) in enumerate(read)]
-
-    def _copied(self, ring: tuple[Tensor, Tensor]) -> list[tuple[float, int]]:
-        both = torch.stack([ring[0].double(), ring[1].double()], 1).tolist()
-        order = [both[i % self.most] for i in range(self.first() - 1, self.count)]
-        return [(scale, int(skipped)) for scale, skipped in order]
 
     def skipped_before(self, steps: int) -> Tensor | int:
         """Return how many steps had been skipped before the last ``steps`` of those that are kept; no copy is made."""

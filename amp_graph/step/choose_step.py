@@ -132,7 +132,11 @@ class StepRuns:
             self._refuse_several_graphs(failed)
         before = ModelState(self.model, list(batch))
         if not self.alone:
-            self._refuse_with_ranks(failed, before, batch)
+            try:
+                self._uncaptured(*batch)  # which raises the user's own error, if there is one
+            finally:
+                before.restore()
+            self._refuse_several_graphs(failed)
         with Undo(before.restore):
             result = self._converted(batch)
         self._failed[self.model.training] = 1
@@ -143,14 +147,6 @@ class StepRuns:
             fix="change that line, or amp_graph.convert(model) with amp_graph.GradScaler",
         )
         return result
-
-    def _refuse_with_ranks(self, failed: Exception, before: ModelState, batch: Sequence[Any]) -> None:
-        """Raise the user's own error, if there is one, else CaptureError."""
-        try:
-            self._uncaptured(*batch)
-        finally:
-            before.restore()
-        self._refuse_several_graphs(failed)
 
     def _refuse_batch(self, failed: Exception, batch: Sequence[Any]) -> None:
         """Raise CaptureError with what an operation says of the batch, if one has failed in the capture."""

@@ -107,10 +107,9 @@ class ShardedModel:
         """Return what the model has for a parameter of the optimizer while it is captured."""
         return self._stand_ins.get(id(parameter), parameter)
 
-    def parameter(self, stand_in: Tensor) -> Tensor:
+    def parameter(self, stand_in: Tensor) -> Any:
         """Return the parameter that the optimizer and the user know."""
-        found: Tensor = self._sharded.get(id(stand_in), stand_in)
-        return found
+        return self._sharded.get(id(stand_in), stand_in)
 
     def unit_of(self, given: Any) -> int | None:
         """Return the number of the unit of an input of a captured graph; None if it is not sharded."""
@@ -128,15 +127,14 @@ class ShardedModel:
         """Return the inputs of a captured graph with shards in the place of stand-ins."""
         return [self.local(a) for a in args] if self.units else list(args)
 
-    def whole(self, shard: Tensor, parameter: Tensor) -> Tensor:
+    def whole(self, shard: Tensor, parameter: Tensor) -> Any:
         """Return a gradient as the optimizer reads it: a DTensor for a parameter that is one."""
-        owner: Any = self.parameter(parameter)
+        owner = self.parameter(parameter)
         if not hasattr(owner, "to_local"):
             return shard
         kind: Any = type(owner.data)
         mesh, placements, stride = owner.device_mesh, owner.placements, owner.stride()
-        found: Tensor = kind.from_local(shard, mesh, placements, run_check=False, shape=owner.shape, stride=stride)
-        return found
+        return kind.from_local(shard, mesh, placements, run_check=False, shape=owner.shape, stride=stride)
 
 
 def _stand_in(parameter: Tensor) -> torch.nn.Parameter:

@@ -88,14 +88,15 @@ class CapturedSteps:
         except NoSize as error:
             captured.refused = str(error)
             raise
-        captured.bound.step = traced
+        captured.bounds[0].step = traced
         return traced
 
     def _drop_unreachable(self, captured: CapturedStep) -> None:
         """Drop the state of parameters that neither the model nor the optimizer has any more."""
         alive = self._watched.owned() | {id(p) for p in self._builder.model.parameters()}
         for other in self.captured:
-            other.bounds = [b for b in other.bounds if b.is_within(alive) or (other is captured and b is other.bound)]
+            in_use = other.bounds[: other is captured]
+            other.bounds = [b for b in other.bounds if b in in_use or alive.issuperset(map(id, b.parameters))]
         self.updates = {key: graph for key, graph in self.updates.items() if alive.issuperset(one[0] for one in key)}
         self._state.keep(alive | {id(p) for other in self.captured for b in other.bounds for p in b.parameters})
 
@@ -110,17 +111,12 @@ class CapturedSteps:
         with torch.enable_grad():
             factor, parts = None if scale is None else scale.scale, self._builder.micro_batches
             outputs, grads, _ = differentiate(compute(), 0, weights, factor, parts)
-        for name, grad in zip(names, grads, strict=True):
-            if grad is not None:
-                refuse_sparse(name, grad)
-        pairs = [(p, g) for p, g in zip(weights, grads, strict=True) if g is not None]
-        parameters = [p for p, _ in pairs]
+        found = [(name, p, g) for name, p, g in zip(names, weights, grads, strict=True) if g is not None]
+        for name, _, grad in found:
+            refuse_sparse(name, grad)
         with torch.no_grad():
-            made = [laid_out(grad, self._state.target_of(p), ()) for p, grad in pairs]
-            if parts > 1:
-                self._state.add_up(parameters, made)
-            else:
-                self._update(parameters, made)
+            made = [laid_out(grad, self._state.target_of(p), ()) for _, p, grad in found]
+            (self._state.add_up if parts > 1 else self._update)([p for _, p, _ in found], made)
         return tuple(outputs)
 
     def update_from_sums(self) -> None:

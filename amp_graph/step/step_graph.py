@@ -31,7 +31,7 @@ from amp_graph.passes.loss_scaling.joint_graph import joint_of, name_joint, outp
 from amp_graph.passes.loss_scaling.operators import OPS
 from amp_graph.passes.manager import Timed, run_passes
 from amp_graph.passes.torch_compat.fake import DEPENDS_ON_DATA, depends_on_data, dispatch_for_data, make_fx
-from amp_graph.passes.weights.cast_weights import Hoisted, hoist_weight_casts
+from amp_graph.passes.weights.cast_weights import hoist_weight_casts
 from amp_graph.rewrite import Rewritten
 from amp_graph.step.sharded_model import ShardedModel
 from amp_graph.step.step_arguments import refuse_what_is_no_loss
@@ -182,16 +182,12 @@ def take_loss_mark(gm: GraphModule) -> int:
 EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
-@dataclass
+@dataclass(eq=False)
 class Bound:
     """The parameters of a captured forward's call, and the step traced for them."""
 
     parameters: tuple[Tensor, ...]
     step: StepGraph | None = None
-
-    def is_within(self, alive: Collection[int]) -> bool:
-        """Return whether all its parameters are among ``alive``, given by id."""
-        return all(id(p) in alive for p in self.parameters)
 
 
 @dataclass
@@ -202,7 +198,7 @@ class CapturedStep:
     loss: int  # index of the loss among the graph's outputs
     names: list[str]  # of the inputs
     hoists: bool = True  # whether casts of weights become inputs
-    hoisted: list[Hoisted] = field(default_factory=list)  # weight casts that became inputs
+    hoisted: list[tuple[int, torch.dtype]] = field(default_factory=list)  # weight casts that became inputs
     numbers: tuple[int, ...] | None = None  # the graph's inputs that are parameters; known after the first call
     bounds: list[Bound] = field(default_factory=list)  # the one in use first
     without: frozenset[int] = frozenset()  # inputs on which the loss does not depend
@@ -216,11 +212,6 @@ class CapturedStep:
     def depends_on_data(self) -> bool:
         """Return whether sizes or numbers in the graph depend on data."""
         return any(depends_on_data(value(node)) for node in self.rewritten.gm.graph.nodes)
-
-    @property
-    def bound(self) -> Bound:
-        """The parameters of the last call, and their step."""
-        return self.bounds[0]
 
     @property
     def step(self) -> StepGraph | None:

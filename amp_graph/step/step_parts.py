@@ -18,7 +18,6 @@ from amp_graph.optim.torch_fused_update import GroupUpdate
 from amp_graph.passes.loss_scaling.scale_loss import scaled_seed
 from amp_graph.passes.step.lay_out_gradients import LayOutGradients, upcast
 from amp_graph.passes.torch_compat.autograd import any_branch_of_backward
-from amp_graph.passes.weights.cast_weights import Hoisted
 
 if TYPE_CHECKING:
     from amp_graph.step.trace_step import StepBuilder
@@ -50,7 +49,7 @@ class StepParts:
     adds: bool
     outside: bool  # whether the optimizer is called after the graph, which then returns the gradients
     forward: Callable[..., Any] | None = None  # None: inputs are what is trained, its gradients, and the loss
-    hoisted: Sequence[Hoisted] = ()  # the graph's further inputs, one per weight cast
+    hoisted: Sequence[tuple[int, torch.dtype]] = ()  # the graph's further inputs, one per weight cast
     copies: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # the cast inputs and dtypes
     by_data: bool = False  # whether the captured graph has data-dependent sizes
     loss: int = 0  # index of the captured graph's output that is the loss
@@ -76,12 +75,12 @@ class StepParts:
         count, own = len(self.args), self.trained
         args, copies = given[:count], dict(zip(self.copies, given[count:], strict=True))
         with torch.enable_grad():
-            lows = _one_each([copies[h.source, h.dtype] for h in self.hoisted])
-            for h, low in zip(self.hoisted, lows, strict=True):
-                low.requires_grad_(h.source in own)
+            lows = _one_each([copies[cast] for cast in self.hoisted])
+            for (i, _), low in zip(self.hoisted, lows, strict=True):
+                low.requires_grad_(i in own)
             outputs = self.forward(*args, *lows)
             sources = [(i, args[i]) for i in own]
-            sources += [(h.source, low) for h, low in zip(self.hoisted, lows, strict=True) if h.source in own]
+            sources += [(i, low) for (i, _), low in zip(self.hoisted, lows, strict=True) if i in own]
             outputs, found, seed = differentiate(outputs, self.loss, [s for _, s in sources], None, 1)
         return [*outputs, *self._summed([i for i, _ in sources], found), seed]
 

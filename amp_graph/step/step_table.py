@@ -140,7 +140,7 @@ class _Appended:
     def _shard(self, given: Any) -> Shard | None:
         """Return the shard of an input, if it is sharded."""
         unit = self.parts.of.sharded.unit_of(given)
-        return None if unit is None else Shard(unit, self.parts.of.sharded.local(given))
+        return None if unit is None else (unit, self.parts.of.sharded.local(given))
 
     def masters(self) -> dict[str, StateInput]:
         """Return the inputs of masters, by the names of their parameters."""

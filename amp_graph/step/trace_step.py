@@ -99,9 +99,10 @@ class StepBuilder:
             if i in trained:
                 refuse_sparse(names[i])
         numbers = {id(args[i]): i for i in trained}
-        hoisted = [replace(h, source=numbers.get(id(args[h.source]), h.source)) for h in captured.hoisted]
-        copies = {(h.source, h.dtype): self.state.copy_of(args[h.source], h.dtype) for h in hoisted}
-        updates = self.micro_batches == 1 and not self._is_any_absent([args[i] for i in trained])
+        hoisted = [(numbers.get(id(args[i]), i), dtype) for i, dtype in captured.hoisted]
+        copies = {(i, dtype): self.state.copy_of(args[i], dtype) for i, dtype in hoisted}
+        # Another rank may have a gradient that this one does not: it then averages zeros.
+        updates = self.micro_batches == 1 and numbers.keys() >= set(map(id, self.averaged()))
         parts = replace(
             self._parts(args, trained, names, updates=updates),
             forward=gm.forward,
@@ -137,11 +138,6 @@ class StepBuilder:
         """
         averages = self.ranks is not None and not self.sharded.units
         return [p for p in self.parameters() if p.requires_grad] if averages else []
-
-    def _is_any_absent(self, trained: Sequence[Tensor]) -> bool:
-        """Say whether another rank may have a gradient that this one does not: it then averages zeros."""
-        known = {id(p) for p in trained}
-        return any(id(p) not in known for p in self.averaged())
 
     def update_of(
         self, parameters: Sequence[Tensor], grads: Sequence[Tensor], absent: frozenset[int] = frozenset()

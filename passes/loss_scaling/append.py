@@ -46,25 +46,19 @@ def append(gm: GraphModule, function: Callable[..., Any], *given: Any, before: N
         returned[:] = [spec, found]
         return [t for t in found if isinstance(t, torch.Tensor)]
 
-    values = [_value_in(mode, value(source)) for source in sources]
+    values = [v if isinstance(v, FakeTensor) and v.fake_mode is mode else like_in(mode, v) for v in map(value, sources)]
     symbolic = any(type(n) is not int for v in values for n in v.shape)
     with torch.no_grad(), tracing_fake(mode, symbolic=symbolic):
         traced = make_fx(call, tracing_mode="real")(*values)  # they are fake: "fake" would convert each once more
-    made = iter(_inline(gm, traced, sources, before or gm.graph.output_node()))
-    spec, found = returned
-    return tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec)
-
-
-def _inline(gm: GraphModule, traced: GraphModule, sources: list[Node], before: Node) -> list[Node]:
-    """Copy the nodes of ``traced`` before a node of ``gm``; return what it returns."""
 
     def held(node: Node) -> Node:
         found = gm.graph.get_attr(_take_over(gm, traced, str(node.target)))
         found.meta = dict(node.meta)
         return found
 
-    found, _ = inline(gm, traced.graph, sources, before, held)
-    return list(found)
+    made = iter(inline(gm, traced.graph, sources, before or gm.graph.output_node(), held)[0])
+    spec, found = returned
+    return tree_unflatten([next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec)
 
 
 def _take_over(gm: GraphModule, traced: GraphModule, name: str) -> str:
@@ -100,7 +94,3 @@ def mode_of(gm: GraphModule) -> FakeTensorMode:
     if mode is None:
         raise PassError("joint graph: its nodes have no values\n  fix:   name_joint(gm, ...) before any pass")
     return mode
-
-
-def _value_in(mode: FakeTensorMode, found: Any) -> torch.Tensor:
-    return found if isinstance(found, FakeTensor) and found.fake_mode is mode else like_in(mode, found)

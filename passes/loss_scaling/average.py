@@ -147,8 +147,7 @@ def _raise(node: Node, place: dict[Node, int]) -> None:
 
 def _only_moves(node: Node) -> bool:
     """Say whether ``node`` is a part of filling a bucket, or its sum: what copies, casts, divides or adds gradients."""
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    return name in MOVES
+    return getattr(node.target, "__name__", "").split(".")[0] in MOVES
 
 
 def clip_(

@@ -19,7 +19,7 @@ from amp_graph.passes.base import Pass, PassError, Writes
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import JOINT
-from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode
+from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, empty_fake
 from amp_graph.passes.torch_compat.storage import storage_key
 
 UPDATES = ("update-parameters",)  # passes that read the gradients last
@@ -189,13 +189,6 @@ def input_nodes(gm: GraphModule) -> dict[str, Node]:
     return {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
 
 
-def return_found_inf(gm: GraphModule, verdict: Node) -> None:
-    """Return ``verdict`` behind the other outputs: the gradients are checked, and no longer scaled."""
-    outs = outputs(gm)
-    set_outputs(gm, [*outs, verdict])
-    change_joint(gm, scale="", found_inf=len(outs))
-
-
 def found_inf_node(gm: GraphModule) -> Node | None:
     """Return the verdict on the gradients, or None where no pass has looked at them."""
     number = joint_of(gm).found_inf
@@ -274,12 +267,10 @@ def _one_mode(gm: GraphModule) -> None:
     mode = found[0].fake_mode
     for node in gm.graph.nodes:
         if tensors(value(node)):
-            made = tree_map_only(torch.Tensor, lambda t: like_in(mode, t), value(node))
-            node.meta["val"] = made
+            node.meta["val"] = tree_map_only(torch.Tensor, lambda t: like_in(mode, t), value(node))
     gm.meta[APART] = True
 
 
 def like_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """Return a new fake tensor of ``mode`` with sizes, strides, dtype and device of ``tensor``."""
-    with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty_fake(mode, tensor.shape, tensor.stride(), tensor.dtype, device=tensor.device)

@@ -27,10 +27,10 @@ from amp_graph.passes.loss_scaling.joint_graph import (
     gradient_nodes,
     joint_of,
     node_named,
-    record_done,
+    outputs,
     refuse_behind,
-    return_found_inf,
     set_gradients,
+    set_outputs,
     shared_gradients,
 )
 from amp_graph.passes.loss_scaling.operators import OPS
@@ -136,8 +136,9 @@ class CheckFiniteAndUnscale(JointPass):
             return
         grads = own_gradients(gm)
         found_inf = append(gm, unscale, grads, node_named(gm, joint.scale))
-        return_found_inf(gm, found_inf)
-        record_done(gm, self.name)
+        outs = outputs(gm)
+        set_outputs(gm, [*outs, found_inf])
+        change_joint(gm, scale="", found_inf=len(outs), done=(*joint.done, self.name))
         how = f"{len(grads)} gradients by one operator"
         yield Change("unscale", "check and unscale gradients", found_inf.name, how)
 

@@ -20,7 +20,7 @@ from amp_graph.passes.loss_scaling.append import append
 from amp_graph.passes.loss_scaling.joint_graph import input_nodes
 from amp_graph.passes.torch_compat.operators import TO_COPY
 
-EMBEDDING = torch.ops.aten.embedding.default
+EMBEDDING: Any = torch.ops.aten.embedding.default
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class RoundLookups(Pass):
                 yield Skip(name, f"{others[0].name} reads it as it is")
                 continue
             for node in lookups:
-                rounded = append(gm, _look_up, dtype, *node.args, before=node)
+                rounded = append(gm, look_up, dtype, *node.args, before=node)
                 node.replace_all_uses_with(rounded)
                 gm.graph.erase_node(node)
                 yield Change(self.name, "round", rounded.name, f"looked up in {name}")
 
 
-def _look_up(dtype: torch.dtype, table: Tensor, *given: Any) -> Tensor:
-    found: Tensor = EMBEDDING(table.to(dtype), *given)
-    return found.to(table.dtype)
+def look_up(dtype: torch.dtype, table: Tensor, *given: Any) -> Tensor:
+    """Return what is looked up in ``table``, rounded to ``dtype``, in its own dtype."""
+    return EMBEDDING(table.to(dtype), *given).to(table.dtype)

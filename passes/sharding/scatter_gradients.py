@@ -78,7 +78,7 @@ class ScatterGradients(JointPass):
         place = {node: n for n, node in enumerate(gm.graph.nodes)}
         started = []
         for number, unit in enumerate(self.units):
-            own = [i for i, name in enumerate(names) if name in self.shards and self.shards[name].unit == number]
+            own = [i for i, name in enumerate(names) if name in self.shards and self.shards[name][0] == number]
             if own:
                 last = max((grads[i] for i in own), key=place.__getitem__)
                 flat = append(gm, scatter, [grads[i] for i in own], unit, before=_behind(last))
@@ -86,7 +86,7 @@ class ScatterGradients(JointPass):
                 flat.meta[SENT] = Sent(unit.name, "reduce", f"gradients{asked}")
                 started.append((unit, own, flat))
         for unit, own, flat in started:
-            shapes, shards = [value(grads[i]).shape for i in own], [self.shards[names[i]].local for i in own]
+            shapes, shards = [value(grads[i]).shape for i in own], [self.shards[names[i]][1] for i in own]
             fakes = [value(grads[i]).new_empty(one.shape, dtype=one.dtype) for i, one in zip(own, shards, strict=True)]
             for i, node in zip(own, append(gm, scattered, flat, shapes, fakes, unit), strict=True):
                 grads[i] = node

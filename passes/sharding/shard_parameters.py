@@ -46,14 +46,6 @@ class Unit:
     reduce_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The rows of an input that this rank has, and the number of its unit."""
-
-    unit: int
-    local: Tensor
-
-
 class Sent(NamedTuple):
     """What a collective sends: for which unit, and "gather", "reduce" to shards, or "sum" over ranks; of what.
 
@@ -67,6 +59,7 @@ class Sent(NamedTuple):
     parts: tuple[tuple[str, torch.dtype, bool, bool], ...] = ()
 
 
+Shard = tuple[int, Tensor]  # of an input: the number of its unit, and the rows that this rank has
 Whole = tuple[torch.Size, torch.dtype]  # of what is gathered
 
 
@@ -147,8 +140,8 @@ class ShardParameters(JointPass):
         gathers = self._gathers(gm, inputs, casts)
         wholes = {node: (value(node).shape, value(node).dtype) for node in (*inputs, *casts)}
         owns = [one.wanted(casts) for one in gathers]
-        for node, shard in inputs.items():
-            node.meta["val"] = like_in(mode, shard.local)
+        for node, (_, local) in inputs.items():
+            node.meta["val"] = like_in(mode, local)
         before = None
         for one, own in zip(gathers, owns, strict=True):
             _put_in(gm, one, own, wholes, casts, self.units[one.unit], before or one.first)
@@ -167,14 +160,14 @@ class ShardParameters(JointPass):
             for source in node.all_input_nodes if node not in casts else ():
                 shard = inputs.get(casts.get(source, source))
                 if shard is not None:
-                    key = shard.unit, backward and self.units[shard.unit].reshards
-                    found.setdefault(key, Gather(shard.unit, node, key[1])).readers.setdefault(source, []).append(node)
+                    key = shard[0], backward and self.units[shard[0]].reshards
+                    found.setdefault(key, Gather(shard[0], node, key[1])).readers.setdefault(source, []).append(node)
         return list(found.values())
 
     def _derive_again(self, gm: GraphModule, inputs: Mapping[Node, Shard]) -> None:
         """Let backward compute views and casts of resharded inputs itself, of which forward's are freed."""
         seed, backward = node_named(gm, joint_of(gm).seed), False
-        derived = {node for node, shard in inputs.items() if self.units[shard.unit].reshards}
+        derived = {node for node, (unit, _) in inputs.items() if self.units[unit].reshards}
         again: dict[Node, Node] = {node: node for node in derived}
         for node in list(gm.graph.nodes):
             backward = backward or node is seed

@@ -94,15 +94,14 @@ def _stay(gm: GraphModule, reads: Sequence[Any], others: Sequence[Node], lives: 
 
 def _joined(
     others: Sequence[Tensor], reads: Sequence[tuple[Tensor, Tensor]], paddings: Sequence[int], count: int
-) -> Tensor:
+) -> Any:
     rows, ids = [], []
     for (grad, read), padding in zip(reads, paddings, strict=True):
         ids.append(read.reshape(read.numel()).long())
         own = grad.reshape(read.numel(), grad.shape[-1])
         rows.append(own if padding < 0 else own.masked_fill((ids[-1] == padding).unsqueeze(1), 0.0))
     dense = others[0] if others else rows[0].new_zeros(())  # one number for all
-    found: Tensor = ADD_ROWS(dense, torch.cat(ids), torch.cat(rows), count)
-    return found
+    return ADD_ROWS(dense, torch.cat(ids), torch.cat(rows), count)
 
 
 def _erase(gm: GraphModule, node: Node) -> None:

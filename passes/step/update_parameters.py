@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -85,14 +85,13 @@ def _apart(group: GroupInputs, skips: Mapping[str, str]) -> Iterator[GroupInputs
             yield replace(group, parameters=[group.parameters[n] for n in own], states=states)
 
 
-def _verdict(gm: GraphModule, group: GroupInputs) -> Node | None:
+def _verdict(gm: GraphModule, group: GroupInputs) -> Any:
     """Return what is above 0 where ``group`` is not updated; None if it always is."""
     found, skip = found_inf_node(gm), joint_of(gm).skips.get(group.parameters[0])
     if skip is None:
         return found
     known = node_named(gm, skip)
-    both: Node = known if found is None else append(gm, torch.maximum, found, known)
-    return both
+    return known if found is None else append(gm, torch.maximum, found, known)
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,9 @@ def _dispatch_to_autograd(*, enabled: bool) -> Iterator[None]:
 unsafe_view = dispatched(UNSAFE_VIEW)  # 2.11 - 2.13
 
 
-def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def outer_saved_tensors_hooks() -> Any:
     """Return (pack, unpack) of the current ``saved_tensors_hooks``, which inner hooks would replace; 2.11 - 2.13."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def saved_tensors_hooks_are_enabled() -> bool:
@@ -152,6 +151,13 @@ def add_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     tensor.register_hook(hook)
 
 
+def hook_gradients(results: Any, hook: Callable[[Tensor], Any]) -> None:
+    """Have ``hook`` called with the gradient of each tensor among the ``results`` of a graph that gets one."""
+    for one in results if isinstance(results, (tuple, list)) else (results,):
+        if isinstance(one, Tensor) and one.requires_grad:
+            add_hook(one, hook)
+
+
 def nodes_behind(starts: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
     """Yield the autograd nodes ``starts``, where they are not None, and those behind them, each once; not ``ends``."""
     seen = {None, *ends}
@@ -169,7 +175,7 @@ def users_functions(results: Iterable[torch.Tensor], inputs: Iterable[torch.Tens
 
     ``node.apply`` of such a node is its backward, also if it is replaced in the node; 2.11 - 2.13.
     """
-    if not _user_has_functions():
+    if not any(map(_is_users, BackwardCFunction.__subclasses__())):  # torch makes a type of nodes for each Function
         return
     every = nodes_behind((t.grad_fn for t in results), (t.grad_fn for t in inputs))
     yield from (node for node in every if _is_users(type(node)))
@@ -179,17 +185,6 @@ def _is_users(node: type) -> bool:
     """Return whether nodes of this type are made by an ``autograd.Function`` of neither torch nor amp_graph."""
     made_by = getattr(node, "_forward_cls", None)
     return made_by is not None and made_by.__module__.partition(".")[0] not in ("torch", "amp_graph")
-
-
-def _user_has_functions() -> bool:
-    """Return whether such a Function is defined in this process; torch makes a type of nodes for each."""
-    every = BackwardCFunction.__subclasses__()
-    if _last_seen[0] is not every[-1]:  # a new one is the last
-        _last_seen[:] = [every[-1], any(map(_is_users, every))]
-    return bool(_last_seen[1])
-
-
-_last_seen: list[Any] = [None, False]
 
 
 def keeps_graph() -> bool:

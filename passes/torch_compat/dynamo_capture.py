@@ -57,7 +57,7 @@ if sys.version_info >= (3, 11):  # before, each frame has its own memory
 
 
 class CaptureListener:
-    """Receives events of Dynamo's captures; this one ignores them."""
+    """Receives events of Dynamo's captures, and says with which settings each is made; this one ignores them."""
 
     def failed(self, code: types.CodeType, error: Exception, *, whole: bool) -> bool:
         """Tracing a frame failed, that of a ``whole`` call or a part; return whether the frame is to run as written.
@@ -71,10 +71,6 @@ class CaptureListener:
 
     def broke(self, reason: str, stack: Any) -> None:
         """A graph break."""
-
-
-class CaptureChoice:
-    """Decides whether a frame is captured again, and with which Dynamo settings; this one always captures."""
 
     def settings(self, frame: Any) -> dict[str, Any] | None:
         """Return the settings for a capture of ``frame``, or None to skip it: the frame then runs as written.
@@ -130,7 +126,7 @@ class _CompileTimeConfig:
     """
 
     def __init__(
-        self, inner: Any, code: types.CodeType, heard: CaptureListener, collector_waits: bool, choice: CaptureChoice
+        self, inner: Any, code: types.CodeType, heard: CaptureListener, collector_waits: bool, choice: CaptureListener
     ) -> None:
         self._inner = inner
         self._code = code
@@ -146,7 +142,27 @@ class _CompileTimeConfig:
         chosen = self._choice.settings(frame)
         if chosen is None:
             return _as_written_once()
-        with self._settings(chosen):
+        with (
+            compile_lock,  # up to torch 2.12, Dynamo's settings are shared by all threads
+            errors_not_logged(),
+            collector_waits(self._collector_waits),
+            dynamo_config.patch(
+                allow_rnn=True,
+                # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
+                # loop, would lose the whole frame).
+                capture_dynamic_output_shape_ops=True,
+                capture_scalar_outputs=True,
+                # A hook that is registered later must fire; by default Dynamo does not check, for speed. The cost is
+                # not measurable.
+                skip_nnmodule_hook_guards=False,
+                ignore_logging_functions=ignored_logging(),
+                recompile_limit=NO_LIMIT,
+                accumulated_recompile_limit=NO_LIMIT,
+                **NO_RECORDS,
+                **NO_TAGS,
+                **chosen,
+            ),
+        ):
             try:
                 result = self._captured(frame, *args, **kwargs)
             except _TRACING_FAILED as error:
@@ -183,31 +199,6 @@ class _CompileTimeConfig:
         with mended(tells_masks=False):
             return _with_room(self._inner, frame, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def _settings(self, chosen: dict[str, Any]) -> Iterator[None]:
-        with (
-            compile_lock,  # up to torch 2.12, Dynamo's settings are shared by all threads
-            errors_not_logged(),
-            collector_waits(self._collector_waits),
-            dynamo_config.patch(
-                allow_rnn=True,
-                # Boolean masks and .item() become graph nodes instead of graph breaks (which, inside a Python
-                # loop, would lose the whole frame).
-                capture_dynamic_output_shape_ops=True,
-                capture_scalar_outputs=True,
-                # A hook that is registered later must fire; by default Dynamo does not check, for speed. The cost is
-                # not measurable.
-                skip_nnmodule_hook_guards=False,
-                ignore_logging_functions=ignored_logging(),
-                recompile_limit=NO_LIMIT,
-                accumulated_recompile_limit=NO_LIMIT,
-                **NO_RECORDS,
-                **NO_TAGS,
-                **chosen,
-            ),
-        ):
-            yield
-
 
 def _as_written_once() -> Any:
     """Return what runs a frame as written once, while its calls still use compiled code; 2.11 - 2.13."""
@@ -223,32 +214,29 @@ def capture_with_dynamo(
     fullgraph: bool,
     heard: CaptureListener,
     collector_waits: bool,
-    choice: CaptureChoice | None = None,
+    choice: CaptureListener | None = None,
     eager: bool = False,
 ) -> Callable[..., Any]:
     """Return ``function`` captured by Dynamo into ``backend``; ``heard`` is told what was not captured.
 
-    ``choice``: consulted before each capture. ``collector_waits``: pause garbage collection until Dynamo and
-    ``backend`` are done; not for compilers that take minutes. ``eager``: graphs run operator by operator. 2.13 has
-    ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the raised
-    limits and on a separate code object.
+    ``choice``: consulted before each capture; None: ``heard`` is. ``collector_waits``: pause garbage collection until
+    Dynamo and ``backend`` are done; not for compilers that take minutes. ``eager``: graphs run operator by operator.
+    2.13 has ``isolate_recompiles`` (entries of one region never count against another's); 2.11 and 2.12 rely on the
+    raised limits and on a separate code object.
     """
     keep_guard_of_missing_gpu()
 
-    def take(gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    def take(gm: GraphModule, example_inputs: Any) -> Any:
         if masks_heard() and ends_in_break(gm):  # it is traced again
             return gm.forward
         if eager:
             _leave_out_guard_of_hooks()
-        run: Callable[..., Any] = backend(gm, example_inputs)
-        return run
+        return backend(gm, example_inputs)
 
     isolated = {"isolate_recompiles": True} if torch_version() >= (2, 13) else {}  # always, with torch 2.12 gone
     context: Any = torch._dynamo.optimize(take, nopython=fullgraph, dynamic=dynamic, **isolated)
     callback = context.callback
-    context.callback = _CompileTimeConfig(
-        callback, function.__code__, heard, collector_waits, choice or CaptureChoice()
-    )
+    context.callback = _CompileTimeConfig(callback, function.__code__, heard, collector_waits, choice or heard)
     return context(function)
 
 

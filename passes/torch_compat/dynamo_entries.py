@@ -77,13 +77,12 @@ def outside_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def undisabled(function: Callable[..., Any]) -> Callable[..., Any]:
+def undisabled(function: Callable[..., Any]) -> Any:
     """Return the function that ``torch._dynamo.disable`` wrapped as ``function``, for callers with Dynamo off."""
-    found: Callable[..., Any] = torch._dynamo.eval_frame.innermost_fn(function)
-    return found
+    return torch._dynamo.eval_frame.innermost_fn(function)
 
 
-def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
+def tensor_guard(tensor: torch.Tensor) -> Any:
     """Return one fast C++ check of whether a tensor is like ``tensor``, a plain one; 2.11 - 2.13.
 
     Compares type, dtype, device, sizes, strides, and dispatch state: autocast on its kind of device, tracing, functorch
@@ -91,9 +90,8 @@ def tensor_guard(tensor: torch.Tensor) -> Callable[[torch.Tensor], bool]:
     strides, and the error ends the process.
     """
     guard_of: Any = torch._C._dynamo.guards.TensorGuards  # its stub names other arguments
-    guard = guard_of(tensor, dynamic_dims_sizes=[list(tensor.shape)], dynamic_dims_strides=[list(tensor.stride())])
-    check: Callable[[torch.Tensor], bool] = guard.check
-    return check
+    sizes, strides = [list(tensor.shape)], [list(tensor.stride())]
+    return guard_of(tensor, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:

@@ -31,32 +31,26 @@ class Masks:
     asked: bool = False
 
 
-_masks = Masks()  # written only by who holds ``compile_lock``
+_MASKS = [Masks()]  # the last one is of the running capture; written only by who holds ``compile_lock``
 Plain = Callable[..., Any]
 
 
 @contextlib.contextmanager
 def mended(*, tells_masks: bool) -> Iterator[Masks]:
     """Apply ``MENDS``, with Dynamo's own lock held, so that no other capture sees them."""
-    global _masks
     with compile_lock, contextlib.ExitStack() as undo:
-        undo.callback(_set_masks, _masks)
         for owner, name, mend in MENDS:
             if (plain := vars(owner).get(name)) is not None:
                 setattr(owner, name, mend(plain))
                 undo.callback(setattr, owner, name, plain)
-        _masks = Masks(tells_masks)
-        yield _masks
+        _MASKS.append(Masks(tells_masks))
+        undo.callback(_MASKS.pop)
+        yield _MASKS[-1]
 
 
 def masks_heard() -> bool:
     """Return whether the masks of transformers heard, in the running capture, that they are captured."""
-    return _masks.told and _masks.asked
-
-
-def _set_masks(masks: Masks) -> None:
-    global _masks
-    _masks = masks
+    return _MASKS[-1].told and _MASKS[-1].asked
 
 
 def _without_cast_cache(plain: Plain) -> Plain:
@@ -152,8 +146,8 @@ def _is_told_of_capture(tx: Any) -> bool:
         tx = tx.parent
     name = str(tx.f_globals.get("__name__", ""))
     if name == "transformers.masking_utils":
-        _masks.asked = True
-        return _masks.told
+        _MASKS[-1].asked = True
+        return _MASKS[-1].told
     if name.startswith("transformers.models."):
         return False
     return name.startswith(("torch.", "amp_graph.", "transformers.")) and name != transformer.__name__
@@ -182,12 +176,11 @@ def mask_as_given(mask: Tensor | None, is_causal: bool | None = None, size: int 
     return is_causal is True
 
 
-def masked_select_of_broadcast(input: Tensor, mask: Tensor) -> Tensor:
+def masked_select_of_broadcast(input: Tensor, mask: Tensor) -> Any:
     """Return ``torch.masked_select`` of tensors of one shape.
 
     torch/_subclasses/fake_impls.py bounds the count by the tensor's own elements, and Dynamo asserts this in the graph:
     a mask larger than its tensor fails there.
     """
     input, mask = torch.broadcast_tensors(input, mask)
-    selected: Tensor = torch.ops.aten.masked_select.default(input, mask)
-    return selected
+    return torch.ops.aten.masked_select.default(input, mask)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config  # 2.11 - 2.13
 from amp_graph.passes.torch_compat import torch_version
 
 # Dynamo's own limits (8 per code object, 256 in total) would turn the ninth shape into a silent fp32 run. Ours are a
-# ``CaptureChoice``.
+# ``CaptureListener``.
 NO_LIMIT = 1_000_000
 
 
@@ -63,12 +63,15 @@ _TAGS = ("use_recursive_dict_tags_for_guards", "skip_tensor_guards_with_matching
 NO_TAGS: dict[str, Any] = dict.fromkeys(_TAGS, False) if torch_version() < (2, 13) else {}
 
 
-def parameters_as_inputs() -> contextlib.AbstractContextManager[None]:
-    """Let Dynamo capture parameters as inputs, where Inductor's freezing would make them constants; 2.11 - 2.13."""
-    if not inductor_config.freezing or torch.is_grad_enabled():
-        return contextlib.nullcontext()
-    found: contextlib.AbstractContextManager[None] = inductor_config.patch(freezing=False)
-    return found
+def parameters_as_inputs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo capture parameters as inputs in ``run``; Inductor's freezing makes them constants; 2.11 - 2.13."""
+
+    def run_with_inputs(*args: Any, **kwargs: Any) -> Any:
+        freezes = inductor_config.freezing and not torch.is_grad_enabled()
+        with inductor_config.patch(freezing=False) if freezes else contextlib.nullcontext():
+            return run(*args, **kwargs)
+
+    return run_with_inputs
 
 
 # What torch logs beside an error that it raises: of an operation on fake tensors, of a guard; 2.11 - 2.13.

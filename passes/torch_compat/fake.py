@@ -134,6 +134,14 @@ def concrete_number(number: Any) -> int | float | bool:
     return True if isinstance(number, torch.SymBool) else concrete_size(number)
 
 
+def empty_fake(
+    mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype, *, device: torch.device | str
+) -> FakeTensor:
+    """Return an empty fake tensor of ``mode``, as that makes one, in a tenth of the time; 2.11 - 2.13."""
+    with unset_fake_temporarily():
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), torch.device(device))
+
+
 def empty_of_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor of the same kind in the mode in force, with numbers for symbolic sizes and strides."""
     sizes, strides = [[concrete_size(n) for n in numbers] for numbers in (tensor.shape, tensor.stride())]

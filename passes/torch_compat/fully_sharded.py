@@ -33,10 +33,9 @@ def every_group(model: Module) -> list[Any]:
     return list(dict.fromkeys(group for part in model.modules() for group in groups_of(part)))
 
 
-def root_of(unit: Module) -> Module:
+def root_of(unit: Module) -> Any:
     """Return the outermost module to which ``fully_shard`` was applied around ``unit``, once it was called."""
-    found: Module = unit._get_fsdp_state()._state_ctx.all_states[0]._modules[0]  # type: ignore[operator]
-    return found
+    return unit._get_fsdp_state()._state_ctx.all_states[0]._modules[0]  # type: ignore[operator]
 
 
 def records_of(group: Any) -> dict[str, Any]:
@@ -50,24 +49,21 @@ def unit_name(group: Any) -> str:
     return group._module_fqn or ""
 
 
-def dtype_of(record: Any) -> torch.dtype:
+def dtype_of(record: Any) -> Any:
     """Return the dtype in which a parameter is gathered."""
-    found: torch.dtype = record.param_dtype or record.orig_dtype
-    return found
+    return record.param_dtype or record.orig_dtype
 
 
-def reduced_dtype(group: Any) -> torch.dtype:
+def reduced_dtype(group: Any) -> Any:
     """Return the dtype in which the gradients of a group are reduced: they have one."""
     first = next(record for record in group.fsdp_params if record.sharded_param.requires_grad)
     summed = getattr(gathered_parameter(first), "grad_dtype", None)
-    found: torch.dtype = group._reduce_dtype or summed or dtype_of(first)
-    return found
+    return group._reduce_dtype or summed or dtype_of(first)
 
 
-def gathered_parameter(record: Any) -> Parameter | None:
+def gathered_parameter(record: Any) -> Any:
     """Return the parameter that a gather fills, one object for all gathers in one dtype; None before the first."""
-    found: Parameter | None = getattr(record, "_unsharded_param", None)
-    return found
+    return getattr(record, "_unsharded_param", None)
 
 
 def gathered_parameters(model: Module) -> list[Parameter]:
@@ -166,16 +162,12 @@ def gathered_bytes(record: Any, dtype: torch.dtype) -> int:
 # -- a number of each rank, in the collective that gathers a group -------------------------------------
 
 
+@torch.inference_mode(False)
 def add_question(group: Any) -> Any:
     """Let each gather of a group bring a number of each rank, 0 at first; only while the group ``is_at_rest``.
 
     It is one more record of the group, of a parameter that no model has.
     """
-    with torch.inference_mode(False):
-        return _added_question(group)
-
-
-def _added_question(group: Any) -> Any:
     like = next(iter(records_of(group).values()))
     holder = Module()
     ranks = torch.zeros(_ranks(like), device=group.device)

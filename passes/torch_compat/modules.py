@@ -62,13 +62,12 @@ def behind_checkpoint(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def surrounding_ddp() -> torch.nn.Module | None:
+def surrounding_ddp() -> Any:
     """Return the DistributedDataParallel whose forward is running; 2.11 to 2.13."""
     if not torch.distributed.is_available():
         return None
     kind: Any = torch.nn.parallel.DistributedDataParallel
-    found: torch.nn.Module | None = kind._get_active_ddp_module()
-    return found
+    return kind._get_active_ddp_module()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

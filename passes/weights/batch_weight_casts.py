@@ -144,11 +144,10 @@ def low_weight(weight: Tensor, group: Sequence[Tensor], place: int) -> Tensor:
     return group[place]
 
 
-def low_weights(weights: Sequence[Tensor], dtype: torch.dtype, formats: Sequence[Any]) -> Sequence[Tensor]:
+def low_weights(weights: Sequence[Tensor], dtype: torch.dtype, formats: Sequence[Any]) -> Any:
     """Cast ``weights`` to ``dtype``, each into its format, where that is not None; all train, or none does."""
     if torch.is_grad_enabled() and weights[0].requires_grad:
-        found: tuple[Tensor, ...] = _LowWeights.apply(dtype, formats, *weights)
-        return found
+        return _LowWeights.apply(dtype, formats, *weights)
     return _cast(weights, dtype, formats)
 
 

@@ -6,7 +6,6 @@ Before: ``w = weight.bfloat16(); y = linear_low(x, w)``. After: ``w`` is an inpu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -43,16 +42,8 @@ def _refusal(node: Node, memory: Memory, returned: set[int | None]) -> str:
     return "inside a torch.func transform" if TRANSFORM in node.meta else ""
 
 
-@dataclass(frozen=True)
-class Hoisted:
-    """One cast that became an input: the graph input that it casts, and the dtype."""
-
-    source: int
-    dtype: torch.dtype
-
-
-def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[Hoisted]:
-    """Replace the casts of the inputs numbered in ``weights`` with new inputs, appended in order.
+def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[tuple[int, torch.dtype]]:
+    """Replace the casts of the inputs numbered in ``weights`` with new inputs, appended in order; return what they are.
 
     Law: if the copies equal the rounded weights, no output changes by a bit; a weight's gradient is the sum of its own
     and its copies'. A weight that the graph writes keeps its casts. Exactness: bit-exact.
@@ -64,7 +55,7 @@ def hoist_weight_casts(gm: GraphModule, weights: Collection[int]) -> list[Hoiste
     for node in list(gm.graph.nodes):
         source = node.args[0] if CAST in node.meta and node.op == "call_method" else None
         if isinstance(source, Node) and source in numbers and value(node).dtype.itemsize < 4:
-            found.append(Hoisted(numbers[source], value(node).dtype))
+            found.append((numbers[source], value(node).dtype))
             inputs.append(_as_input(gm, node, inputs[-1]))
     return found
 

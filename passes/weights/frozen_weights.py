@@ -76,17 +76,6 @@ class FrozenWeights:
         kept = self._kept.get(key)
         if kept is not None and kept.is_of((weight, *others), facts):
             return kept.made
-        return self._make(key, make, weight, others, facts, is_known=kept is not None)
-
-    def _make(
-        self,
-        key: tuple[Any, int],
-        make: Callable[[], Any],
-        weight: Tensor,
-        others: Sequence[Tensor | None],
-        facts: Any,
-        is_known: bool,
-    ) -> Any:
         sources = (weight, *others)
         if is_in_mode(weight) or any(s is not None and not may_be_frozen(s) for s in sources):
             return None
@@ -97,7 +86,7 @@ class FrozenWeights:
             self._kept = {k: v for k, v in self._kept.items() if k[1] in self._names}
             if id(weight) not in self._names:  # of torch.func.functional_call
                 return None
-        if is_new or is_known:
+        if is_new or kept is not None:
             self.written.append(self._names[id(weight)])
         versions = tuple(None if s is None else s._version for s in sources)  # before the values
         with torch.inference_mode(False), torch.no_grad():

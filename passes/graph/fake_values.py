@@ -148,7 +148,7 @@ def _in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
         if storage_key(part) in shown:
             new, was = shown[storage_key(part)]
             place = new.storage_offset() + part.storage_offset() - was.storage_offset()
-            fresh.set_(new.untyped_storage(), place, part.shape, part.stride())  # type: ignore[call-overload]
+            fresh.set_(new.untyped_storage(), place, part.shape, part.stride())
         return FakeTensor(mode, fresh, part.device)
 
     with unset_fake_temporarily():

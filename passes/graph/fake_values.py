@@ -40,6 +40,7 @@ TAKEN_APART = frozenset(
 OF_ONE_DTYPE = frozenset(
     {_ATEN.linear.default, _ATEN.matmul.default, _ATEN.mm.default, _ATEN.bmm.default, _ATEN.addmm.default}
     | {_ATEN.layer_norm.default, _ATEN.softmax.int, _ATEN.log_softmax.int, _ATEN.embedding.default}
+    | {_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input}
     | {_ATEN.cat.default, _ATEN.stack.default, _ATEN.masked_fill.Tensor, _ATEN.dropout.default}
 )
 

@@ -238,7 +238,7 @@ def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -
 def _operations(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool) -> Operations:
     """Call ``node`` on its fake tensors and return the operations that it calls."""
     flat, spec, used = argument_leaves(node, mode, symbolic=symbolic)
-    is_known = used is mode and not decompose and isinstance(value(node), torch.Tensor)
+    is_known = used is mode and not decompose and bool(tensors(value(node)))
     with tracing_fake(used, symbolic=symbolic):
         once = {id(leaf): leaf for leaf in flat}
         if decompose or _may_change_sizes(node):  # the graph's values keep theirs; parts are fewer without gradients
@@ -291,8 +291,7 @@ class _Recorder(TorchDispatchMode):
         given: Any = map_aggregate(args, self._operand)
         named: Any = map_aggregate(kwargs, self._operand)
         if self._known is not None:
-            returns = [str(one.type) for one in func._schema.returns]
-            if self.operations or returns != ["Tensor"] or func._schema.is_mutable:
+            if self.operations or func._schema.is_mutable or not _may_return(func, self._known):
                 raise _Further
         result = fake_result(func, args, kwargs) if self._known is None else self._known
         self._alive += [args, kwargs, result]
@@ -312,6 +311,14 @@ class _Recorder(TorchDispatchMode):
         if isinstance(leaf, torch.Tensor):
             return self._origin.get(id(leaf), INNER)
         return INNER if isinstance(leaf, torch.SymInt) else leaf
+
+
+def _may_return(func: OpOverload, val: Any) -> bool:
+    """Say whether ``val`` has the structure of the results of ``func``."""
+    kinds = [str(one.type) for one in func._schema.returns]
+    if isinstance(val, torch.Tensor):
+        return kinds == ["Tensor"]
+    return isinstance(val, (tuple, list)) and kinds in (["List[Tensor]"], ["Tensor"] * len(val))
 
 
 def _returns_its_argument(func: OpOverload, args: tuple[Any, ...]) -> bool:

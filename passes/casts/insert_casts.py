@@ -24,6 +24,7 @@ from amp_graph.passes.graph.fake_values import (
     captured,
     cast_value,
     fake_mode_of,
+    in_other_dtype,
     is_eligible,
     keep_trained,
     run_node,
@@ -215,7 +216,8 @@ class _Insertion:
             return
         try:
             refuse_mixed(node)
-            set_value(node, run_node(node, self.mode))
+            known = in_other_dtype(node, self.mode)
+            set_value(node, run_node(node, self.mode) if known is None else known)
         except Exception as refusal:  # any error that a kernel raises for operands of two precisions
             self._retreat(node, refusal)
 

@@ -109,8 +109,6 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
     Raises the operation's error, so that a dtype mismatch shows before the graph is accepted. Data-dependent sizes stay
     those of the capture, as in the rest of the graph.
     """
-    if (known := _in_other_dtype(node, mode)) is not None:
-        return known
     args, kwargs = argument_values(node)
     given = [value(source) for source in node.all_input_nodes]
     numbers = [*given, *(n for val in given for t in tensors(val) for n in t.shape)]
@@ -121,7 +119,7 @@ def run_node(node: Node, mode: FakeTensorMode) -> Any:
         return with_sizes_of(made, captured(node)) if symbolic or depends_on_data(captured(node)) else made
 
 
-def _in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
+def in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
     """Return the captured value in the dtype that all inputs have now, if the node does no more than that.
 
     Its operations compute in the dtype of their operands, and all inputs have the sizes and strides of the capture: so

@@ -9,9 +9,10 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import amp_graph
+from amp_graph.passes.casts import insert_casts
 from amp_graph.passes.graph import fake_values
 from amp_graph.passes.graph.edit import give_value, set_identity
-from amp_graph.passes.graph.fake_values import run_node, tensors, value
+from amp_graph.passes.graph.fake_values import in_other_dtype, run_node, tensors, value
 from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
 from amp_graph.passes.torch_compat.storage import storage_key
 from tests.corpus import CASES, make
@@ -117,17 +118,15 @@ def alike(node, found, called):
 @pytest.fixture
 def compared(monkeypatch):
     """What is told without a call, beside the call, in all graphs: (node, whether both are alike)."""
-    told, found = fake_values._in_other_dtype, []
+    found = []
 
     def both(node, mode):
-        known = told(node, mode)
+        known = in_other_dtype(node, mode)
         if known is not None:
-            with monkeypatch.context() as patch:
-                patch.setattr(fake_values, "_in_other_dtype", lambda *_: None)
-                found.append((node, alike(node, known, run_node(node, mode))))
+            found.append((node, alike(node, known, run_node(node, mode))))
         return known
 
-    monkeypatch.setattr(fake_values, "_in_other_dtype", both)
+    monkeypatch.setattr(insert_casts, "in_other_dtype", both)
     return found
 
 
@@ -152,4 +151,6 @@ def test_an_operation_that_chooses_its_dtype_is_called(keeps, monkeypatch):
     x.meta["val"] = mode.from_tensor(torch.empty(4, 4, dtype=BF16))
     if keeps:
         monkeypatch.setattr(fake_values, "_keeps_dtype", lambda operation: True)
-    assert run_node(node, mode).dtype == (BF16 if keeps else torch.float32)
+    told = in_other_dtype(node, mode)
+    assert run_node(node, mode).dtype == torch.float32
+    assert (told is not None and told.dtype == BF16) if keeps else told is None

@@ -1,6 +1,8 @@
 """The code blocks of the documentation, and what they take as given."""
 
+import importlib.util
 import re
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,15 @@ class Block:
         if self.language == "console":  # the other lines are what the commands print
             lines = [line for line in lines if line.startswith("$ ")]
         return [re.split(r" [|>] ", line.removeprefix("$ "))[0] for line in lines if PROGRAMS.match(line)]
+
+
+def module_at(path, name):
+    """Return the file at ``path`` as the module ``name``."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Dynamo looks a function's globals up by its module's name
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks_of(page):

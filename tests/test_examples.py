@@ -1,22 +1,18 @@
 """Every example runs, and does what it says."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.doc_blocks import module_at
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SCRIPTS = ("imagenet", "bert_classifier")  # whole scripts with options: tests/test_example_scripts.py
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dynamo looks a function's globals up by its module's name
-    spec.loader.exec_module(module)
-    return module
+    return module_at(FOLDER / f"{name}.py", f"example_{name}")
 
 
 def test_train_digits():

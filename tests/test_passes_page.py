@@ -1,6 +1,5 @@
 """The pages on passes are what the table of passes gives."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,16 +7,14 @@ import pytest
 
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.step.step_table import EVERY
+from tests.doc_blocks import module_at
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
 @pytest.fixture
 def generate():
-    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(DOCS / "generate.py", "generate_docs")
 
 
 def test_the_pages_agree_with_the_table(generate, capsys):

@@ -1,6 +1,5 @@
 """The page on writing a pass is followed: its file, its row in the table, its test, all run."""
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from amp_graph import Policy
 from amp_graph.passes import pipeline_table
 from amp_graph.passes.pipeline_row import Phase
 from amp_graph.passes.pipeline_table import TABLE, pipeline
+from tests.doc_blocks import module_at
 from tests.layers import layers
 
 PAGE = Path(__file__).parent.parent / "docs" / "internals" / "writing-a-pass.md"
@@ -24,11 +24,8 @@ def made(monkeypatch, folder, name, text):
     """Return ``text`` as the module ``name``."""
     path = folder / f"{name.rpartition('.')[2]}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.setitem(sys.modules, name, None)  # which is undone
+    return module_at(path, name)
 
 
 def with_row(behind):

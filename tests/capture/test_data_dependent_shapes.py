@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import amp_graph
 from amp_graph.errors import AmpGraphWarning
@@ -277,6 +277,20 @@ def test_results_of_later_calls_without_graphs_have_the_dtypes_of_their_mode(mod
             found, exact = ours.train(training)(*batch), model.train(training)(*batch)
             assert found.dtype is exact.dtype
             assert error(found, exact) < 0.02
+
+
+def test_comparing_sizes_adds_no_guard():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.zeros(4, 8), symbolic_context=context)
+    with mode:
+        y, known = x + 1, torch.zeros(4, 8)
+    assert fake.same(x.shape, y.shape)
+    assert fake.alike(x, y)
+    assert not fake.same(x.shape, known.shape)  # equal now, and perhaps not at the next call
+    assert fake.is_contiguous(x)
+    assert not fake.is_contiguous(x.t())
+    assert not mode.shape_env.guards
 
 
 def test_a_size_that_depends_on_data_counts_as_the_most_it_can_be():

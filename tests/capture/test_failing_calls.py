@@ -1,5 +1,7 @@
 """A sample of ``python -m tests.failing_calls``: calls that fail inside of amp_graph are as plain ones, and say so."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -9,9 +11,11 @@ import amp_graph
 from amp_graph.capture import ladder
 from amp_graph.capture.conversion import conversion_of
 from amp_graph.errors import AmpGraphWarning
+from amp_graph.passes.graph.meta_keys import UNPLANNED
 from tests.corpus import CASES, make
 from tests.failing_calls import PASSES, PLACES, Draw, drawn, failing, faults_of
 from tests.layers import layers
+from tests.warned import without_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +30,12 @@ def test_a_call_that_fails_inside_is_as_a_plain_one(seed):
     assert not faults, draw
 
 
-def passes_of(case, trains):
-    """Return the passes that change a graph of a case, or have to run."""
+def rewritten(case, trains, place=""):
+    """Return what the graphs of a case became while ``place`` failed."""
     model, args, kwargs = make(case)
-    with torch.set_grad_enabled(trains):
+    with failing(place, []) if place else nullcontext(), torch.set_grad_enabled(trains), without_warnings():
         amp_graph.convert(model, "bf16")(*args, **kwargs)
-    done = [one for graph in conversion_of(model).graphs for one in graph.rewritten.passes]
-    return sorted({one.name for one in done if one.result.modified or dict(PASSES)[one.name].required})
+    return [graph.rewritten for graph in conversion_of(model).graphs]
 
 
 SAMPLE = [("resnet_basic", True), ("lstm_lm", False)]  # which together give many passes something to do
@@ -41,9 +44,16 @@ OTHERS = [pytest.param(name, trains, marks=pytest.mark.slow) for name in sorted(
 
 @pytest.mark.parametrize(("case", "trains"), [*SAMPLE, *OTHERS])
 def test_whichever_pass_fails_half_way_calls_are_as_plain_ones(case, trains):
-    faults = {name: faults_of(Draw(case, f"pass {name}", "bf16", trains))[0] for name in passes_of(case, trains)}
-    assert len(faults) > 3
-    assert not any(faults.values()), faults
+    """Of passes that change a graph, or have to run; each is left out alone, or else the plan is, and named."""
+    done = [one for graph in rewritten(case, trains) for one in graph.passes]
+    names = sorted({one.name for one in done if one.result.modified or dict(PASSES)[one.name].required})
+    assert len(names) > 3
+    for name in names:
+        draw = Draw(case, f"pass {name}", "bf16", trains)
+        assert not faults_of(draw)[0], name
+        left = rewritten(case, trains, draw.place)
+        told = [*(one.failure for graph in left for one in graph.passes), *(g.gm.meta.get(UNPLANNED, "") for g in left)]
+        assert any(name in one for one in told), name
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import amp_graph
+from amp_graph.capture.conversion import conversion_of
 from tests.corpus import CASES, Case, make
 from tests.corpus.losses import classify, of, own
 from tests.corpus.transformers_models import HEADS, INIT, VOCAB, WIDTH, _masked_lm
 from tests.layers import layers
-from tests.measure import CastCounter, saved_bytes
+from tests.measure import CastCounter, saved_bytes, to_device
 
 LAYERS = 12
 
@@ -87,18 +88,20 @@ LLAMA = Case("llama", _llama, lambda: ((), {"input_ids": (ids := _ids()), "label
 
 
 @functools.cache
-def step(case, policy=None, saves=True):
+def step(case, policy=None, saves=True, device="cpu"):
     """(casts, bytes saved without weight copies) of the second step, converted or under autocast.
 
     Without `saves` bytes are not looked at.
     """
     model, *_ = make(case)
+    model.to(device)
     if policy:
         amp_graph.convert(model, policy)
 
-    @torch.autocast("cpu", torch.bfloat16, enabled=policy is None)
+    @torch.autocast(device, torch.bfloat16, enabled=policy is None)
     def loss():
-        _, args, kwargs = make(case)
+        _, *given = make(case)
+        args, kwargs = to_device(given, device)
         return case.loss(model(*args, **kwargs))
 
     for _ in range(2):  # the first captures
@@ -108,6 +111,7 @@ def step(case, policy=None, saves=True):
             casts.phase = "backward"
             if result.requires_grad:
                 result.backward()
+    assert not policy or conversion_of(model).runs
     return casts, saved_bytes(loss, model, weight_copies=False) if saves else None
 
 

@@ -1,16 +1,14 @@
 """On a GPU every model of the corpus is as exact as autocast there, and executes no more casts."""
 
-import contextlib
-
 import pytest
 import torch
 
 import amp_graph
-from amp_graph.capture.conversion import conversion_of
 from amp_graph.policy_words import DTYPES as LOW
 from tests.conformance.test_accuracy import INCOMPARABLE, LOSS_SCALE, NOISY, RECURRENT, WORST, above
-from tests.corpus import CASES, make
-from tests.measure import CastCounter, error_ratio, to_device
+from tests.conformance.test_casts import LIKE, step
+from tests.corpus import CASES
+from tests.measure import error_ratio
 
 DEVICE = "cuda"
 COMPARABLE = sorted(name for name, case in CASES.items() if not case.tags & INCOMPARABLE)
@@ -63,27 +61,7 @@ def test_as_exact_as_autocast_through_inductor(name, policy):
     compare(name, policy, draws=2, compile="inductor")
 
 
-def casts(name, policy=None):
-    """Count those of the second step."""
-    context = contextlib.nullcontext if policy else (lambda: torch.autocast(DEVICE, torch.bfloat16))
-    model, *_ = make(name)
-    model.to(DEVICE)
-    if policy:
-        amp_graph.convert(model, policy)
-    for _ in range(2):
-        model.zero_grad()
-        with CastCounter(model) as counted:
-            _, args, kwargs = make(name)
-            with context():
-                loss = CASES[name].loss(model(*to_device(args, DEVICE), **to_device(kwargs, DEVICE)))
-            counted.phase = "backward"
-            if loss.requires_grad:
-                loss.backward()
-    assert not policy or conversion_of(model).runs
-    return counted
-
-
 @pytest.mark.parametrize("name", COUNTABLE)
 def test_never_more_casts_than_autocast(name):
-    ours, theirs = casts(name, "bf16,keep_outputs=false"), casts(name)
+    (ours, _), (theirs, _) = (step(CASES[name], how, False, DEVICE) for how in (LIKE, None))
     assert ours.total <= theirs.total, f"ours:\n{ours.table()}\nautocast:\n{theirs.table()}"

@@ -54,13 +54,17 @@ def test_a_static_scale_never_changes_and_keeps_its_options():
 
 
 def test_a_state_is_loaded_as_a_whole_or_not_at_all():
-    state = LossScale(4.0, growth_interval=5, hysteresis=3).state_dict() | {"_growth_tracker": 9, "_stuck": 2}
+    state = LossScale(4.0, growth_interval=5, hysteresis=3).state_dict() | {
+        "_growth_tracker": 9,
+        "_hysteresis_left": 2,
+        "_stuck": 2,
+    }
     for device in (None, torch.device("cpu")):
         loaded = LossScale(8.0)
         if device is not None:
             loaded.to(device)
         loaded.load_state_dict(state)
-        assert loaded.values() == (4.0, 9, 3, 0, 2)
+        assert loaded.values() == (4.0, 9, 2, 0, 2)
         assert (loaded.growth_interval, loaded.hysteresis) == (5, 3)
     with pytest.raises(ScaleError, match="has no 'backoff_factor'; it has 'scale'"):
         loaded.load_state_dict({k: v for k, v in state.items() if k in ("scale", "growth_factor")} | {

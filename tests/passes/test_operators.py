@@ -7,6 +7,7 @@ import torch
 from torch.testing._internal.optests.generate_tests import ALL_TEST_UTILS
 from torch.utils._pytree import tree_map_only
 
+import amp_graph.passes.pipeline_table  # noqa: F401  which defines all operators
 from amp_graph.passes.native.operator_library import FUNCTIONS, OPS
 from tests.guard import cases_attention, cases_images, cases_norm, cases_products  # noqa: F401
 from tests.guard.case import CASES

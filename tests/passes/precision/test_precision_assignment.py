@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import networkx as nx
@@ -66,16 +67,16 @@ def brute(task):
     return min((cost(task, low) for low in assignments(task)), default=None)
 
 
+@cache
+def tasks():
+    """(seed, task, what it costs at least by brute force), where there is a legal assignment."""
+    found = [(seed, random_task(seed)) for seed in SEEDS]
+    return [(seed, task, best) for seed, task in found if (best := brute(task)) is not None]
+
+
 def wrong_tasks(solve):
-    found = []
-    for seed in SEEDS:
-        task = random_task(seed)
-        best = brute(task)
-        if best is not None:
-            low = solve(task)
-            if not is_legal(task, low) or cost(task, low) != best:
-                found.append(seed)
-    return found
+    found = [(seed, task, best, solve(task)) for seed, task, best in tasks()]
+    return [seed for seed, task, best, low in found if not is_legal(task, low) or cost(task, low) != best]
 
 
 def test_every_small_task_costs_what_brute_force_finds():
@@ -83,13 +84,13 @@ def test_every_small_task_costs_what_brute_force_finds():
 
 
 def test_of_equal_costs_the_lowest_is_chosen():
-    for task in filter(assignments, map(random_task, SEEDS)):
-        best, low = brute(task), cheapest(task)
+    for _, task, best in tasks():
+        low = cheapest(task)
         assert all(other <= low for other in assignments(task) if cost(task, other) == best)
 
 
 def test_the_generator_makes_tasks_that_are_worth_solving():
-    legal = [task for task in [random_task(seed) for seed in SEEDS] if brute(task) is not None]
+    legal = [task for _, task, _ in tasks()]
     mixed = [task for task in legal if 2 < len(cheapest(task)) < len(task.full) - 1]
     assert len(legal) > 280
     assert len(mixed) > 150

@@ -11,8 +11,8 @@ from amp_graph.passes.graph.identify_ops import IdentifyOps
 from amp_graph.passes.manager import run_passes
 from amp_graph.passes.recognize.gelu import FuseGelu
 from amp_graph.passes.recognize.rms_norm import FuseRmsNorm
-from tests.conformance.test_casts import DEEP, LAYERS
 from tests.corpus import make
+from tests.corpus.transformers_models import LAYERS
 from tests.passes.graphs import assert_near, capture_function, run_step, standard_passes
 
 TANH = math.sqrt(2 / math.pi)
@@ -172,7 +172,7 @@ def test_what_is_something_else_stays(function, one, target):
 
 
 def test_gpt2_calls_one_gelu_a_layer():
-    model, args, kwargs = make(DEEP["gpt2"])
+    model, args, kwargs = make("gpt2")
     amp_graph.convert(model, "bf16")(*args, **kwargs)
     (graph,) = conversion_of(model).graphs
     assert len([n for n in graph.rewritten.gm.graph.nodes if "gelu" in str(n.target)]) == LAYERS
